@@ -33,6 +33,7 @@ from fnmodels.tree import flatten, unflatten
 from params import lora
 from params.checkpoint.config import load_config
 from params.checkpoint.export import export
+from params.checkpoint.from_tensors import from_tensors
 from params.checkpoint.load import LoadReport, load_pretrained
 from params.checkpoint.manifest import verify
 from params.checkpoint.save import recover, save_pretrained
@@ -43,6 +44,15 @@ from params.weight_forms import packed, quantize
 __all__ = ["abstract", "count", "init", "Rules", "Sharding", "describe", "plan", "lora", "flatten", "unflatten"]
 __all__ += ["packed", "quantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
-__all__ += ["LoadReport", "load_config", "load_pretrained", "save_pretrained", "recover", "verify", "export"]
+__all__ += [
+    "LoadReport",
+    "load_config",
+    "load_pretrained",
+    "save_pretrained",
+    "recover",
+    "verify",
+    "export",
+    "from_tensors",
+]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
 __all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]

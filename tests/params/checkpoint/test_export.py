@@ -1,5 +1,6 @@
 """Streaming export: the names, dtypes and bits of the files that were loaded, one tensor at a time."""
 
+import dataclasses
 import weakref
 from pathlib import Path
 
@@ -24,6 +25,30 @@ def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
         assert len(set(names)) == len(names) and set(names) == wanted.keys()
         for name, tensor in exported:
             assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+    config, loaded = P.load_pretrained(tmp_path)
+    again = P.from_tensors(config, exported)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True), again, loaded)
+
+
+def test_tensors_in_memory_are_checked_as_files_are() -> None:
+    case = next(case for case in cases() if case.family == "llama")
+    named = dict(P.export(case.config, generic_params(case.config)))
+    first, *_ = named
+    wrong = {**named, first: named[first][1:], "x.weight": torch.ones(2)}
+    wrong.pop("model.norm.weight")
+    with pytest.raises(P.MismatchError, match="3 differences") as caught:
+        P.from_tensors(case.config, wrong.items())
+    assert all(words in str(caught.value) for words in ("found [", "norm.weight: missing", "x.weight: unexpected"))
+    with pytest.raises(P.MismatchError, match="expected a floating dtype"):
+        P.from_tensors(case.config, {**named, first: named[first].long()}.items())
+    with pytest.raises(P.MismatchError, match="given twice"):
+        P.from_tensors(case.config, [*named.items(), (first, named[first])])
+    tied = dataclasses.replace(case.config, tie_word_embeddings=True)
+    named["lm_head.weight"] = named["model.embed_tokens.weight"].clone()
+    P.from_tensors(tied, named.items())
+    named["lm_head.weight"][0, 0] += 1
+    with pytest.raises(P.MismatchError, match="they are one tensor"):
+        P.from_tensors(tied, named.items())
 
 
 @pytest.mark.parametrize("case", structures(), ids=str)

@@ -1,0 +1,63 @@
+"""Params from tensors under Hugging Face names that are in memory: the inverse of `export`."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import MismatchError
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.storage import extract_parameter
+from fnmodels.tree import Tree
+
+from .shard_index import as_lines
+from .tensor_map import Piece, by_name, dtype_class, is_leftover, stored_leaves, tied_names
+
+
+def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
+    """The params of `config` from (name on disk, tensor) pairs, such as `model.state_dict().items()`.
+
+    A leaf that is one tensor, or rows of a fused one, is a detached view of it, not a copy; stacked experts are copied.
+    Tied heads and duplicates may be there or not, and must equal their original. MismatchError lists every tensor that
+    is missing, unexpected, given twice, or of another shape or kind of dtype.
+    """
+    found: dict[str, Tensor] = {}
+    faults: list[str] = []
+    for name, tensor in tensors:
+        if name in found:
+            faults.append(f"{name}: given twice")
+        found[name] = tensor.detach()
+    parameters, tied = stored_leaves(config), tied_names(config)
+    expected = by_name(parameters)
+    for name, pieces in expected.items():
+        faults += _faults(name, pieces[0], found) if name in found else [f"{name}: missing"]
+    unexpected = [name for name in found if name not in expected and name not in tied and not is_leftover(config, name)]
+    faults += [f"{name}: unexpected, {list(found[name].shape)}" for name in unexpected]
+    for name, original in tied.items():
+        if name in found and original in found and not _same(found[name], found[original]):
+            faults.append(f"{name}: differs from {original}, but by the config they are one tensor")
+    if faults:
+        raise MismatchError(
+            f"The tensors are not those that the config calls for ({len(faults)} differences):{as_lines(faults)}"
+        )
+    return tree.unflatten({leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters})
+
+
+def _faults(name: str, piece: Piece, found: dict[str, Tensor]) -> list[str]:
+    tensor, wanted = found[name], dtype_class(piece.leaf.dtype)
+    faults = []
+    if tuple(tensor.shape) != piece.disk_shape:
+        faults.append(f"{name}: expected {list(piece.disk_shape)}, found {list(tensor.shape)}")
+    if dtype_class(tensor.dtype) != wanted:
+        faults.append(f"{name}: expected a {wanted} dtype, found {tensor.dtype}")
+    return faults
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, without reading them where they are one."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
