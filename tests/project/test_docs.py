@@ -18,6 +18,7 @@ PAGES = [
     "adding-a-parallelism.md",
     "architecture.md",
     "checkpoints.md",
+    "curvature.md",
     "generation.md",
     "interpretability.md",
     "parallel.md",
