@@ -1,5 +1,7 @@
 """`mask_tokens`: which tokens are corrupted, into what, and that the loss reads its labels."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,11 @@ import torch.nn.functional as F
 import fnmodels
 import params as P
 import train
+from fnmodels.errors import UserError
 from tests.support.cases import positions_of, segments
 from tests.variants.bert import TINY
+from train.job import initial_model
+from train.job.settings import Settings
 
 ROWS = segments((-50, 400, 350), (800,))
 
@@ -49,3 +54,12 @@ def test_the_loss_reads_its_labels() -> None:
     torch.testing.assert_close(total, wanted)
     assert count == (labels != -100).sum() > 0
     assert abs(float(total - train.next_token_loss(weights, batch, config=config)[0])) > 1e-4
+
+
+def test_the_main_job_refuses_an_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains next-token prediction, which a model that sees later tokens would learn to copy."""
+    config = fnmodels.family_for("bert").Config.from_hf(TINY)
+    P.save_pretrained(tmp_path, config, P.init(config, 0))
+    monkeypatch.setattr(initial_model.pretrained, "load_tokenizer", lambda source: None)
+    with pytest.raises(UserError, match=r"is a bert, whose tokens see later ones.*train\.mask_tokens"):
+        initial_model.config_of_checkpoint(tmp_path, Settings())
