@@ -175,7 +175,7 @@ def test_layers_that_share_a_choice(case: Case) -> None:
     assert torch.equal(choices[:, :, 0], tapped[f"layers.{own[0]}.choices"])
     rest = layers(params, middle, masks, freqs_cis, first, len(kinds), choices=choices)
     assert torch.equal(rest, whole)
-    with pytest.raises(ValueError, match=f"'layers.{first}.choices' is of layers with an indexer"):
+    with pytest.raises(ValueError, match=f"'layers.{first}.choices' is unknown in layer {first}"):
         fnmodels.forward(params, inputs, masks, freqs_cis, config=config, taps=(f"layers.{first}.choices",))
     sizes = [first, len(kinds) - first]
     with pytest.raises(ValueError, match=f"a stage begins at layer {first}, which takes its choice of keys from an"):
