@@ -149,6 +149,6 @@ def test_generate(forks: Forks) -> None:
 @pytest.mark.slow
 def test_serve_and_grpo(forks: Forks) -> None:
     out = _said(forks.run(_command("serve.py", "--quick"), ENVIRONMENT | THRESHOLDS))
-    assert out.count("| 1.000 |\n") == 5 and "\n| 1 | 8 | " in out, out
+    assert out.count("| 1.000 |\n") >= 5 and "\n| 1 | 8 | " in out, out
     out = _said(forks.run(_command("grpo.py", "--quick"), ENVIRONMENT | THRESHOLDS))
     assert "the rewards differ by 0.0000 at most" in out, out
