@@ -69,6 +69,7 @@ from fnmodels.invariance import explain_invariance
 from fnmodels.models.common.registry import families, family_for, family_of, towers
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
+from fnmodels.module import as_module
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.taps import tap_names
@@ -85,7 +86,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
-__all__ += ["explain_invariance"]
+__all__ += ["explain_invariance", "as_module"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
