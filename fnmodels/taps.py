@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,8 +31,7 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
     "input_layernorm.scale" (what multiplies x before the weight), eager mode.
     """
     found = {"embed": f"[B, S, {config.hidden_size}]"}
-    hashable: Any = config
-    for index, names in enumerate(_names_of_layers(hashable)):
+    for index, names in enumerate(_names_of_layers(config)):
         found |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
     ends = {"hidden": config.hidden_size}
     if "norm" in family_of(config).spec(config):
@@ -41,8 +39,7 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
     return found | {name: f"[B, S, {width}]" for name, width in ends.items()}
 
 
-@functools.cache
-def _names_of_layers(config: Any) -> tuple[dict[str, str], ...]:
+def _names_of_layers(config: DecoderConfig) -> tuple[dict[str, str], ...]:
     """{tap: shape} of each layer."""
     small, large = (_shapes_of_layers(config, *size) for size in _SIZES)
     letters = dict(zip(zip(*_SIZES, strict=True), "BS", strict=True))

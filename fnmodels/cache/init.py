@@ -1,8 +1,7 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
-import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def init_cache(
     family = family_of(config)
     first = torch.zeros(1, 1, dtype=torch.long)
     masks = family.attention_masks(config, first, first + 1)
-    entries = _entries(cast(Any, config), dtype)
+    entries = _entries(config, dtype)
     if kv_dtype is not None:
         entries = tuple(map(_quantized, entries))
         if kv_dtype is not torch.int8 or not any(name in entry for entry in entries for name in QUANTIZABLE):
@@ -120,8 +119,7 @@ class _Recorder(Context):
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
 
 
-@functools.lru_cache(maxsize=64)  # continuous batching makes a cache for every admission
-def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
+def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
     """The tensors of each layer's entry, by running the block on the meta device, once for equal layers."""
     family = family_of(config)
     first = torch.zeros(1, 1, dtype=torch.long, device="meta")
