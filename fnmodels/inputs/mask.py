@@ -34,6 +34,11 @@ class Mask:
     kv_spans: Tensor | None
     rule: Rule = tree.static()
 
+    def __repr__(self) -> str:
+        """The shapes and the rule, not the tensors: Mask(q=[2, 8], kv=[2, 8], rule=Causal())."""
+        q, kv = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.q_positions, self.kv_positions))
+        return f"Mask(q={q}, kv={kv}, rule={self.rule})"
+
     def allowed(self, q: Tokens, kv: Tokens) -> Tensor:
         """The full predicate: same segment, no padding, and the rule allows it."""
         return (q.segments == kv.segments) & (kv.segments > 0) & self.rule(q, kv)

@@ -19,6 +19,7 @@ from fnmodels import (
     Window,
     build_mask,
     document_layout,
+    tree,
 )
 from fnmodels.inputs.mask import causal_masks
 
@@ -64,6 +65,12 @@ def test_rules(name: str) -> None:
     assert torch.equal(fnmodels.permute(mask, order).dense(), slow(seen)[:, :, order][..., order])
     part = mask.select(slice(2, 7), slice(1, 9), slice(1, 3))
     assert torch.equal(part.dense(), slow(seen)[1:3, :, 2:7, 1:9])
+
+
+def test_a_mask_is_printed_by_its_shapes() -> None:
+    mask = build_mask(Causal(), torch.arange(4)[None], torch.ones(1, 4, dtype=torch.long))
+    assert repr(mask) == "Mask(q=[1, 4], kv=[1, 4], rule=Causal())"
+    assert repr(tree.map(lambda _: 0, mask)) == "Mask(q=0, kv=0, rule=Causal())"  # as the in_dims of vmap
 
 
 def test_rules_are_values() -> None:
