@@ -40,7 +40,8 @@ from tests.support.status import CHECKED
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_family = pytest.mark.parametrize("family", family_modules())
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
-FILES = sorted(Path(fnmodels.__file__).parent.rglob("*.py"))
+# fnmodels.as_module is the one adapter: for libraries that take modules, and no model is written with it.
+FILES = [path for path in sorted(Path(fnmodels.__file__).parent.rglob("*.py")) if path.name != "module.py"]
 
 
 def test_families_are_found() -> None:

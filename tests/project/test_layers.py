@@ -30,6 +30,7 @@ LONGER = {
     "train.generation.serve.admit",
     "train.generation.speculative.speculate",
     "train.losses.distillation.distill",
+    "train.losses.masked_tokens.mask_tokens",
     "train.losses.multi_token.mtp_loss",
     "train.losses.next_token.next_token_loss",
     "train.losses.policy.policy_loss",
