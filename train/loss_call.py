@@ -40,7 +40,7 @@ def caller(
     if counts:
         loss = loss.with_options(counts=True)
     if compile != "whole":
-        return loss
+        return loss.with_options(expected=True)
     compiled = torch.compile(_with_layout, fullgraph=True)
     return lambda params, batch: compiled(loss, params, batch, layout_of(batch))
 

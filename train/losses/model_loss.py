@@ -71,6 +71,7 @@ class RunOptions:
     stage: replaces the layers: (params, inputs, masks, freqs_cis, config, taps, options) -> (states, taps).
     routers: the `RouterTerms` of the loss that is running, for `stage`.
     required: the options that must reach the model's layers, as part of a sentence; None: no check.
+    expected: the function runs the model here, and is warned if it does so with a copy of the params.
     """
 
     inner: LayerFn | None = None
@@ -87,6 +88,7 @@ class RunOptions:
     full_rows: Callable[[Tensor, Tensor], tuple[Tensor, int]] | None = None
     routers: RouterTerms | None = None
     required: str | None = None
+    expected: bool = False
     reached: list[bool] | None = None  # filled when the model runs
 
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
@@ -182,7 +184,7 @@ class ModelLoss:
         """
         reached: list[bool] = []
         options = self.options
-        if not torch.compiler.is_compiling():
+        if options.expected or options.required is not None:
             options = dataclasses.replace(options, reached=reached)
         found = self.function(RunParams(params if self.params is None else self.params(params), options), batch)
         if options.required is not None and not reached:
@@ -193,7 +195,7 @@ class ModelLoss:
             )
         if reached and isinstance(params, RunParams) and isinstance(params.run, RunOptions):
             params.run.note_reached()  # of a loss around this one
-        if options.reached is not None and not reached and isinstance(batch, Mapping) and "segment_ids" in batch:
+        if options.expected and not reached and isinstance(batch, Mapping) and "segment_ids" in batch:
             warnings.warn(
                 "The loss did not run the model with the params that it received (or a fnmodels.tree.map of these): a "
                 "copy such as {**params} leaves out the layout of packed rows, and attention then takes longer.",
