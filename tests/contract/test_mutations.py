@@ -547,8 +547,8 @@ def nothing_over_nothing(patch: pytest.MonkeyPatch) -> None:
     right = train.gradients._gradients
 
     def divided(*given: Any, divide: bool) -> Any:
-        total, count, aux, grads, unreached = right(*given, divide=False)
-        return total, count, aux, [grad / count * (1 if divide else count) for grad in grads], unreached
+        total, count, aux, grads, *rest = right(*given, divide=False)
+        return total, count, aux, [grad / count * (1 if divide else count) for grad in grads], *rest
 
     patch.setattr("train.gradients._gradients", divided)
 

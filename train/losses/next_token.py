@@ -113,11 +113,15 @@ def model_states(
     if not aux and balance is None:
         x = fnmodels.hidden(given, inputs, masks, freqs_cis, config=config, **how)
         return ModelStates(x, masks, freqs_cis, given)
-    if not may_have(fnmodels.family_of(config), "ROUTED"):
+    family = fnmodels.family_of(config)
+    if not may_have(family, "ROUTED"):
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
     terms = RouterTerms(balance or Balance(), counted(batch["labels"], batch.get("weights")).sum(1), aux)
     noted = RunParams(given, dataclasses.replace(run, routers=terms))
-    x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, taps=ROUTER_TAPS, **how)
+    if any(kind.endswith("_moe") for kind in family.kinds(config)):
+        x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, taps=ROUTER_TAPS, **how)
+    else:  # a dense model of a family that has models with experts: its terms are 0
+        x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, **how), {}
     local = terms.balance if run.balance is None else run.balance(terms.balance)
     added, sums = balance_terms(tapped, inputs["valid"], terms.labelled, local)
     return ModelStates(x, masks, freqs_cis, given, added if balance is not None else None, sums if aux else None)
