@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support.cases import generic, variants_of
+from tests.support.cases import collected, generic, variants_of
 
 # transformers 5.23 lists it among models with vision only
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
@@ -45,8 +45,7 @@ def _class_of(config: Any) -> torch.nn.Module:
 def reference_values(values: dict[str, Any]) -> dict[str, Any]:
     """The config.json as transformers knows the model: see STANDS_FOR of a family's variants."""
     model_type = values["model_type"]
-    family = fnmodels.family_for(model_type).__name__.rpartition(".")[2]
-    return values | {"model_type": getattr(variants_of(family), "STANDS_FOR", {}).get(model_type, model_type)}
+    return values | {"model_type": collected("STANDS_FOR").get(model_type, model_type)}
 
 
 def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:

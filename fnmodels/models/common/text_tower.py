@@ -78,6 +78,7 @@ def text_fields(
     fields: Fields, model_types: tuple[str, ...], sizes: tuple[int, int, int, int, int, int], act: str, eps: float
 ) -> dict[str, Any]:
     """The fields of TextConfig except projection, from a config.json. sizes: the defaults of the first six fields."""
+    fields.expect("is_encoder_decoder", False)
     return {
         "model_type": fields.choice("model_type", model_types),
         **{name: fields.integer(name, size) for name, size in zip(_SIZES[:3], sizes, strict=False)},

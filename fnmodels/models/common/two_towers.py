@@ -35,6 +35,7 @@ def tower_fields(outer: Fields, name: str, model_type: str, **more: Any) -> dict
 
 def finished(config: Any, outer: Fields) -> Any:
     """The config with the fields kept for saving."""
+    outer.expect("is_encoder_decoder", False)
     object.__setattr__(config, "extra", outer.finish(_IGNORED))
     return config
 

@@ -133,6 +133,7 @@ def vision_fields(
     sizes: of the four fields in the order of VisionConfig. inner: (fields, hidden_size) -> intermediate_size where the
     file has no such field.
     """
+    fields.expect("is_encoder_decoder", False)
     model_type = fields.choice("model_type", model_types)
     hidden = fields.integer("hidden_size", sizes[0])
     return {

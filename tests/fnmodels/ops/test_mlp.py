@@ -9,6 +9,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 FORMULAS = {
     "silu": lambda x: x * x.sigmoid(),
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "relu": lambda x: x.clamp(min=0),
     "relu2": lambda x: x.clamp(min=0) ** 2,
