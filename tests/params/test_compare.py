@@ -139,7 +139,10 @@ def test_wrong_masks_of_padding_and_of_documents(
         llama,
         "attention_masks",
         lambda config, positions, segment_ids, **options: plain(
-            config, torch.arange(24).expand(2, -1), torch.ones_like(segment_ids), **options
+            config,
+            torch.arange(positions.shape[1], device=positions.device).expand(positions.shape),
+            torch.ones_like(segment_ids),
+            **options,
         ),
     )
     assert compare.main([str(folder)]) == 1

@@ -606,7 +606,7 @@ SUM, COUNT = torch.tensor(1.0), torch.tensor(1)
         ((SUM, 4), "Tensor of shape [], int"),
         ((torch.ones(5, 6), COUNT), "Tensor of shape [5, 6], Tensor of shape []"),
         ((SUM, torch.ones(6)), "Tensor of shape [], Tensor of shape [6]"),
-        ((SUM, COUNT, {}, {}), "Tensor of shape [], Tensor of shape [], dict, dict"),
+        ((SUM, COUNT, {}, {}, {}), "Tensor of shape [], Tensor of shape [], dict, dict, dict"),  # 4 are with outputs
         (None, "NoneType"),
     ],
     ids=str,
@@ -633,13 +633,14 @@ def test_a_loss_without_parameters_is_named(detached):
 
 def test_leaves_that_no_part_reaches_are_refused_before_they_decay():
     """They are named; one that another part or call reaches is none, and nothing is asked of a batch without tokens."""
-    params = {name: torch.ones(2) for name in ("a", "b", "heads_0")}
+    names = ("a", "b", "heads_0")
+    params = {name: torch.ones(2) for name in names}
 
     def loss(params, batch):
-        return (params["a"] + params[batch["of"]]).sum() * batch["count"], batch["count"]
+        return (params["a"] + params[names[batch["of"]]]).sum() * batch["count"], batch["count"]
 
     def part(of, count=1):
-        return {"of": of, "count": torch.tensor(count)}
+        return {"of": torch.tensor(names.index(of)), "count": torch.tensor(count)}
 
     optimizer = adamw(0.1, weight_decay=0.5)
     step, state = make_step(loss, optimizer), init_state(params, optimizer)
