@@ -24,6 +24,7 @@ from fnmodels.inputs.documents import documents
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
+from fnmodels.models.common import decoder
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import (
     DecoderConfig,
@@ -202,7 +203,8 @@ def _per_document(
         )
     if unread := [*taps, *(name for name in FINAL if name in edits)]:
         raise ValueError(f"{unread[0]!r} is of each token, but the head {config.head!r} reads one token per document.")
-    logits: Tensor = may_have(family_of(config), "classify")(params, x, inputs["documents"], config=config)
+    classify = may_have(family_of(config), "classify") or decoder.classify
+    logits: Tensor = classify(params, x, inputs["documents"], config=config)
     return logits
 
 

@@ -117,4 +117,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final LayerNorm, output head and logit scale: logits [B, S, V]."""
-    return decoder.unembed_layer_norm(params, x, config=config) * config.logit_scale
+    logits = decoder.unembed_layer_norm(params, x, config=config)
+    return logits * config.logit_scale if decoder.is_lm(config) else logits

@@ -15,6 +15,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.heads import decoder_head_to_hf
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
@@ -102,8 +103,7 @@ class Config(decoder.BaseConfig):
             *("initializer_range", "bias", "parallel_attn", "num_ln_in_parallel_attn", "tie_word_embeddings"),
         )
         kept = {name: json.loads(value) for name, value in self.extra}
-        own = {
-            "architectures": ["FalconForCausalLM"],
+        own = decoder_head_to_hf(self, "FalconForCausalLM", kept) | {
             "model_type": self.model_type,
             "ffn_hidden_size": self.intermediate_size,
             "num_kv_heads": kv_heads,

@@ -148,7 +148,8 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V]."""
-    return decoder.unembed(params, x, config=config) * config.lm_head_multiplier
+    logits = decoder.unembed(params, x, config=config)
+    return logits * config.lm_head_multiplier if decoder.is_lm(config) else logits
 
 
 @with_context

@@ -180,4 +180,4 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
     logits, cap = linear(normed, decoder.head(params, config)), config.final_softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return cap * torch.tanh(logits / cap) if cap is not None and decoder.is_lm(config) else logits

@@ -142,8 +142,9 @@ class Config(decoder.BaseConfig):
         if self.model_type == "gemma4":
             text = replace(self, model_type="gemma4_text")
             object.__setattr__(text, "extra", self.extra)
-            outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
-            return outer | {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
+            outer: dict[str, Any] = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+            outer |= {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
+            return decoder.expressible(self, outer)
         names = ["global_head_dim", "attention_k_eq_v", "rms_norm_eps", "attention_bias", "sliding_window"]
         names += ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp"]
         if sparse := self.layer_kinds[0].endswith("_moe"):
@@ -329,4 +330,4 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
     logits, cap = linear(normed, decoder.head(params, config)), config.final_softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return cap * torch.tanh(logits / cap) if cap is not None and decoder.is_lm(config) else logits

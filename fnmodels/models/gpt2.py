@@ -17,6 +17,7 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -56,11 +57,14 @@ class Config:
     scale_attn_weights: bool = True  # scores times 1 / sqrt(head_dim)
     scale_attn_by_inverse_layer_idx: bool = False  # and times 1 / (1 + layer index)
     initializer_range: float = 0.02
+    head: str = "lm"  # or "classification", see `common.heads`
+    num_labels: int = 0
     # kept for saving only
     model_type: str = field(default="gpt2", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_head(self)
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"n_embd {self.hidden_size} is not a multiple of n_head {self.num_attention_heads}, "
@@ -98,13 +102,12 @@ class Config:
         )
         # Scores and softmax in fp32, as they always are here.
         upcast = (("reorder_and_upcast_attn", "true"),) * fields.boolean("reorder_and_upcast_attn", False)
-        object.__setattr__(config, "extra", fields.finish(_IGNORED) + upcast)
-        return config
+        return with_head(config, fields, fields.finish(_IGNORED) + upcast)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json under GPT-2's own names."""
         kept = {name: json.loads(value) for name, value in self.extra}
-        kept |= {"architectures": ["GPT2LMHeadModel"], "model_type": self.model_type}
+        kept |= decoder_head_to_hf(self, "GPT2LMHeadModel", kept) | {"model_type": self.model_type}
         names = ("vocab_size", "tie_word_embeddings", "initializer_range", *_SCALES)
         return kept | {name: getattr(self, _USUAL.get(name, name)) for name in (*names, *_USUAL)}
 
@@ -148,6 +151,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
             names[f"{ours}.{path}_bias"] = TensorSlice(f"{theirs}.{name}.bias", start, stop, rows, transposed=True)
     for path, name in norms.items():
         names |= {path: f"{name}.weight", f"{path}_bias": f"{name}.bias"}
+    if not decoder.is_lm(config):
+        return names | {"score": "score.weight"}
     return names if config.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
 
 

@@ -102,8 +102,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 def _stored(path: str, config: Config) -> Stored:
-    if path == "lm_head":
-        return "embed_out.weight"
+    if path in ("lm_head", "score"):
+        return "embed_out.weight" if path == "lm_head" else "score.weight"
     where, _, name = path.rpartition(".")
     ending = "bias" if name.endswith("_bias") else "weight"
     stem = name.removesuffix("_bias")

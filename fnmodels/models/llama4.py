@@ -104,8 +104,9 @@ class Config(decoder.BaseConfig):
         inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
         if self.model_type == "llama4_text":
             return inner
-        outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
-        return outer | {"text_config": inner, "tie_word_embeddings": self.tie_word_embeddings}
+        outer: dict[str, Any] = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+        outer |= {"text_config": inner, "tie_word_embeddings": self.tie_word_embeddings}
+        return decoder.expressible(self, outer)
 
 
 def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:

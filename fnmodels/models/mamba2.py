@@ -12,13 +12,14 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.heads import check_head, decoder_head_to_hf
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.linear import linear
-from fnmodels.tree import Tree
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mamba2",)
 KINDS = ("linear",)
@@ -59,11 +60,14 @@ class Config:
     residual_in_fp32: bool = True
     tie_word_embeddings: bool = False
     initializer_range: float = 0.1
+    head: str = "lm"  # or "classification", see `common.heads`
+    num_labels: int = 0
     # kept for saving only
     model_type: str = field(default="mamba2", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_head(self)
         if self.hidden_size < 1 or self.num_hidden_layers < 1 or self.mixer.heads * self.head_dim % self.hidden_size:
             raise ConfigError(
                 f"{self.mixer.heads} heads of {self.head_dim} are not a multiple of the hidden_size {self.hidden_size}."
@@ -115,9 +119,10 @@ class Config:
         """A config.json under Mamba's own names."""
         names = ["vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type"]
         names += ["residual_in_fp32", "tie_word_embeddings", "initializer_range"]
-        own = {"architectures": ["Mamba2ForCausalLM"], "expand": self.mixer.rows["x"] // self.hidden_size}
+        own: dict[str, Any] = {"expand": self.mixer.rows["x"] // self.hidden_size}
         own |= {name: getattr(self, name) for name in names} | mamba_to_hf(self.mixer, _MIXER)
-        return decoder.expressible(self, {name: json.loads(value) for name, value in self.extra} | own)
+        kept = {name: json.loads(value) for name, value in self.extra}
+        return decoder.expressible(self, kept | decoder_head_to_hf(self, "Mamba2ForCausalLM", kept) | own)
 
 
 # Settings of the initialization, and what older files repeat.
@@ -140,8 +145,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
     for i in range(config.num_hidden_layers):
         names[f"layers.{i}.input_layernorm"] = f"backbone.layers.{i}.norm.weight"
         names |= mamba_names(config.mixer, f"layers.{i}.attention", f"backbone.layers.{i}.mixer")
-    head = {} if config.tie_word_embeddings else {"lm_head": "lm_head.weight"}
-    return names | {"norm": "backbone.norm_f.weight"} | head
+    ends = {"norm": "backbone.norm_f.weight", "lm_head": "lm_head.weight", "score": "score.weight"}
+    return names | {path: ends[path] for path in flatten(spec(config)) if path in ends}
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:

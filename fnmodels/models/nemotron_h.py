@@ -189,6 +189,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     names: dict[str, Stored] = {"embed_tokens": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
     names["lm_head"] = "lm_head.weight"
+    names |= {} if decoder.is_lm(config) else {"score": "score.weight"}
     for index, layer in enumerate(spec(config)["layers"]):
         where, there = f"layers.{index}", f"backbone.layers.{index}"
         names[f"{where}.input_layernorm"] = f"{there}.norm.weight"

@@ -74,7 +74,7 @@ def spec(config: Config) -> Tree:
         "mlp": plain_mlp_leaves(D, config.intermediate_size, std=config.initializer_range),
     }
     tree = decoder_leaves(config, [layer for _ in config.layer_kinds], norm_bias=True)
-    return tree | {"lm_head_bias": bias(config.vocab_size, "vocab")}
+    return tree | {"lm_head_bias": bias(config.vocab_size, "vocab")} if decoder.is_lm(config) else tree
 
 
 def hf_names(config: Config) -> dict[str, str]:
@@ -82,7 +82,7 @@ def hf_names(config: Config) -> dict[str, str]:
     names = decoder.hf_names(config)
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}
-    return names | {"lm_head_bias": "lm_head.bias"}
+    return names | {"lm_head_bias": "lm_head.bias"} if decoder.is_lm(config) else names
 
 
 @with_context
@@ -103,7 +103,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final LayerNorm and output head with bias: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps)
-    return linear(normed, decoder.head(params, config), params["lm_head_bias"])
+    return linear(normed, decoder.head(params, config), params.get("lm_head_bias"))
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "partial_rotary_factor")

@@ -148,8 +148,9 @@ class Config(decoder.BaseConfig):
         if self.model_type not in _DEFAULTS:
             text = replace(self, model_type=f"{self.model_type}_text")
             object.__setattr__(text, "extra", self.extra)
-            outer = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
-            return outer | {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
+            outer: dict[str, Any] = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
+            outer |= {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
+            return decoder.expressible(self, outer)
         names = ["rms_norm_eps", "hidden_act", "attention_bias", *delta.SIZES]
         if self.model_type != "qwen3_5_text":
             names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
@@ -31,7 +31,9 @@ Head = Callable[[list[Tensor], Tensor], Tensor]
 
 
 def head_name(config: DecoderConfig) -> str:
-    """The entry of params that holds the head's weight."""
+    """The entry of params that holds the head's weight; ValueError for a model without a head for tokens."""
+    if (head := field_of(config, "head")) not in ("lm", "masked_lm"):
+        raise ValueError(f"This loss is of tokens, but the model's head is {head!r}: it has no logits of tokens.")
     return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
 
 

@@ -8,12 +8,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
+from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks, check_one_axis
 from fnmodels.inputs.order import build_segments
 from fnmodels.inputs.segments import text_order
@@ -25,6 +26,7 @@ from fnmodels.ops.rotary import Rope, mrope_table, no_rotation, query_temperatur
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, shown
+from .heads import check_head, decoder_head_to_hf, with_head
 from .quantization import quantization
 from .registry import (
     FAMILY_DEFAULTS,
@@ -59,6 +61,8 @@ class SizesConfig:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope()  # noqa: RUF009 - frozen
     tie_word_embeddings: bool = False
+    head: str = "lm"  # or "classification", see `heads`
+    num_labels: int = 0
     layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
@@ -115,8 +119,7 @@ def base_fields(
 
 def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
     """The config with the fields kept for saving; ConfigError for fields that the family did not read, see `Fields`."""
-    object.__setattr__(config, "extra", fields.finish(ignored))
-    return config
+    return with_head(config, fields, fields.finish(ignored))
 
 
 # Beginnings of the kinds of layers that read tokens in their order: recurrent layers and convolutions.
@@ -200,9 +203,21 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
 
 
 def head(params: Tree, config: DecoderConfig) -> Tensor:
-    """The output head's weight [V, D]: the embedding's if tied."""
-    weight: Tensor = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return weight
+    """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a classification head."""
+    if field_of(config, "head") == "classification":
+        return cast(Tensor, params["score"])
+    return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
+
+
+def is_lm(config: Any) -> bool:
+    """Whether the head gives logits of tokens, so that biases, factors and soft-caps of those apply."""
+    return bool(field_of(config, "head") == "lm")
+
+
+def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Any) -> Tensor:
+    """Logits [N, labels] of each document's last token, after the final norm. x [B, S, D]: the hidden states."""
+    last = pool(x, documents, how="last")[:, None]
+    return family_of(config).unembed(params, last, config=config)[:, 0]
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
@@ -235,6 +250,7 @@ def hf_names(config: DecoderConfig) -> dict[str, Any]:
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
     """For `Config.__post_init__`: fills head_dim 0 and layer_kinds (); ConfigError for inconsistent fields."""
     check_sizes(config, *_DECODER_FIELDS[:6], "max_position_embeddings")
+    check_head(config)
     window = getattr(config, "sliding_window", None)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ConfigError(f"sliding_window is {window!r}; it must be an integer of at least 1, or None.")
@@ -329,7 +345,8 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
         raise ConfigError(f"{outer.where}: 'text_config' is {shown(text)}, but must be an object.")
     quantization(outer)
     tied = outer.boolean("tie_word_embeddings", False)
-    inner = Fields({"model_type": text_type, "tie_word_embeddings": tied, **text}, f"{outer.where}, text_config")
+    values = {"model_type": text_type, "tie_word_embeddings": tied, **text, "architectures": None}
+    inner = Fields(values, f"{outer.where}, text_config")
     inner.expect("model_type", text_type)
     inner.expect("tie_word_embeddings", tied)  # duplicated in both objects
     outer.expect("is_encoder_decoder", False)
@@ -350,7 +367,8 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
     if getattr(type(config), "rope", config.rope).partial != 1:
         rope["partial_rotary_factor"] = config.rope.partial
     own = {"rope_parameters": rope} | {name: getattr(config, name) for name in names} | rest
-    return expressible(config, kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | own)
+    head = decoder_head_to_hf(config, architecture, kept)
+    return expressible(config, kept | head | {"model_type": config.model_type} | sizes | own)
 
 
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
@@ -452,8 +470,8 @@ def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
 
 def decoder_name(path: str) -> str:
     """The default Hugging Face name of the parameter at `path`, such as model.layers.0.self_attn.q_proj.weight."""
-    if path == "lm_head":
-        return "lm_head.weight"
+    if path in ("lm_head", "score"):
+        return f"{path}.weight"
     path = path.replace(".attention.", ".self_attn.")
     head, _, last = path.rpartition("_")
     if last != "bias":

@@ -58,4 +58,5 @@ def attend(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Multiplie
 
 def unembed(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
     """Final norm, output head and logits_scaling: logits [B, S, V]."""
-    return decoder.unembed(params, x, config=config) / config.logits_scaling
+    logits = decoder.unembed(params, x, config=config)
+    return logits / config.logits_scaling if decoder.is_lm(config) else logits

@@ -11,12 +11,14 @@
 """
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
 from .config_json import Fields, shown
+from .registry import field_of
 
 CLASSES = {
     "none": "Model",
@@ -27,6 +29,7 @@ CLASSES = {
     "classification": "ForSequenceClassification",
 }
 PER_DOCUMENT = ("classification",)  # the heads whose result has one row per document
+C = TypeVar("C")
 LABELLED = ("classification", "tokens", "question_answering")
 
 
@@ -64,6 +67,35 @@ def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
     """The entry of a Config's `extra` that keeps the names of labels for saving."""
     names = fields.take("id2label", None)
     return () if names is None else (("id2label", json.dumps(names, sort_keys=True)),)
+
+
+def check_head(config: Any) -> None:
+    """For a decoder's `Config.__post_init__`: ConfigError for an unknown head and for one without labels."""
+    head, labels = config.head, config.num_labels
+    if head not in ("lm", "classification"):
+        raise ConfigError(f"head is {head!r}; a decoder's must be lm or classification.")
+    if not isinstance(labels, int) or labels < (head == "classification"):
+        raise ConfigError(f"num_labels is {labels!r}; the head classification needs an integer of at least 1.")
+
+
+def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> C:
+    """A decoder's config with the head that "architectures" names, and with `extra`, what is kept for saving."""
+    declared = fields.take("architectures", None)
+    if isinstance(declared, list) and any(str(name).endswith(CLASSES["classification"]) for name in declared):
+        object.__setattr__(config, "head", "classification")
+        object.__setattr__(config, "num_labels", _labels(fields))
+        extra += label_names(fields)
+    object.__setattr__(config, "extra", extra)
+    return config
+
+
+def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json that `with_head` reads. architecture: the model type's class with a head for tokens."""
+    classes = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
+    if field_of(config, "head") == "lm":
+        return {"architectures": [architecture]}
+    text = config.model_type.endswith("_text") and "Text" not in classes
+    return head_to_hf(config, classes + "Text" * text, kept)
 
 
 def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,8 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "INPUTS": "tokens",  # or "patches": a vision tower, see `common.vision`
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
-    # (params, x, documents, config=) -> [N, labels]: the head "classification" on hidden states x [B, S, D]
+    # (params, x, documents, config=) -> [N, labels]: the head "classification" on hidden states x [B, S, D]; None: that
+    # of `decoder.classify`
     "classify": None,
     "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }

@@ -1,0 +1,75 @@
+"""Sequence classification with a decoder: scores equal transformers' of each document alone."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+import fnmodels
+import params as P
+import train
+from tests.support.cases import Case, cases, generic_params, positions_of, richest, seed_of, segments, tokens_of
+from tests.support.oracle import assert_close, model_of, save
+
+LABELS = {"0": "bad", "1": "fair", "2": "good"}
+ROWS = segments((-3, 9, 5, -1), (18,))  # left padding, two documents in a row, and one alone
+BY_TYPE = richest(lambda case: case.config.model_type if case.values else "")
+KNOWN = [case for case in BY_TYPE if case.values and case.config.model_type in CLASSES and case.family != "bert"]
+
+
+def values_of(case: Case) -> dict[str, Any]:
+    return case.values | {"architectures": [CLASSES[case.config.model_type]], "id2label": LABELS}
+
+
+@pytest.mark.parametrize("case", KNOWN, ids=str)
+def test_scores_and_files(case: Case, tmp_path: Path) -> None:
+    model = model_of(values_of(case))
+    save(model, tmp_path / "theirs")
+    config, weights = P.load_pretrained(tmp_path / "theirs")
+    assert (config.head, config.num_labels, weights["score"].shape[0]) == ("classification", 3, 3)
+    tokens = tokens_of(config, *ROWS.shape, seed=seed_of(case))
+    prepared = fnmodels.prepare(config, tokens, positions=positions_of(ROWS), segment_ids=ROWS)
+    got, found = fnmodels.forward(weights, *prepared, config=config), fnmodels.documents(ROWS)
+    alone = []
+    for row, segment in zip(found.row, found.segment, strict=True):
+        with torch.no_grad():  # a batch of one, of which the last token is read; a fresh dynamic rope each
+            one = tokens[row, ROWS[row] == segment][None]
+            alone.append(model_of(values_of(case))(input_ids=one, use_cache=False).logits[0])
+    assert_close(got, torch.stack(alone))
+    P.save_pretrained(tmp_path / "ours", config, weights)
+    again = getattr(transformers, CLASSES[config.model_type]).from_pretrained(tmp_path / "ours")
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert again.config.id2label == {int(i): name for i, name in LABELS.items()}
+
+
+@pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family != "bert"], ids=str)
+def test_nothing_between_the_norm_and_the_scores(case: Case) -> None:
+    """For model types that transformers has no class for too: no factor, bias or soft-cap of logits."""
+    config = dataclasses.replace(case.config, head="classification", num_labels=3)
+    weights, language = generic_params(config), generic_params(case.config)
+    tokens = tokens_of(config, *ROWS.shape, seed=seed_of(case))
+    prepared = fnmodels.prepare(config, tokens, positions=positions_of(ROWS), segment_ids=ROWS)
+    _, taps = fnmodels.forward(language, *prepared, config=case.config, taps=("final.norm",))
+    last = taps["final.norm"][[0, 0, 1], [11, 16, 17]].to(weights["score"].dtype)
+    assert torch.equal(fnmodels.forward(weights, *prepared, config=config), last @ weights["score"].T)
+
+
+def test_refusals() -> None:
+    (case,) = (case for case in cases() if case.name == "llama")
+    config = dataclasses.replace(case.config, head="classification", num_labels=1)
+    packed = fnmodels.pack([torch.tensor([3, 4, 5])], 3)
+    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    with pytest.raises(ValueError, match="This loss is of tokens, but the model's head is 'classification'"):
+        train.next_token_loss(generic_params(config), batch, config=config)
+    with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):
+        dataclasses.replace(case.config, head="classification")
+    with pytest.raises(fnmodels.ConfigError, match="head is 'tokens'; a decoder's must be lm or classification"):
+        dataclasses.replace(case.config, head="tokens", num_labels=2)
+    (wrapped,) = (case for case in cases() if case.name == "gemma4_wrapped")
+    with pytest.raises(fnmodels.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):
+        dataclasses.replace(wrapped.config, head="classification", num_labels=2).to_hf()
