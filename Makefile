@@ -1,8 +1,9 @@
 # Two commands set up everything on a machine that has only Python 3.11+ and make:
 #   make demo    trains a small model, prints a sample and the path of its picture (a second call prints the result)
 #   make test    runs all tests and the example notebooks
-# Each makes .venv first if it is missing or out of date. Also: make lint, make bench, make clean.
-.PHONY: demo test lint bench install clean
+# Each makes .venv first if it is missing or out of date. Also: make lint, make docs (the site, into site/),
+# make notebooks (runs them and stores their outputs), make bench, make clean.
+.PHONY: demo test lint docs notebooks bench install clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -34,9 +35,18 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+notebooks: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False examples/*.ipynb
+
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python benchmarks/train_step.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,77 @@
+"""The documentation site: every public name and page is in it, notebooks show what they printed, and it builds."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fnmodels", "fnmodels.research", "params", "train", "train.parallel")
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+WITHOUT_PICTURES = {"quickstart.ipynb", "chat.ipynb"}
+
+
+def reference() -> list[str]:
+    """The names that the pages of the reference show, in their order."""
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+
+
+def resolve(name: str) -> object:
+    """The object of a dotted name: attributes after the longest prefix that is a package of the list."""
+    package = max((p for p in PACKAGES if name.startswith(f"{p}.")), key=len)
+    if name == "fnmodels.testing":  # not imported by fnmodels
+        return importlib.import_module(name)
+    return reduce(getattr, name.removeprefix(f"{package}.").split("."), importlib.import_module(package))
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    names = reference()
+    assert len(names) == len(set(names)) > 150
+    shown = [resolve(name) for name in names]
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        absent = [name for name in module.__all__ if not any(getattr(module, name) is found for found in shown)]
+        assert not absent, f"{package}: {absent} are on no page of docs/api"
+
+
+def test_every_page_and_notebook_is_in_the_navigation() -> None:
+    listed = re.findall(r"\S+\.(?:md|ipynb)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1], re.MULTILINE)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, "index.md", *(f"examples/{path.name}" for path in NOTEBOOKS)])
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    assert {path.name for path in NOTEBOOKS} == set(re.findall(r"\]\(\.\./examples/(\S+)\)", gallery))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_stored_outputs_are_those_of_one_run_without_warnings_or_paths(path: Path) -> None:
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run `make notebooks`"
+    assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
+    texts = ["".join(output.get("text", [])) + str(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    assert not [text for text in texts if re.search(r"(?<!\w)/(work|tmp|home|root|usr|Users)/", text)]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert pictures or path.name in WITHOUT_PICTURES
+    assert path.stat().st_size < 600_000
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_shows_every_name_and_picture(tmp_path: Path) -> None:
+    for module in ("mkdocs", "material", "mkdocstrings_handlers.python", "mkdocs_jupyter"):
+        pytest.importorskip(module)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    pages = "".join(page.read_text() for page in (tmp_path / "api").rglob("index.html"))
+    assert not [name for name in reference() if f'id="{name}"' not in pages]
+    for path in NOTEBOOKS:
+        text = (tmp_path / "examples" / path.stem / "index.html").read_text()
+        assert path.name in WITHOUT_PICTURES or "data:image/png;base64," in text
