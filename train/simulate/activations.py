@@ -1,4 +1,4 @@
-"""Bytes that autograd saves for each kind of layer, the embedding and the head: each run once on meta tensors."""
+"""What autograd saves and what is computed, for each kind of layer, embedding and head: each run once on meta."""
 
 import functools
 import weakref
@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 import fnmodels
+import params as P
 from fnmodels import tree
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.losses.lm_head import head_loss, head_name
+from train.losses.lm_head import CHUNK, head_loss, head_name
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.tree_split import ends
+from train.parallel.placement import rules_of
 
 from .facts import Work
 from .fake_ops import Flash, Products, check_grouped, exchanged
 from .local_leaves import gathered_shape
+from .operations import Counter, Operations
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,20 @@ class Layer:
     states: tuple[int, ...]  # what each recurrent op or convolution says of its piece to the other ranks of cp
     chosen: int  # rows that go to experts; 0 in a dense layer
     scores: int  # their weights
+    forward: Operations
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Bytes that autograd saves of a microbatch for embedding and head, and the parameters that these save."""
+    """Bytes that autograd saves of a microbatch for embedding and head, and the parameters that these save.
+
+    head_operations: with those of its gradients, which are computed at once.
+    """
 
     embedding: int
     head: int
     leaves: frozenset[str]
+    head_operations: Operations
 
 
 def saved_bytes(run: Callable[[], Any], given: Sequence[Tensor] = ()) -> int:
@@ -79,21 +89,51 @@ class _Holder:
     tensor: Tensor
 
 
-def layer_kept(
-    config: DecoderConfig, spec: Tree, plan: Tree, index: int, shape: tuple[int, int], mesh: Mesh, work: Work
-) -> Layer:
+@dataclass(frozen=True)
+class Microbatch:
+    """What a rank runs at once. mesh: the dimensions that shard what it computes: pp (2 for more), ep, cp and tp.
+
+    shape: rows and positions on the rank. length: of the whole rows.
+    """
+
+    config: DecoderConfig
+    mesh: Mesh
+    shape: tuple[int, int]
+    length: int
+    dtype: torch.dtype
+
+    def parts(self) -> tuple[Tree, Tree]:
+        """The leaves of the model, and how the mesh shards them."""
+        spec = fnmodels.family_of(self.config).spec(self.config)
+        return spec, P.plan(spec, rules_of(self.mesh, self.config), self.mesh.sizes)
+
+
+def microbatch(config: DecoderConfig, mesh: Mesh, work: Work) -> Microbatch:
+    """The microbatches of this mesh and work, equal for all meshes that differ in dp and fsdp alone."""
+    shape = (work.rows // (mesh.rows * work.microbatches), work.length // mesh.cp)
+    computing = Mesh(pp=min(mesh.pp, 2), ep=mesh.ep, cp=mesh.cp, tp=mesh.tp)
+    return Microbatch(config, computing, shape, work.length, work.dtype)
+
+
+@functools.lru_cache(256)  # a search asks for the same ones again and again
+def layer_kept(part: Microbatch, index: int) -> Layer:
     """One layer run with the heads, positions and experts of one rank."""
-    leaf = functools.partial(_in_layer, mesh=mesh, dtype=work.dtype)
+    config, mesh, shape, length = part.config, part.mesh, part.shape, part.length
+    spec, plan = part.parts()
+    leaf = functools.partial(_in_layer, mesh=mesh, dtype=part.dtype)
     layer = tree.map(leaf, spec["layers"][index], plan["layers"][index])
-    x, tokens = _stream(config, shape, work), torch.zeros(shape, dtype=torch.long, device="meta")
+    x, tokens = _stream(part), torch.zeros(shape, dtype=torch.long, device="meta")
     inputs, masks, freqs = fnmodels.prepare(
-        config, tokens, positions=tokens, segment_ids=torch.ones_like(tokens), length=work.length
+        config, tokens, positions=tokens, segment_ids=torch.ones_like(tokens), length=length
     )
     keys: list[int] = []
     chosen: list[int] = [0, 0]
+    counter = Counter()
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **_: Any) -> Tensor:
         keys.append((k.numel() + v.numel()) * k.element_size())
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * seen(mask.rule, length)
+        counter.add(attention=2.0 * pairs * (q.shape[-1] + v.shape[-1]))
         if mesh.cp > 1:
             both = torch.cat((k, v), -1).repeat(1, mesh.cp, 1, 1)
             k, v = both.split((k.shape[-1], v.shape[-1]), -1)
@@ -107,7 +147,7 @@ def layer_kept(
     def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
         check_grouped(leaves, mesh)
         chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
-        with Products():
+        with Products(counter):
             run = grouped_experts if mesh.ep == 1 else functools.partial(exchanged, mesh.ep)
             return run(leaves, x, weights, indices, valid, **how)
 
@@ -135,9 +175,17 @@ def layer_kept(
         valid=inputs["valid"],
         experts=experts,
     )
-    saved, kept = _kept(run, given)
+    with counter.counting():
+        saved, kept = _kept(run, given)
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
-    return Layer(saved, kept[-1], leaves, sum(keys), tuple(states), *chosen)
+    return Layer(saved, kept[-1], leaves, sum(keys), tuple(states), chosen[0], chosen[1], counter.total)
+
+
+def seen(rule: Rule, length: int) -> float:
+    """The mean number of keys that a query of a row of one document sees, by the rule's bounds at 64 positions."""
+    places = [(2 * i + 1) * length // 128 for i in range(64)]
+    bounds = [rule.visible((place, place)) for place in places]
+    return sum(min(high, length - 1) - max(low, 0) + 1 for low, high in bounds) / len(bounds)
 
 
 @dataclass(frozen=True)
@@ -155,13 +203,16 @@ class _Pieces:
         return torch.zeros_like(own)
 
 
-def ends_kept(config: DecoderConfig, spec: Tree, plan: Tree, shape: tuple[int, int], mesh: Mesh, work: Work) -> Ends:
+@functools.lru_cache(256)
+def ends_kept(part: Microbatch) -> Ends:
     """The embedding; and the head's loss, which saves the final hidden states and its gradients, computed at once."""
+    config, mesh, shape = part.config, part.mesh, part.shape
+    spec, plan = part.parts()
     outside = {name: leaf for name, leaf in spec.items() if name != "layers"}
     shards = {name: leaf for name, leaf in plan.items() if name != "layers"}
-    params = tree.map(functools.partial(_on_meta, dtype=work.dtype), outside, shards)
+    params = tree.map(functools.partial(_on_meta, dtype=part.dtype), outside, shards)
     whole = torch.zeros(shape[0], shape[1] * mesh.cp, dtype=torch.long, device="meta")
-    tokens, x = whole[:, : shape[1]], _stream(config, shape, work)  # sliced as by cp: the loss copies labels
+    tokens, x = whole[:, : shape[1]], _stream(part)  # sliced as by cp: the loss copies labels
     inputs = {"tokens": tokens, "positions": tokens, "valid": tokens > 0}
     embed = functools.partial(fnmodels.family_of(config).embed, params, inputs, config=config)
     embedding = saved_bytes(embed, [*inputs.values(), *tree.leaves(params)])
@@ -176,13 +227,15 @@ def ends_kept(config: DecoderConfig, spec: Tree, plan: Tree, shape: tuple[int, i
         }
     flat = tree.flatten(last)
     head, kept = _kept(lambda: head_loss(last, x, tokens, config=config)[0], [*flat.values(), tokens])
-    return Ends(
-        embedding, head, frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
-    )
+    leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
+    counter, some = Counter(), min(shape[1], CHUNK)  # counted for one chunk, as they are slow to count
+    with counter.counting():
+        head_loss(last, x[:1, :some], tokens[:1, :some], config=config)
+    return Ends(embedding, head, leaves, counter.total.times(tokens.numel() / some))
 
 
-def _stream(config: DecoderConfig, shape: tuple[int, int], work: Work) -> Tensor:
-    return torch.empty(*shape, config.hidden_size, dtype=work.dtype, device="meta", requires_grad=True)
+def _stream(part: Microbatch) -> Tensor:
+    return torch.empty(*part.shape, part.config.hidden_size, dtype=part.dtype, device="meta", requires_grad=True)
 
 
 def _on_meta(leaf: Leaf, sharding: Sharding, *, dtype: torch.dtype) -> Tensor:

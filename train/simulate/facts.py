@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,7 +14,9 @@ WIDE = 4  # bytes of an element in fp32, for state and sums
 class Work:
     """The step to simulate. rows, length: of the global batch. microbatches: into how many each rank splits its rows.
 
-    dtype: of gathered weights and activations. remat: "none", "full" or "every:N", as in `train.make_step`.
+    dtype: of gathered weights and activations. remat: "none", "full" or "every:N", as in `train.make_step`. sync: when
+    weights are gathered and gradients reduced: for each "microbatch", as in `train.make_step`; or once per "step", as
+    Megatron-LM does it, which keeps full weights and full gradients in between.
     """
 
     rows: int
@@ -24,6 +27,11 @@ class Work:
     split: tuple[int, ...] | None = None
     remat: str = "none"
     dtype: torch.dtype = torch.bfloat16
+    sync: Literal["microbatch", "step"] = "microbatch"
+
+    def __post_init__(self) -> None:
+        if self.sync not in ("microbatch", "step"):
+            raise ValueError(f'sync is {self.sync!r}; weights are gathered per "microbatch" or per "step".')
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from fnmodels.ops.moe.experts import grouped_experts, sorted_rows
 from fnmodels.ops.torch_internals import is_grouped_product
 from train.parallel.mesh import Mesh
 
+from .operations import Counter
+
 
 def check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
     """ValueError for experts that a step would not compute as a grouped product."""
@@ -38,10 +40,15 @@ class Flash(torch.autograd.Function):
 
 
 class Products(TorchFunctionMode):
-    """Replaces F.grouped_mm, which meta supports in one dtype only."""
+    """Replaces F.grouped_mm, which meta supports in one dtype only, and counts its FLOPs."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_grouped_product(func):
+            self.counter.add(products=2.0 * args[0].numel() * args[1].shape[-1], number=1.0)
             return _Product.apply(*args[:2], kwargs["offs"])
         return func(*args, **(kwargs or {}))
 

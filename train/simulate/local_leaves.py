@@ -1,6 +1,7 @@
 """The parameters of one pipeline rank, as `params.plan` shards them: what it holds, and what it computes with."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ class LocalLeaf:
     mesh: Mesh
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def local(self) -> int:
         """Elements that the rank holds."""
         return math.prod(self.sharding.local_shape)
 
-    @property
+    @functools.cached_property
     def whole(self) -> int:
         """Elements that it computes with: gathered over all mesh dimensions that shard it but tp and ep."""
         return math.prod(gathered_shape(self.sharding))
@@ -41,14 +42,14 @@ class LocalLeaf:
         """The dtype in which it is used; leaves that are not trainable (a router's bias) keep their own."""
         return self.dtype if self.spec.trainable else self.spec.dtype
 
-    @property
+    @functools.cached_property
     def shared(self) -> bool:
         """Whether it is replicated over tp and used inside a sublayer, by each rank for its own heads or widths."""
         axes, dim = self.spec.axes, self.sharded_dim("tp")
         inside = "expert" in axes or (axes[0] != "embed" and {"heads", "kv_heads", "latent", "head_dim"} & set(axes))
         return self.spec.trainable and dim is None and bool(inside)
 
-    @property
+    @functools.cached_property
     def used(self) -> int:
         """Bytes of a gathered or cast copy; 0 if the parameter itself is used."""
         same = self.whole == self.local and self.compute == self.spec.dtype

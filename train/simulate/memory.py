@@ -20,7 +20,7 @@ def held(rank: PipelineRank) -> dict[str, int]:
     neighbors = sum((stage > 0) + (not rank.is_last(stage)) for stage in rank.stages)
     return {
         "parameters": sum(leaf.local * leaf.spec.dtype.itemsize for leaf in leaves),
-        "gradients": sum(leaf.local for leaf in trained) * WIDE,
+        "gradients": sum(leaf.local if model.work.sync == "microbatch" else leaf.whole for leaf in trained) * WIDE,
         "optimizer": 2 * sum(leaf.local for leaf in trained) * WIDE,
         "gathered weights": _gathered(rank),
         "activations": _activations(rank),
@@ -56,6 +56,8 @@ def _gathered(rank: PipelineRank) -> int:
     Autograd saves what it needs until the backward pass, except for layers that are recomputed.
     """
     model = rank.model
+    if model.work.sync == "step":
+        return gathered_bytes(rank.leaves)
     kept, forward, backward = dict[int, int](), dict[int, int](), dict[tuple[str, int], int]()
     for stage in rank.stages:
         again, outside = model.recomputes(stage), rank.outside[stage]

@@ -6,6 +6,8 @@ from pathlib import Path
 from params.io.files import write_atomic
 
 from .facts import HELD, RankFacts
+from .search import Plan
+from .step_time import StepTime
 
 TIGHT = 0.9  # share of the memory; the driver, NCCL and fragmentation easily take the rest
 
@@ -45,6 +47,36 @@ def traffic(found: Sequence[RankFacts]) -> str:
         most, place = max(sent, key=lambda entry: entry[0].bytes)
         lines.append((*kind, f"{most.count:,}", shown(most.bytes), str(place)))
     return _aligned(lines) if len(lines) > 1 else "No messages: one rank."
+
+
+def seconds(time: StepTime) -> str:
+    """The time of a step, in two lines."""
+    parts = {
+        "computes": time.compute,
+        "waits for messages": time.exposed,
+        "waits for other stages": time.idle,
+        "updates": time.update,
+    }
+    share = ", ".join(f"{name} {part / time.seconds:.1%}" for name, part in parts.items())
+    return (
+        f"a step takes {time.seconds:,.4g} s: {time.tokens_per_second:,.0f} tokens/s, "
+        f"{time.flops_per_device / 1e12:,.3g} TFLOP/s per device, {time.utilization:.1%} of the peak\n"
+        f"the slowest rank {share}"
+    )
+
+
+def plans(found: Sequence[Plan]) -> str:
+    """A table of plans."""
+    lines: list[tuple[str, ...]] = [
+        ("mesh", "microbatches", "schedule", "remat", "memory", "seconds", "tokens/s", "of the peak")
+    ]
+    for plan in found:
+        schedule = plan.work.schedule if plan.mesh.pp > 1 else "-"
+        time = plan.time
+        figures = (f"{time.seconds:,.4g}", f"{time.tokens_per_second:,.0f}", f"{time.utilization:.1%}")
+        how = (str(plan.work.microbatches), schedule, plan.work.remat, shown(plan.memory))
+        lines.append((str(plan.mesh), *how, *figures))
+    return _aligned(lines)
 
 
 def _layers(rank: RankFacts) -> list[str]:

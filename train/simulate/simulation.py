@@ -12,15 +12,24 @@ from train.parallel.placement import rules_of
 from train.parallel.tensor.leaf_roles import sharded_dims
 from train.remat import layer_fn
 
-from .activations import ends_kept, layer_kept
+from .activations import ends_kept, layer_kept, microbatch
 from .facts import RankFacts, Work
 from .memory import held
-from .rank import Model, pipeline_rank
+from .rank import Model, PipelineRank, pipeline_rank
 from .traffic import messages
 
 
 def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     """The facts of each pipeline rank. ValueError if mesh, model and batch do not fit together."""
+    ranks = pipeline_ranks(config, mesh, work)
+    model, orders = ranks[0].model, [rank.actions for rank in ranks]
+    waits = idle(model.pipe, orders, [sum(model.recomputes(stage).values()) for stage in range(len(model.pipe.layers))])
+    stages = [tuple(model.pipe.layers[stage] for stage in rank.stages) for rank in ranks]
+    return [RankFacts(i, stages[i], held(rank), messages(rank), waits[i]) for i, rank in enumerate(ranks)]
+
+
+def pipeline_ranks(config: DecoderConfig, mesh: Mesh, work: Work) -> list[PipelineRank]:
+    """Each pipeline rank, for all that is computed of it. ValueError as in `simulate`."""
     family = fnmodels.family_of(config)
     spec = family.spec(config)
     _check(config, spec, mesh, work)
@@ -30,18 +39,10 @@ def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
     if mesh.tp > 1:
         sharded_dims(tree.flatten(spec), tree.flatten(plan))  # for its checks
-    shape = (work.rows // (mesh.rows * work.microbatches), work.length // mesh.cp)
-    kinds = family.kinds(config)
-    by_kind = {
-        kind: layer_kept(config, spec, plan, kinds.index(kind), shape, mesh, work) for kind in sorted(set(kinds))
-    }
-    layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
-    model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
-    orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
-    waits = idle(pipe, orders, [sum(model.recomputes(stage).values()) for stage in range(len(pipe.layers))])
-    ranks = [pipeline_rank(model, rank, orders[rank]) for rank in range(mesh.pp)]
-    stages = [tuple(pipe.layers[stage] for stage in rank.stages) for rank in ranks]
-    return [RankFacts(i, stages[i], held(rank), messages(rank), waits[i]) for i, rank in enumerate(ranks)]
+    part, kinds = microbatch(config, mesh, work), family.kinds(config)
+    layers = tuple(layer_kept(part, kinds.index(kind)) for kind in kinds)
+    model = Model(config, spec, plan, mesh, work, pipe, part.shape, layers, ends_kept(part))
+    return [pipeline_rank(model, rank, order(pipe, rank, work.microbatches)) for rank in range(mesh.pp)]
 
 
 def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:

@@ -29,8 +29,9 @@ def _times(kind: str, dim: str, what: str, size: int, times: int) -> Message:
 
 def _of_weights(rank: PipelineRank) -> Iterable[Message]:
     """Weights, gathered where they are used, and the reduction of their gradients."""
-    mesh, parts = rank.model.mesh, rank.model.work.microbatches
-    groups = [(group, parts + rank.recomputations[i]) for i, group in rank.layers.items()]
+    mesh, once = rank.model.mesh, rank.model.work.sync == "step"
+    parts = 1 if once else rank.model.work.microbatches
+    groups = [(group, parts + (0 if once else rank.recomputations[i])) for i, group in rank.layers.items()]
     groups += [(group, parts) for group in rank.outside.values()]
     for group, times in groups:
         for transfer, size in transfers(group):

@@ -1,6 +1,6 @@
 """The order of actions under a pipeline schedule, the idle time of each rank, and its peak of activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,17 @@ def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], again: Sequence[int
     takes no time. ValueError for orders that deadlock.
     """
     again = again or [0] * len(pipe.layers)
+    busy, end = run(pipe, orders, lambda action: _cost(action, pipe, again))
+    return [1 - work / end for work in busy]
+
+
+def run(
+    pipe: Pipeline, orders: Sequence[Sequence[Action]], cost: Callable[[Action], float], send: float = 0.0
+) -> tuple[list[float], float]:
+    """The time in which each rank is busy, and the time at which the last one is done.
+
+    cost: the time of an action. send: what a message between ranks takes. ValueError for orders that deadlock.
+    """
     done: dict[Action, float] = {}
     clock, busy, position = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
     while any(position[rank] < len(actions) for rank, actions in enumerate(orders)):
@@ -52,16 +63,16 @@ def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], again: Sequence[int
         for rank, actions in enumerate(orders):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                start = _ready(action, len(pipe.layers) - 1, done)
+                start = _ready(action, pipe, done, send)
                 if start is None:
                     break
-                took = _cost(action, pipe, again)
+                took = cost(action)
                 clock[rank] = done[action] = max(clock[rank], start) + took
                 busy[rank] += took
                 position[rank] += 1
         if position == before:
             raise ValueError(f"The order of {pipe.schedule} waits for itself.")
-    return [1 - work / max(clock) for work in busy]
+    return busy, max(clock)
 
 
 def _cost(action: Action, pipe: Pipeline, again: Sequence[int]) -> int:
@@ -79,7 +90,7 @@ def repeats(actions: Sequence[Action], stage: int) -> int:
     return sum(of == stage and kind in ("BW" if stage == 0 else "BIW") for kind, of, _ in actions)
 
 
-def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | None:
+def _ready(action: Action, pipe: Pipeline, done: Mapping[Action, float], send: float) -> float | None:
     """When the inputs of an action are available; None: one has not run yet."""
     kind, stage, part = action
     needs: list[tuple[Action, ...]] = []  # any one action of each tuple
@@ -89,8 +100,9 @@ def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | N
         needs = [(("I", stage, part),)]
     else:
         needs = [(("F", stage, part),)]
-        needs += [(("B", stage + 1, part), ("I", stage + 1, part))] if stage < last else []
-    times = [[done[one] for one in any_of if one in done] for any_of in needs]
+        needs += [(("B", stage + 1, part), ("I", stage + 1, part))] if stage < len(pipe.layers) - 1 else []
+    here = pipe.ranks[stage]
+    times = [[done[one] + send * (pipe.ranks[one[1]] != here) for one in any_of if one in done] for any_of in needs]
     return max((time[0] for time in times), default=0.0) if all(times) else None
 
 
