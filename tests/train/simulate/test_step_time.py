@@ -50,16 +50,19 @@ def test_how_many_keys_a_query_sees() -> None:
     assert seen(Causal() & Window(16), 4096) == pytest.approx(16)
 
 
-@pytest.mark.parametrize(("overlap", "waits"), [((), 3.0), (("tp",), 0.0)])
+@pytest.mark.parametrize(("overlap", "waits"), [((), 66.0), (("tp",), 0.0)])
 def test_messages_are_added_or_hidden(overlap: tuple[str, ...], waits: float) -> None:
-    """All-reduces of the hidden states over tp: a ring sends twice (n - 1) / n of the bytes."""
+    """All-reduces of hidden states over tp, 4 per layer and 2 at the ends: a ring of 2 sends as many bytes as they have.
+
+    The link takes a second for each. Norms and the statistics of the loss are small beside them.
+    """
     work = Work(rows=2, length=64, dtype=torch.float32)
     plain = step_time(LLAMA, Mesh(tp=2), work, IDEAL)
     size = 128 * 2048 * 4
     slow = scaled(near=Link(size, 0.0), overlap=overlap, products=1e6)  # computing takes longer than any message
     took = step_time(LLAMA, Mesh(tp=2), work, slow)
     assert plain.exposed == 0
-    assert took.exposed > 60 * waits / 3 and (took.exposed > 0) == bool(waits)
+    assert took.exposed == pytest.approx(waits, rel=0.01)
 
 
 def test_links_of_a_node_are_those_of_the_innermost_dimensions() -> None:
@@ -120,16 +123,17 @@ def test_deepseek_v3() -> None:
 
 def test_search() -> None:
     """All meshes are tried; those that fit are ordered by time, and none that fits is an error with the least."""
-    work = Work(8, 4096)
-    found = search(LLAMA, 4, work, MACHINES["h100"], 80 * 2**30)
+    config = dataclasses.replace(LLAMA, num_hidden_layers=4, layer_kinds=LLAMA.layer_kinds[:4])
+    work = Work(8, 256)
+    found = search(config, 4, work, MACHINES["h100"], 80 * 2**30)
     assert [plan.time.seconds for plan in found] == sorted(plan.time.seconds for plan in found)
-    assert {str(plan.mesh) for plan in found} >= {"fsdp=4", "fsdp=2,tp=2", "pp=4", "tp=4", "pp=2,fsdp=2"}
+    assert {str(plan.mesh) for plan in found} == {"fsdp=4", "fsdp=2,tp=2", "pp=4", "tp=4", "pp=2,fsdp=2", "pp=2,tp=2"}
     best = found[0]
-    assert best.time == step_time(LLAMA, best.mesh, best.work, MACHINES["h100"]) and best.memory <= 80 * 2**30
-    with pytest.raises(ValueError, match=r"Nothing fits into 1\.0 GiB: .* needs the least, \d"):
-        search(LLAMA, 4, work, MACHINES["h100"], 2**30)
+    assert best.time == step_time(config, best.mesh, best.work, MACHINES["h100"]) and best.memory <= 80 * 2**30
+    with pytest.raises(ValueError, match=r"Nothing fits into 0\.1 GiB: .* needs the least, \d"):
+        search(config, 4, work, MACHINES["h100"], 2**27)
     with pytest.raises(ValueError, match="No mesh of 7 devices divides 8 rows"):
-        search(LLAMA, 7, work, MACHINES["h100"], 80 * 2**30)
+        search(config, 7, work, MACHINES["h100"], 80 * 2**30)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
