@@ -52,7 +52,7 @@ def test_how_many_keys_a_query_sees() -> None:
 
 @pytest.mark.parametrize(("overlap", "waits"), [((), 66.0), (("tp",), 0.0)])
 def test_messages_are_added_or_hidden(overlap: tuple[str, ...], waits: float) -> None:
-    """All-reduces of hidden states over tp, 4 per layer and 2 at the ends: a ring of 2 sends as many bytes as they have.
+    """All-reduces of hidden states over tp, 4 per layer and 2 at the ends, in rings that send each byte once.
 
     The link takes a second for each. Norms and the statistics of the loss are small beside them.
     """
