@@ -12,7 +12,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
-from train.generation.prompts import activations, prefilled, run_all
+from train.generation.prompts import activations, empty_caches, prefilled, run_all
 from train.losses.lm_head import CHUNK
 from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores
@@ -131,9 +131,8 @@ def _score_shared(
     shape = len(rows), max(new for _, new in rows)
     sizes = [len(tokens) - 1 for tokens, _ in rows]
     contexts = [tokens[: len(tokens) - new] for tokens, new in rows]
-    cache = run_all(
-        prefilled(params, config, contexts, sizes, capacity=max(sizes), chunk=ROW_TOKENS, kernel=options.kernel)
-    )
+    empty = empty_caches(params, config, max(sizes))
+    cache = run_all(prefilled(params, config, contexts, sizes, empty=empty, chunk=ROW_TOKENS, kernel=options.kernel))
     ids, segment_ids, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
     for i, (tokens, new) in enumerate(rows):
         known = torch.tensor(tokens[len(tokens) - new - 1 :])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .prompts import activations, prefilled, run_all
+from .prompts import activations, empty_caches, prefilled, run_all
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def beam_search(
         )
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
-    how: Any = {"capacity": capacity, "chunk": chunk, "dtype": dtype, "form": {"kv_dtype": kv_dtype}}
-    cache = run_all(prefilled(params, config, [prompt], [capacity], **how, **options))
+    empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
+    cache = run_all(prefilled(params, config, [prompt], [capacity], empty=empty, chunk=chunk, **options))
     tokens, logp = [list(prompt)], torch.zeros(1, device=device)
     finished: list[Hypothesis] = []
     for length in range(1, max_new + 1):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .prompts import CacheForm, activations, prefilled
+from .prompts import activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, check_sampling, stack_samplings
 from .serve import ServeState, admit, empty_state, serve_step
@@ -73,8 +73,7 @@ def serve(
         raise ValueError(f'compile is {compile!r}; it must be "none" or "step".')
     step = fnmodels.compiled_step(config, **options) if compile == "step" else None
     dtype, device = activations(params, dtype)
-    form: CacheForm = {"kv_dtype": kv_dtype}
-    how: Any = {"capacity": capacity, "chunk": chunk, "dtype": dtype, "form": form}
+    empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
     queue, admission = enumerate(requests), None
@@ -85,7 +84,9 @@ def serve(
                 Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
             ]
             if answers:
-                chunks = _prefilled(params, config, answers, **how, **options)
+                _check(answers, capacity)
+                prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
+                chunks = prefilled(params, config, prompts, lengths, empty=empty, chunk=chunk, **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
         if admission is not None:
             try:
@@ -112,10 +113,8 @@ def serve(
             state = replace(state, active=state.active.index_fill(0, torch.tensor(ended, device=device), False))
 
 
-def _prefilled(
-    params: Tree, config: DecoderConfig, answers: list[Answer], *, capacity: int, **how: Any
-) -> Generator[None, None, Cache]:
-    """`prefilled` of the answers' prompts; ValueError for a request that is too long or has settings out of range."""
+def _check(answers: list[Answer], capacity: int) -> None:
+    """ValueError for a request that is too long or has settings out of range."""
     for answer in answers:
         if _length(answer) > capacity:
             raise ValueError(
@@ -123,8 +122,6 @@ def _prefilled(
                 f"the capacity is {capacity} tokens."
             )
         check_sampling(answer.request.sampling)
-    prompts, lengths = [answer.request.prompt for answer in answers], [_length(answer) for answer in answers]
-    return prefilled(params, config, prompts, lengths, capacity=capacity, **how)
 
 
 def _length(answer: Answer) -> int:

@@ -1,7 +1,7 @@
 """Prompts into a cache: in chunks, and what prompts share computed once."""
 
-from collections.abc import Generator, Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,17 +15,22 @@ from fnmodels.tree import Tree, leaves
 SHARED = 16  # tokens that prompts must have in common for a pass of their own
 
 
-class CacheForm(TypedDict, total=False):
-    """Keywords of `fnmodels.init_cache` that say how a cache holds its tokens."""
-
-    kv_dtype: torch.dtype | None
-    rings: bool
-
-
 def activations(params: Tree, dtype: torch.dtype | None = None) -> tuple[torch.dtype, torch.device]:
     """(dtype, device) of a model's activations: those of its first floating parameter, unless dtype is given."""
     first = next(leaf for leaf in leaves(params) if leaf.is_floating_point())
     return dtype or first.dtype, first.device
+
+
+def empty_caches(
+    params: Tree, config: DecoderConfig, capacity: int, *, dtype: torch.dtype | None = None, **form: Any
+) -> Callable[[int], Cache]:
+    """The function rows -> cache without tokens, for `prefilled`; dtype as for `activations`, form as for `init_cache`.
+
+    The cache is made once, for `init_cache` runs a layer of each kind on the meta device: 10 to 25 ms.
+    """
+    dtype, device = activations(params, dtype)
+    one = fnmodels.init_cache(config, 1, capacity, dtype=dtype, device=device, **form)
+    return lambda rows: fnmodels.take(one, [0] * rows)
 
 
 def prefilled(
@@ -34,20 +39,18 @@ def prefilled(
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
     *,
-    capacity: int,
+    empty: Callable[[int], Cache],
     chunk: int,
-    dtype: torch.dtype | None = None,
-    form: CacheForm | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[None, None, Cache]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
 
     Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
 
-    lengths: of each prompt, the sequence length that length-dependent rotary scalings read. chunk: tokens computed at
-    a time, padding included. capacity, form: of the cache. dtype: see `activations`.
+    lengths: of each prompt, the sequence length that length-dependent rotary scalings read. empty: a cache without
+    tokens of so many rows, as of `empty_caches`. chunk: tokens computed at a time, padding included.
     """
-    dtype, device = activations(params, dtype)
+    _, device = activations(params)
     tokens = [tuple(prompt[:-1]) for prompt in prompts]
     same_tables = len(set(lengths)) == 1 or not _reads_length(config, lengths, max(map(len, tokens)))
     keys = [(row, 0 if same_tables else length) for row, length in zip(tokens, lengths, strict=True)]
@@ -55,8 +58,7 @@ def prefilled(
     shared = _common([row for row, _ in distinct]) if same_tables and len(distinct) > 1 else 0
     sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
 
-    rows = 1 if shared else len(distinct)
-    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, **(form or {}))
+    cache = empty(1 if shared else len(distinct))
 
     def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
         width = max(map(len, new))

@@ -20,7 +20,7 @@ from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .prompts import activations, prefilled, run_all
+from .prompts import activations, empty_caches, prefilled, run_all
 from .requests import Answer, Generations, Request, capacity_of, collect, requests_of
 from .sampling import SampleState, Sampling, sample_state, sample_step, stack_samplings
 from .stop import Decodes
@@ -147,18 +147,8 @@ class _Side:
         prompts = [request.prompt for request in requests]
         sizes = [len(request.prompt) + request.max_new for request in requests]
         # drafted tokens are written before they are dropped: not into rings, where they would evict others
-        self.cache = run_all(
-            prefilled(
-                params,
-                config,
-                prompts,
-                sizes,
-                capacity=capacity_of(requests) + ahead,
-                chunk=chunk,
-                form={"rings": False, "kv_dtype": kv_dtype},
-                **options,
-            )
-        )
+        empty = empty_caches(params, config, capacity_of(requests) + ahead, rings=False, kv_dtype=kv_dtype)
+        self.cache = run_all(prefilled(params, config, prompts, sizes, empty=empty, chunk=chunk, **options))
         self.lengths = torch.tensor(sizes, device=self.device)
         self.held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         slotted = set(self.cache.slots)
