@@ -106,6 +106,12 @@ def test_parallel(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_simulate(output: Output) -> None:
+    out = output("simulate.py", "--quick")
+    assert "\n| fsdp=2 | " in out and out.endswith("x |\n"), out
+
+
+@pytest.mark.slow
 def test_loss_forms(output: Output) -> None:
     out = output("loss_forms.py", "--quick")
     for name, times in {"partial": 2, "lambda": 2, "closure": 2, "own": 2, "transformers": 1}.items():
