@@ -1,7 +1,7 @@
 """Times attention with structured masks: packed documents, sliding windows, very long rows.
 
     python benchmarks/attention.py             all parts
-    python benchmarks/attention.py --quick     smaller sizes and one round, to check that everything runs
+    python benchmarks/attention.py --quick     a tiny model and one round, to check that everything runs
 
 packed   forward and backward of the 26M Llama of train_step.py on 6 documents in one row of 4,096 tokens: fnmodels with
          a layout against transformers' own form of packing (positions that restart, no mask, no cache, SDPA).
@@ -52,6 +52,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -278,7 +279,7 @@ def gradients_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and one round")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, short rows and one round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of torch (default: all cores)")
     parser.add_argument("parts", nargs="*", help="packed, window, long, cuda (default: all)")
@@ -286,6 +287,8 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {given.threads} threads")
     rounds = 1 if given.quick else given.rounds
+    if given.quick:
+        CONFIG.update(TINY)
     parts = given.parts or ["long", "packed", "window", "cuda"]  # long first: its baseline is a fresh process
     if "long" in parts:
         long(2048 if given.quick else 131072, 512)

@@ -216,8 +216,9 @@ def main() -> None:
     print(texts[0])
     rounds, sizes, model, batch = given.rounds, BLOCK, MODEL, BATCH
     if given.quick:
-        rounds, sizes, batch = 1, BLOCK | {"tokens": 64, "moe_intermediate_size": 64}, (1, 32)
-        model = MODEL | {"num_hidden_layers": 1, "vocab_size": 256, "moe_intermediate_size": 64}
+        small = {"hidden_size": 64, "num_experts": 8, "moe_intermediate_size": 64}
+        rounds, sizes, batch = 1, BLOCK | small | {"tokens": 64}, (1, 32)
+        model = MODEL | small | {"num_hidden_layers": 1, "vocab_size": 256, "num_experts_per_tok": 2}
     for dtype in given.dtype:
         if "block" in given.part:
             texts.append(report("One block, forward and backward", block(getattr(torch, dtype), sizes), dtype, rounds))

@@ -1,7 +1,7 @@
 """Times per-sample gradients of one 26M-parameter Llama, batch 8, 128 tokens, fp32.
 
     python benchmarks/per_sample.py                      five rounds of every contender
-    python benchmarks/per_sample.py --rounds 1           to check that everything runs
+    python benchmarks/per_sample.py --quick              a tiny model and one round, to check that everything runs
     python benchmarks/per_sample.py --threads 1 --contenders "fnmodels fresh" "fnmodels batch"
 
 A result is one gradient per row of the batch for every parameter, [8, *shape]: 832 MB. All contenders start from the
@@ -48,6 +48,7 @@ CONFIG = llama.Config(
     num_key_value_heads=4,
     rms_norm_eps=1e-5,
 )
+TINY = llama.Config(256, 64, 128, 2, 4, 2, rms_norm_eps=1e-5)
 OURS, FRESH, OWN_BATCH, HF_BATCH = "fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers batch"
 TOLERANCE = 1e-4  # of the largest entry of each parameter's gradient; fp32 sums in another order differ by about 1e-5
 
@@ -59,16 +60,18 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def fnmodels_contenders(params: Tree, tokens: Tensor, labels: Tensor, kernel: str) -> dict[str, Callable[[], Flat]]:
-    names = llama.hf_names(CONFIG)
+def fnmodels_contenders(
+    config: llama.Config, params: Tree, tokens: Tensor, labels: Tensor, kernel: str
+) -> dict[str, Callable[[], Flat]]:
+    names = llama.hf_names(config)
     # The mask and the tables are made once per batch, like the batch itself.
-    batch = (fnmodels.prepare(CONFIG, tokens), labels)
+    batch = (fnmodels.prepare(config, tokens), labels)
     rows = fnmodels.rows(batch)
     whole = fnmodels.layout(batch[0][1])
 
     def loss(params: Tree, batch: Any, layout: fnmodels.Layout | None = None) -> Tensor:
         prepared, labels = batch
-        logits = fnmodels.forward(params, *prepared, config=CONFIG, kernel=kernel, layout=layout)
+        logits = fnmodels.forward(params, *prepared, config=config, kernel=kernel, layout=layout)
         return cross_entropy(logits, labels)
 
     def leaves() -> tuple[dict[str, Tensor], Tree]:
@@ -117,17 +120,19 @@ def fnmodels_contenders(params: Tree, tokens: Tensor, labels: Tensor, kernel: st
     }
 
 
-def hf_model(params: Tree) -> transformers.LlamaForCausalLM:
-    settings = transformers.LlamaConfig(**{k: v for k, v in CONFIG.to_hf().items() if k != "architectures"})
+def hf_model(config: llama.Config, params: Tree) -> transformers.LlamaForCausalLM:
+    settings = transformers.LlamaConfig(**{k: v for k, v in config.to_hf().items() if k != "architectures"})
     settings._attn_implementation = "sdpa"
     model = transformers.LlamaForCausalLM(settings)
-    names = llama.hf_names(CONFIG)
+    names = llama.hf_names(config)
     model.load_state_dict({names[path]: leaf for path, leaf in tree.flatten(params).items()}, strict=True)
     return model.train()
 
 
-def transformers_contenders(params: Tree, tokens: Tensor, labels: Tensor) -> dict[str, Callable[[], Flat]]:
-    model = hf_model(params)
+def transformers_contenders(
+    config: llama.Config, params: Tree, tokens: Tensor, labels: Tensor
+) -> dict[str, Callable[[], Flat]]:
+    model = hf_model(config, params)
     named = dict(model.named_parameters())
     detached = {name: leaf.detach() for name, leaf in named.items()}
 
@@ -152,7 +157,9 @@ def transformers_contenders(params: Tree, tokens: Tensor, labels: Tensor) -> dic
     return {"transformers vmap(grad)": per_sample, "transformers loop": loop, HF_BATCH: plain}
 
 
-def opacus_contenders(params: Tree, tokens: Tensor, labels: Tensor) -> dict[str, Callable[[], Flat]]:
+def opacus_contenders(
+    config: llama.Config, params: Tree, tokens: Tensor, labels: Tensor
+) -> dict[str, Callable[[], Flat]]:
     from opacus.grad_sample import GradSampleModule, register_grad_sampler
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -162,7 +169,7 @@ def opacus_contenders(params: Tree, tokens: Tensor, labels: Tensor) -> dict[str,
         normed = F.rms_norm(inputs[0], inputs[0].shape[-1:], None, layer.variance_epsilon)
         return {layer.weight: torch.einsum("bsd,bsd->bd", normed, grad_outputs)}
 
-    model = GradSampleModule(hf_model(params), batch_first=True, loss_reduction="sum")
+    model = GradSampleModule(hf_model(config, params), batch_first=True, loss_reduction="sum")
 
     def per_sample() -> Flat:
         cross_entropy(model(input_ids=tokens, use_cache=False).logits, labels).backward()
@@ -213,23 +220,27 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--kernel", default="auto", help="of fnmodels")
     parser.add_argument("--contenders", nargs="+", help="only these")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, help="write all times to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # torch says for each op that vmap runs it sample by sample; that is part of what is measured here
     warnings.filterwarnings("ignore", message="There is a performance drop")
 
-    params = P.init(CONFIG, 0)
+    config = CONFIG
+    if options.quick:
+        config, options.rounds, options.batch, options.sequence = TINY, 1, 2, 16
+    params = P.init(config, 0)
     tokens = torch.randint(
-        CONFIG.vocab_size, (options.batch, options.sequence), generator=torch.Generator().manual_seed(0)
+        config.vocab_size, (options.batch, options.sequence), generator=torch.Generator().manual_seed(0)
     )
     labels = torch.roll(tokens, -1, 1)
     labels[:, -1] = -100
-    contenders = fnmodels_contenders(params, tokens, labels, options.kernel)
-    contenders |= transformers_contenders(params, tokens, labels)
+    contenders = fnmodels_contenders(config, params, tokens, labels, options.kernel)
+    contenders |= transformers_contenders(config, params, tokens, labels)
     versions = ["torch", "transformers"]
     if importlib.util.find_spec("opacus"):
-        contenders |= opacus_contenders(params, tokens, labels)
+        contenders |= opacus_contenders(config, params, tokens, labels)
         versions.append("opacus")
     else:
         print("Opacus is not installed: left out.")
@@ -237,7 +248,7 @@ def main() -> None:
         contenders = {name: contenders[name] for name in options.contenders}
     print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in versions))
     machine = platform.processor() or platform.machine()
-    print(f"{machine}, {options.threads} threads; {P.count(CONFIG) / 1e6:.1f}M parameters")
+    print(f"{machine}, {options.threads} threads; {P.count(config) / 1e6:.1f}M parameters")
     agree(contenders)
     measure(contenders, 1)  # warm up
     times = measure(contenders, options.rounds)

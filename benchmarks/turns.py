@@ -37,6 +37,8 @@ class Taken:
 
 def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
     """Each contender's medians over the rounds; its peak is that of a run before, once free memory is given back."""
+    gc.collect()
+    gc.freeze()  # what is there stays: collecting garbage before each run does not look at it again
     peaks = {name: _peak(run) for name, run in contenders.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.forks import ROOT, Forks
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_START": "fork"}
-THRESHOLDS = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "8388608")
+THRESHOLDS = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "8388608")  # spares them a restart
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_START": "fork", **THRESHOLDS}
 Output = Callable[..., str]
 
 
@@ -44,7 +44,7 @@ def test_attention(output: Output) -> None:
 @pytest.mark.slow
 def test_per_sample(output: Output) -> None:
     names = ("fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers vmap(grad)")
-    out = output("per_sample.py", "--rounds", "1", "--batch", "2", "--sequence", "16", "--contenders", *names)
+    out = output("per_sample.py", "--quick", "--contenders", *names)
     for name in names:
         assert f"\n{name} " in out, out
     for ours in names[:2]:  # both ratios, of wall and of CPU time
@@ -60,7 +60,6 @@ def test_moe(output: Output) -> None:
 
 @pytest.mark.slow
 def test_logprobs(output: Output) -> None:
-    """With the restart that sets malloc's thresholds, which others are spared."""
     out = output("logprobs.py", "--quick")
     assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
     assert out.count("(target 0.125), time ") == 2, out
@@ -134,27 +133,35 @@ def test_damaged(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_recurrent(forks: Forks) -> None:
-    """Without the restart that sets malloc's thresholds, which logprobs.py has too."""
+def test_recurrent(output: Output) -> None:
     layers = ("gdn",)
-    quick = _command("recurrent.py", "--quick", "--dtypes", "float32", "--layers", *layers)
-    out = _said(forks.run(quick, ENVIRONMENT | THRESHOLDS))
+    out = output("recurrent.py", "--quick", "--dtypes", "float32", "--layers", *layers)
     for layer in layers:
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 8, out
-    step = _said(forks.run(_command("recurrent_step.py", "--quick", "--dtypes", "float32"), ENVIRONMENT | THRESHOLDS))
+    step = output("recurrent_step.py", "--quick", "--dtypes", "float32")
     assert step.count("\n| float32 | ") == 2, step
 
 
 @pytest.mark.slow
-def test_generate(forks: Forks) -> None:
-    out = _said(forks.run(_command("generate.py", "--quick"), ENVIRONMENT | THRESHOLDS))
+def test_generate(output: Output) -> None:
+    out = output("generate.py", "--quick")
     for who in ("fnmodels packed, invariant", "fnmodels int8", "fnmodels int4", "transformers static"):
         assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out
 
 
 @pytest.mark.slow
-def test_serve_and_grpo(forks: Forks) -> None:
-    out = _said(forks.run(_command("serve.py", "--quick"), ENVIRONMENT | THRESHOLDS))
+def test_serve_and_grpo(output: Output) -> None:
+    out = output("serve.py", "--quick")
     assert out.count("| 1.000 |\n") >= 5 and "\n| 1 | 8 | " in out, out
-    out = _said(forks.run(_command("grpo.py", "--quick"), ENVIRONMENT | THRESHOLDS))
+    out = output("grpo.py", "--quick")
     assert "the rewards differ by 0.0000 at most" in out, out
+
+
+def test_programs_restart_themselves_to_give_memory_back(forks: Forks, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom turns import give_back_memory\nprint('begun', flush=True)\ngive_back_memory()\n"
+        f"print(sys.argv[1:], *(os.environ[name] for name in {list(THRESHOLDS)}))\n"
+    )
+    said = _said(forks.run([program, "--quick"], {"PYTHONPATH": str(ROOT / "benchmarks")}))
+    assert said == "begun\nbegun\n['--quick'] 8388608 8388608\n"

@@ -42,6 +42,10 @@ import torch
 
 # Making DTensors imports it, and would do so in each process anew.
 import torch._dynamo
+
+# Compiling imports these.
+import torch._functorch.partitioners
+import torch._inductor.scheduler
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
@@ -55,7 +59,7 @@ from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "RANKS_FOLDER"  # in the environment of ranks: where those of a pool leave files for each other
-GRACE = 5.0  # seconds for the other ranks after the first has failed
+GRACE = 1.0  # seconds for the other ranks after the first has failed
 LIMIT = datetime.timedelta(seconds=60)  # timeout of a rank that waits for another
 Ranks = Callable[[int], Callable[..., list[Any]]]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-import fnmodels
-
 COLUMNS = {
     "parity": ("tests/parity/",),
     "packing": ("tests/contract/test_packing.py",),
@@ -82,6 +80,8 @@ def is_full(session: pytest.Session, exitstatus: int) -> bool:
 
 def table(shown: Shown) -> str:
     """A row per model type, also for those without test results."""
+    import fnmodels  # here, for workers of xdist start in half the time without it
+
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for model_type, module in fnmodels.families().items():
         cells = [model_type, f"`{module.replace('.', '/')}.py`"]

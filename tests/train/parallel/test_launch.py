@@ -243,7 +243,7 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
     values = {f"{name}.{path}": leaf for name, part in held(state).items() for path, leaf in tree.flatten(part).items()}
     saved = {name: digest(leaf) for name, leaf in values.items()}
     flags = {"pp=2,fsdp=2": ("--schedule", "GPipe", "--microbatches", "2")}
-    for mesh in ("fsdp=2,tp=2", "pp=2,fsdp=2", "fsdp=2", None):
+    for mesh in ("pp=2,fsdp=2", "fsdp=2", None):  # and fsdp=2,tp=2 above, after the kill
         if mesh is None:
             assert main([*words(path), "--resume"]) == 0
         else:
@@ -407,13 +407,13 @@ def test_a_failed_rendezvous_is_reported_and_ends_the_processes(
     with socket.socket() as bound:  # no process listens
         bound.bind(("127.0.0.1", 0))
         places = {"torchrun": store.port, "closed port": bound.getsockname()[1]}
-        monkeypatch.setattr(joining, "JOIN_TIMEOUT", datetime.timedelta(seconds=2))
+        monkeypatch.setattr(joining, "JOIN_TIMEOUT", datetime.timedelta(seconds=0.7))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         for rank, place, expected in (
             (1, None, "environment variable MASTER_ADDR expected, but not set."),
             (1, "closed port", f"(127.0.0.1, {places['closed port']})"),
-            (0, "torchrun", "could not join the others: of them 1, 2 did not come in 2 seconds."),
+            (0, "torchrun", "could not join the others: of them 1, 2 did not come in 0.7 seconds."),
         ):
             monkeypatch.setenv("RANK", str(rank))
             if place:

@@ -8,72 +8,107 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.ranks_pool import ROOT
 from tests.train.parallel.test_launch import assert_close, losses, words
 from train.cli import main
 from train.dist.torchrun import is_started
 from train.job.processes.launch import starter_reports
 
+# A program of its own process group, as a terminal's; its processes are forked, as to start interpreters takes longer
+# than all they do.
+FORKED = """\
+import functools, os, signal, sys
+from train.cli import main
+from train.job.processes import spawn
+
+def process(*arguments, run=spawn._process):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handlers of the starting process, which a fork has too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return run(*arguments)
+    except SystemExit as end:  # the interpreter would wait for threads that a fork does not have
+        sys.stdout.flush()
+        os._exit(end.code)
+
+os.setpgid(0, 0)
+with open(sys.argv.pop(1), "w") as file:
+    file.write(f"{os.getpid()} ")
+spawn._process, spawn.LaunchConfig = process, functools.partial(spawn.LaunchConfig, start_method="fork")
+sys.exit(main())
+"""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run in the background. process: its id, that of its process group too; done: its end."""
+
+    path: Path
+    process: int
+    done: Future[subprocess.CompletedProcess[str]]
+
+    def processes(self) -> list[int]:
+        """The ids of the run's processes in the order of their start."""
+        listed = subprocess.run(
+            ["ps", "-ww", "--ppid", str(self.process), "-o", "pid=,args="], capture_output=True, text=True, check=True
+        )
+        return sorted(int(line.split()[0]) for line in listed.stdout.splitlines() if "resource_tracker" not in line)
+
+    def in_its_third_step(self) -> None:
+        metrics = self.path / "metrics.jsonl"
+        while not self.done.done() and (not metrics.exists() or metrics.read_text().count("\n") < 2):
+            time.sleep(0.05)
+
 
 @contextmanager
-def start(path: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "train", *words(path, *flags)],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a process group of its own, as a terminal's
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def start(forks: Forks, path: Path, *flags: str) -> Iterator[Started]:
+    program, number = path.parent / "forked.py", path.parent / "process"
+    program.write_text(FORKED)
+    with ThreadPoolExecutor(1) as background:
+        arguments: list[str | Path] = [program, number, *words(path, *flags)]
+        done = background.submit(forks.run, arguments, environment(path) | {"PYTHONPATH": str(ROOT)})
+        while not done.done() and not (number.exists() and number.read_text().endswith(" ")):
+            time.sleep(0.05)
+        started = Started(path, int(number.read_text()), done)
+        try:
+            yield started
+        finally:
+            if not done.done():
+                os.killpg(started.process, signal.SIGKILL)
 
 
-def started_by(process: subprocess.Popen[str]) -> list[int]:
-    """The ids of the run's processes in the order of their start."""
-    listed = subprocess.run(
-        ["ps", "-ww", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True, check=True
-    )
-    lines = [line for line in listed.stdout.splitlines() if "spawn_main" in line]
-    return sorted(int(line.split()[0]) for line in lines)
-
-
-def in_its_third_step(path: Path, process: subprocess.Popen[str]) -> None:
-    metrics = path / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 2):
-        time.sleep(0.05)
+def environment(path: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
 def test_it_makes_the_run_of_one_process_and_ctrl_c_reaches_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stopped by Ctrl-C, and gone on with as a user does, whose processes are spawned."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     more = ("--steps", "40", "--save-every", "40", "--eval-every", "20")  # seldom: each takes longer than a step
-    with start(tmp_path / "two", "--mesh", "fsdp=2", *more) as process:
-        in_its_third_step(tmp_path / "two", process)
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
-    assert err.strip() == "stopping after this step, then saving; once more to stop at once"
-    (step,) = re.findall(r"^stopped at step (\d+) of 40, saved; resume with: ", out, re.MULTILINE)
+    with start(forks, tmp_path / "two", "--mesh", "fsdp=2", *more) as started:
+        started.in_its_third_step()
+        os.killpg(started.process, signal.SIGINT)
+        done = started.done.result(300)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip() == "stopping after this step, then saving; once more to stop at once"
+    (step,) = re.findall(r"^stopped at step (\d+) of 40, saved; resume with: ", done.stdout, re.MULTILINE)
     assert 2 <= int(step) < 40
     assert (tmp_path / "two" / "steps" / f"step-{int(step):08d}" / "progress.json").exists()
 
-    with start(tmp_path / "two", "--mesh", "fsdp=2", "--nproc", "2", "--resume", *more) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0 and not err and f"resuming at step {step} of 40" in out
+    flags = words(tmp_path / "two", "--mesh", "fsdp=2", "--nproc", "2", "--resume", *more)
+    command, own = [sys.executable, "-m", "train", *flags], environment(tmp_path / "two")
+    done = subprocess.run(command, env={**os.environ, **own}, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr and f"resuming at step {step} of 40" in done.stdout
     assert main(words(tmp_path / "one", *more)) == 0
     assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"))
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
@@ -81,23 +116,24 @@ def test_it_makes_the_run_of_one_process_and_ctrl_c_reaches_all(
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_all_with_one_sentence(tmp_path: Path) -> None:
-    with start(tmp_path / "run", "--mesh", "fsdp=2", "--steps", "100000") as process:
-        in_its_third_step(tmp_path / "run", process)
-        pids = started_by(process)
+def test_a_killed_process_ends_all_with_one_sentence(forks: Forks, tmp_path: Path) -> None:
+    with start(forks, tmp_path / "run", "--mesh", "fsdp=2", "--steps", "100000") as started:
+        started.in_its_third_step()
+        pids = started.processes()
         os.kill(pids[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert err == "python -m train: process 1 of the run was ended by SIGKILL, and so all have ended.\n"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        done = started.done.result(300)
+    assert done.returncode == 2
+    assert done.stderr == "python -m train: process 1 of the run was ended by SIGKILL, and so all have ended.\n"
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.slow
-def test_a_mistake_that_the_first_process_finds_is_one_sentence(tmp_path: Path) -> None:
-    with start(tmp_path / "run", "--mesh", "fsdp=2", "--batch-rows", "3") as process:
-        _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert err == "python -m train: --mesh fsdp=2 splits the rows of a batch over 2 ranks, and --batch-rows is 3.\n"
+def test_a_mistake_that_the_first_process_finds_is_one_sentence(forks: Forks, tmp_path: Path) -> None:
+    with start(forks, tmp_path / "run", "--mesh", "fsdp=2", "--batch-rows", "3") as started:
+        done = started.done.result(300)
+    assert done.returncode == 2
+    said = "python -m train: --mesh fsdp=2 splits the rows of a batch over 2 ranks, and --batch-rows is 3.\n"
+    assert done.stderr == said
     assert not (tmp_path / "run").exists()
 
 
