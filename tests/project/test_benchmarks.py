@@ -105,6 +105,13 @@ def test_parallel(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_profile_step(output: Output) -> None:
+    out = output("profile_step.py", "--quick")
+    for part in ("the step", "layers", "attention", "other in layers", "head and loss", "optimizer"):
+        assert f"\n| {part} | " in out, out
+
+
+@pytest.mark.slow
 def test_simulate(output: Output) -> None:
     out = output("simulate.py", "--quick")
     assert "\n| fsdp=2 | " in out and out.endswith("x |\n"), out

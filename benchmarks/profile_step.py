@@ -1,0 +1,217 @@
+"""Where the time of a training step goes, and the bound of each part on this machine.
+
+    python benchmarks/profile_step.py                            26M, 100M, one block of 1B proportions; fp32 and bf16
+    python benchmarks/profile_step.py --sizes 26M --compile block
+    python benchmarks/profile_step.py --quick                    a tiny model, one round, to check that it runs
+
+Each part runs alone, forward and backward, on tensors of the step's shapes; the parts take turns, and the medians are
+reported. `other in layers` is what the layers take beyond their products and attention: norms, rotary positions,
+activations, residuals, casts, autograd, Python and dispatch.
+
+A bound is FLOPs / peak, where the peak is that of a large product timed in the same run, plus bytes / bandwidth for
+elementwise functions of torch, each of which reads and writes its tensors once (`train.simulate` counts them on meta).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fnmodels
+import params as P
+import train
+from fnmodels import llama
+from fnmodels.ops.attention.select import attention
+from train.losses.lm_head import head_loss
+from train.parallel import Mesh
+from train.simulate import Work
+from train.simulate.activations import layer_kept, microbatch
+
+SIZES: dict[str, dict[str, int]] = {
+    "26M": {"vocab": 8192, "hidden": 512, "layers": 6, "heads": 8, "kv": 4, "mlp": 1408, "rows": 4, "length": 512},
+    "100M": {"vocab": 8192, "hidden": 1024, "layers": 8, "heads": 16, "kv": 8, "mlp": 2816, "rows": 2, "length": 512},
+    "1B block": {
+        "vocab": 256,
+        "hidden": 2048,
+        "layers": 1,
+        "heads": 32,
+        "kv": 8,
+        "mlp": 8192,
+        "rows": 2,
+        "length": 512,
+    },
+    "tiny": {"vocab": 64, "hidden": 32, "layers": 2, "heads": 2, "kv": 2, "mlp": 64, "rows": 2, "length": 16},
+}
+Run = Callable[[], Any]
+
+
+def config_of(size: dict[str, int]) -> Any:
+    return llama.Config.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": size["vocab"],
+            "hidden_size": size["hidden"],
+            "intermediate_size": size["mlp"],
+            "num_hidden_layers": size["layers"],
+            "num_attention_heads": size["heads"],
+            "num_key_value_heads": size["kv"],
+            "max_position_embeddings": size["length"],
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, Run]:
+    """{part: forward and backward of it alone}."""
+    config, (rows, length, hidden) = config_of(size), (size["rows"], size["length"], size["hidden"])
+    weights = P.init(config, 0, dtype=dtype)
+    tokens = torch.randint(size["vocab"], (rows, length))
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "positions": torch.arange(length).expand(rows, length),
+        "segment_ids": torch.ones_like(tokens),
+    }
+    optimizer = train.adamw(1e-4)
+    step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer, compile=compile)
+    state = [train.init_state(weights, optimizer)]
+
+    def whole() -> None:
+        state[0], metrics = step(state[0], batch)
+        float(metrics["loss"])
+
+    leaves = fnmodels.tree.map(lambda leaf: leaf.clone().requires_grad_(), weights)
+    inputs, masks, freqs = fnmodels.prepare(config, tokens, length=length)
+    x = torch.randn(rows, length, hidden).to(dtype).requires_grad_()
+    up = torch.randn_like(x)
+    layer_fn = functools.partial(torch.compile, dynamic=False) if compile == "block" else None
+
+    def layers() -> None:
+        out = fnmodels.run_layers(
+            leaves, x, masks, freqs, 0, size["layers"], config=config, valid=inputs["valid"], layer_fn=layer_fn
+        )
+        torch.autograd.grad(out, [x, *fnmodels.tree.leaves(leaves["layers"])], up)
+
+    layer = fnmodels.tree.flatten(leaves["layers"][0])
+    matrices = [leaf for leaf in layer.values() if leaf.ndim == 2]
+    given = [torch.randn(rows, length, leaf.shape[1]).to(dtype).requires_grad_() for leaf in matrices]
+    grads = [torch.randn(rows, length, leaf.shape[0]).to(dtype) for leaf in matrices]
+
+    def products() -> None:
+        for _ in range(size["layers"]):
+            for value, leaf, grad in zip(given, matrices, grads, strict=True):
+                torch.autograd.grad(F.linear(value, leaf), [value, leaf], grad)
+
+    width = hidden // size["heads"]
+    heads = [torch.randn(rows, length, size[name], width).to(dtype).requires_grad_() for name in ("heads", "kv", "kv")]
+    mixed = torch.randn_like(heads[0])
+
+    def attended() -> None:
+        for _ in range(size["layers"]):
+            out = attention(*heads, masks["full"], scale=width**-0.5, kernel="auto")
+            torch.autograd.grad(out, heads, mixed)
+
+    def head() -> None:
+        total, _ = head_loss(leaves, x, tokens, config=config)
+        torch.autograd.grad(total, [x, leaves["norm"], leaves["lm_head"]])
+
+    sums = fnmodels.tree.map(torch.randn_like, weights)
+    moments = optimizer.init(weights)
+
+    def update() -> None:
+        optimizer.apply_(sums, moments, weights)
+
+    return {
+        "the step": whole,
+        "layers": layers,
+        "products of the layers": products,
+        "attention": attended,
+        "head and loss": head,
+        "optimizer": update,
+    }
+
+
+def bounds(size: dict[str, int], dtype: torch.dtype, peak: float, bandwidth: float) -> dict[str, float]:
+    """{part: the seconds that its FLOPs and bytes take at least}."""
+    config, tokens = config_of(size), size["rows"] * size["length"]
+    layer = layer_kept(microbatch(config, Mesh(), Work(size["rows"], size["length"], dtype=dtype)), 0).forward
+    found = {
+        "products of the layers": 3 * size["layers"] * layer.products / peak,
+        "attention": 3.5 * size["layers"] * layer.attention / peak,
+        "other in layers": 3 * size["layers"] * layer.bytes / bandwidth,
+        "head and loss": 6 * tokens * size["hidden"] * size["vocab"] / peak,
+        "optimizer": 7 * P.count(config) * dtype.itemsize / bandwidth,
+    }
+    return found | {"layers": sum(list(found.values())[:3]), "the step": sum(found.values())}
+
+
+def timed(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """{name: the median of its times}, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn > 1:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def report(name: str, dtype: torch.dtype, compile: str, rounds: int) -> None:
+    size = SIZES[name]
+    side = 256 if name == "tiny" else 2048
+    square, wide = torch.randn(side, side).to(dtype), torch.randn(2**22 if name == "tiny" else 2**25)
+    machine = {"product": lambda: square @ square, "copy": lambda: wide.clone()}
+    took = timed({**parts(size, dtype, compile), **machine}, rounds)
+    peak, bandwidth = 2 * side**3 / took["product"], 8 * wide.numel() / took["copy"]
+    took["other in layers"] = took["layers"] - took["products of the layers"] - took["attention"]
+    least, step = bounds(size, dtype, peak, bandwidth), took["the step"]
+    took["other in the step"] = step - took["layers"] - took["head and loss"] - took["optimizer"]
+    flops = (least["products of the layers"] + least["attention"] * 3 / 3.5 + least["head and loss"]) * peak
+    print(
+        f"\n{name}, {str(dtype).removeprefix('torch.')}, compile={compile!r}: the step reaches "
+        f"{flops / step / peak:.0%} of the peak, {peak / 1e9:,.0f} GFLOP/s; memory {bandwidth / 1e9:,.1f} GB/s"
+    )
+    print("| part | ms | of the step | bound, ms | of the bound |\n|---|---:|---:|---:|---:|")
+    order = (
+        "the step",
+        "layers",
+        "products of the layers",
+        "attention",
+        "other in layers",
+        "head and loss",
+        "optimizer",
+    )
+    for part in (*order, "other in the step"):
+        bound = [f"{least[part] * 1e3:.1f}", f"{took[part] / least[part]:.2f}x"] if part in least else ["", ""]
+        print(f"| {part} | {took[part] * 1e3:.1f} | {took[part] / step:.0%} | {' | '.join(bound)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["26M", "100M", "1B block"])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--compile", nargs="+", choices=("none", "block"), default=["none"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.quick:
+        arguments.sizes, arguments.dtypes, arguments.rounds = ["tiny"], ["float32"], 1
+    for name in arguments.sizes:
+        for dtype in arguments.dtypes:
+            for compile in arguments.compile:
+                report(name, getattr(torch, dtype), compile, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
