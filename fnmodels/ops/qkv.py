@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from einops import rearrange
 from torch import Tensor
 
 from .linear import linear
@@ -16,9 +15,9 @@ def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> t
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """Split the last dimension into heads: [B, S, N H] -> [B, S, N, H]."""
-    return rearrange(x, "b s (n h) -> b s n h", h=head_dim)
+    return x.unflatten(-1, (-1, head_dim))
 
 
 def project_out(weights: Mapping[str, Tensor], heads: Tensor) -> Tensor:
     """The output projection: heads [B, S, N, H] -> [B, S, D]; the bias is optional."""
-    return linear(rearrange(heads, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))
+    return linear(heads.flatten(-2), weights["o_proj"], weights.get("o_bias"))

@@ -25,6 +25,7 @@ from tests.support.cases import (
     segments,
     short,
     sublayers,
+    tap_names,
     taps_of,
     trainable,
 )
@@ -55,7 +56,7 @@ def names_of(case: Case) -> tuple[str, ...]:
 def test_an_edit_of_every_tap(case: Case) -> None:
     """An edit changes the logits and the recorded tap, knows its layer, and equals the tensor put there; 1 is exact."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
-    first = {name.split(".", 2)[-1]: name for name in reversed(fnmodels.tap_names(case.config))}
+    first = {name.split(".", 2)[-1]: name for name in reversed(tap_names(case.config))}
     for name in (*names_of(case), "input", "output", "embed", "hidden"):
         tap = first[name]
         run = functools.partial(batch.forward, params, taps=(tap,))

@@ -14,7 +14,17 @@ from fnmodels.inputs.convert import to_dense
 from fnmodels.models.common.decoder import head
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import ACTIVATIONS
-from tests.support.cases import Case, batch_of, cases, generic_params, layer_structures, off, segments, sparse_layers
+from tests.support.cases import (
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    layer_structures,
+    off,
+    segments,
+    sparse_layers,
+    tap_names,
+)
 
 ROWS = segments((5, 3), (-1, 6, 1))
 EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -26,7 +36,7 @@ every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 @functools.cache
 def run_with_all_taps(case: Case) -> dict[str, Tensor]:
     """Every tap of a forward pass."""
-    names = fnmodels.tap_names(case.config)
+    names = tap_names(case.config)
     logits, tapped = batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math", taps=tuple(names))
     plain = batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math")
     assert off(logits, plain) < 1e-5 and tapped.keys() == names.keys()
@@ -35,7 +45,7 @@ def run_with_all_taps(case: Case) -> dict[str, Tensor]:
 
 def check_shapes(case: Case, tapped: dict[str, Tensor]) -> None:
     """`tap_names` says the shapes."""
-    for name, shape in fnmodels.tap_names(case.config).items():
+    for name, shape in tap_names(case.config).items():
         sizes = {"B": 2, "S": 8}
         said = [sizes[part] if part in sizes else int(part) for part in shape[1:-1].split(", ") if part]
         assert list(tapped[name].shape) == said, name

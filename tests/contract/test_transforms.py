@@ -33,6 +33,7 @@ from tests.support.cases import (
     batch_of,
     cases,
     causal,
+    covering,
     decisions_of,
     generic,
     generic_params,
@@ -49,6 +50,7 @@ from tests.support.cases import (
     sublayers,
     summed_loss,
     supports,
+    tap_names,
     taps_of,
     trainable,
     with_kernels,
@@ -347,7 +349,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
     layers = len(family.kinds(case.config))
-    there = {name for name in fnmodels.tap_names(case.config) if "norm" not in name}
+    there = {name for name in tap_names(case.config) if "norm" not in name}
     there = there if kernel == "math" else {name for name in there if not name.endswith((".scores", ".pattern"))}
     names = [name for name in taps_of(case.config) if kernel == "math" or name not in PATTERN_TAPS]
     logits, tapped = batch.forward(
@@ -369,9 +371,13 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     _, last = batch.forward(leaves, taps=("layers.0.output",))
     to_embedding = tree.flatten(gradients(last["layers.0.output"].square().sum(), leaves))
     assert any(gradient.any() for path, gradient in to_embedding.items() if "embed" in path)
-    for wrong in ("layers.0.nothing", f"layers.{layers}.output", "nothing", "layers.x.output"):
-        with pytest.raises(ValueError, match="unknown"):
-            batch.forward(weights, taps=(wrong,))
+
+
+@pytest.mark.parametrize("wrong", ["layers.0.nothing", "layers.9.output", "nothing", "layers.x.output"])
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_a_tap_that_no_layer_has_is_unknown(case: Case, wrong: str) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        batch_of(case.config, MIXED).forward(generic_params(case.config), taps=(wrong,))
 
 
 @with_kernels(layer_structures())

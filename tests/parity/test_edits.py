@@ -9,7 +9,18 @@ from torch import Tensor
 
 import fnmodels
 from params.compare import _layers, _sublayers
-from tests.support.cases import Case, off, positions_of, richest, seed_of, segments, short, sparse_layers, tokens_of
+from tests.support.cases import (
+    Case,
+    off,
+    positions_of,
+    richest,
+    seed_of,
+    segments,
+    short,
+    sparse_layers,
+    tap_names,
+    tokens_of,
+)
 from tests.support.oracle import model_of, params_of
 
 BOUND = 1e-6
@@ -19,7 +30,7 @@ ROWS = segments((9,), (9,))
 def modules_of(model: Any, case: Case) -> dict[str, tuple[Any, str]]:
     """{tap: (module of the reference, "output" or "input": which of its values the tap is)}."""
     found: dict[str, tuple[Any, str]] = {}
-    names = fnmodels.tap_names(case.config)
+    names = tap_names(case.config)
     multiplied = getattr(model.config, "residual_multiplier", 1.0) != 1.0 or hasattr(model.config, "ssm_out_multiplier")
     sparse = sparse_layers(case.config)
     for i, layer in enumerate(_layers(model)):
@@ -72,7 +83,7 @@ def test_an_edit_equals_a_hook(case: Case) -> None:
     prepared = fnmodels.prepare(case.config, tokens)
     run = functools.partial(fnmodels.forward, params, *prepared, config=case.config, kernel="math")
     modules = modules_of(model, case)
-    assert {"final.norm", "layers.0.output"} & set(fnmodels.tap_names(case.config)) <= modules.keys()
+    assert {"final.norm", "layers.0.output"} & set(tap_names(case.config)) <= modules.keys()
     _, tapped = run(taps=tuple(modules))
     for tap, (module, which) in modules.items():
         seen: list[Tensor] = []

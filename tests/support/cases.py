@@ -116,9 +116,15 @@ def causal(case: Case) -> bool:
     return decodes and case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
 
 
+@functools.cache
+def tap_names(config: Any) -> dict[str, str]:
+    """`fnmodels.tap_names`, which runs every kind of layer on the meta device."""
+    return fnmodels.tap_names(config)
+
+
 def taps_of(config: Any) -> tuple[str, ...]:
     """The names of taps within layers, without those of norms, in the order of the first layer that passes each."""
-    names = (name.split(".", 2)[2] for name in fnmodels.tap_names(config) if name.startswith("layers."))
+    names = (name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers."))
     return tuple(name for name in dict.fromkeys(names) if "norm" not in name)
 
 

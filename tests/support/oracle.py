@@ -1,5 +1,6 @@
 """transformers as the reference: tiny fp32 models with generic parameters, eager attention and experts, no cache."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 
 import fnmodels
 from fnmodels import tree
@@ -26,19 +28,20 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     """
     config = AutoConfig.for_model(**reference_values(values))
     config.use_cache = False
-    model = _class_of(config).eval()
+    with no_init_weights():  # every one is overwritten
+        model = _class_of(config).eval()
+    model.tie_weights()
     with torch.no_grad():
         for name, tensor in _of_checkpoint(model).items():
             tensor.copy_(generic(name, tensor))
     return model
 
 
-def _class_of(config: Any) -> torch.nn.Module:
+def _class_of(config: Any) -> Any:
     """A fresh fp32 model: of the class that an encoder's config names, else the causal one of its model type."""
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is None or named.__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32)
-        return model
+        return AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32)
     return named._from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 
@@ -58,19 +61,20 @@ def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:
     """The tensors of the model's checkpoint by their published names. A tied head is listed once."""
     state = dict(revert_weight_conversion(model, _of_checkpoint(model)))
-    mend = _mend(model)
+    mend = _mend(model.config.model_type)
     return mend(state, model.config) if mend else state
 
 
 def save(model: torch.nn.Module, folder: Path, **options: Any) -> None:
     """The model's checkpoint folder with the published names; options: of transformers' `save_pretrained`."""
-    state = {"state_dict": on_disk(model), "save_original_format": False} if _mend(model) else {}
+    state = {"state_dict": on_disk(model), "save_original_format": False} if _mend(model.config.model_type) else {}
     model.save_pretrained(folder, **state, **options)
 
 
-def _mend(model: torch.nn.Module) -> Any:
+@functools.cache
+def _mend(model_type: str) -> Any:
     """`as_published` of the family's variants."""
-    family = fnmodels.families().get(model.config.model_type, "").rpartition(".")[2]
+    family = fnmodels.families().get(model_type, "").rpartition(".")[2]
     return getattr(variants_of(family), "as_published", None) if family else None
 
 

@@ -1,7 +1,6 @@
 """kernel="math": attention in plain operations, scores and probabilities in fp32 at least; supports every transform."""
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from fnmodels.ops.norm import upcast
@@ -29,19 +28,20 @@ def math_attention(
     if not k.shape[1]:  # amax refuses an empty dimension
         return v.new_zeros((*q.shape[:-1], v.shape[-1]))
     # Contiguous copies, not einsum, whose memory layout differs for a batch of one: a row's bits must not depend on B.
-    q = rearrange(q, "b q (g r) h -> b g (r q) h", g=groups).contiguous()
-    k, v = (rearrange(t, "b k g h -> b g k h").contiguous() for t in (k, v))
-    scores = upcast(rearrange(q @ k.mT, "b g (r q) k -> b g r q k", r=repeats)) * scale
+    # The N query heads are G groups of R; a group's queries are the rows of one product: [B, G, R Q, H] @ [B, G, H, K].
+    q = q.unflatten(2, (groups, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3).contiguous()
+    k, v = (t.transpose(1, 2).contiguous() for t in (k, v))
+    scores = upcast((q @ k.mT).unflatten(2, (repeats, -1))) * scale  # [B, G, R, Q, K]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores if tap is None else _tapped(tap, "attention.scores", scores)
     per_head = allowed.shape[1] > 1
-    allowed = rearrange(allowed, "b (g r) q k -> b g r q k", g=groups) if per_head else allowed[:, :, None]
+    allowed = allowed.unflatten(1, (groups, repeats)) if per_head else allowed[:, :, None]
     scores = scores.masked_fill(~allowed, -torch.inf)
     # Subtracting the maximum does not change the result, so it needs no gradient; without keys the maximum is -inf.
     top = scores.detach().amax(dim=-1, keepdim=True)
     if sinks is not None:
-        sinks = rearrange(upcast(sinks), "(g r) -> g r 1 1", g=groups)
+        sinks = upcast(sinks).unflatten(0, (groups, repeats))[..., None, None]
         top = torch.maximum(top, sinks.detach())
     top = top.masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top)
@@ -50,8 +50,8 @@ def math_attention(
         total = total + torch.exp(sinks - top)
     weights = weights / total.masked_fill(total == 0, 1)
     weights = weights if tap is None else _tapped(tap, "attention.pattern", weights)
-    out = rearrange(weights.to(v.dtype), "b g r q k -> b g (r q) k") @ v
-    return rearrange(out, "b g (r q) h -> b q (g r) h", r=repeats)
+    out = weights.to(v.dtype).flatten(2, 3) @ v
+    return out.unflatten(2, (repeats, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _tapped(tap: Tap, name: str, scores: Tensor) -> Tensor:
