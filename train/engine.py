@@ -32,7 +32,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
-from train.dist.dtensor import local_tree
+from train.dist.dtensor import local_tree, placed_like
 from train.losses.logprob_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
@@ -220,6 +220,26 @@ class Engine:
         else:
             self.state, metrics = update_over(updates, self.state, sums, self._options, divide_by)
         return metrics if aux is None else metrics | {"aux": aux}
+
+    def gradients(self, *, full: bool = False) -> Tree:
+        """{path's names: gradient} of the trainable parameters, summed over all calls since the last update.
+
+        They are sums, in fp32 at least: divide by the count that `forward_backward` returned. Without a mesh, tensors
+        that the next call adds to. Over a mesh, DTensors placed as the parameters are, with pp those of this rank's
+        layers; full: the tensors of the full model instead, on every rank, for which all ranks make the same call.
+        RuntimeError without a `forward_backward` since the last update.
+        """
+        self._check_here()
+        if self._sums is None:
+            raise RuntimeError("gradients come after forward_backward: there are none yet.")
+        params = tree.flatten(self.state.params)
+        trains = tree.flatten(trainable_mask(local_tree(self.state.params), self._trains().trainable))
+        paths = [path for path in params if trains[path]]
+        found = {path: placed_like(grad, params[path]) for path, grad in zip(paths, self._sums.grads, strict=True)}
+        if full and self.mesh is not None:
+            leaves, fetch = fetching(tree.unflatten(found))
+            found = {path: fetch(path) for path in leaves}
+        return tree.unflatten(found)
 
     def zero_grad(self) -> None:
         """Discard the gradients since the last update."""

@@ -112,10 +112,10 @@ def _with_rows(
 def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: Any = None) -> Batch:
     """This rank's positions of its rows. ValueError if cp does not divide the sequence length.
 
-    With strategy.sequence, by which tp shards them too, rows are padded to a multiple of cp x tp.
+    With strategy.sequence, by which tp shards them too, rows are padded to a multiple of cp x tp, also where tp is 1.
     """
     mesh = mesh_of(devices)
-    if strategy.sequence and mesh.tp > 1 and "tokens" in rows:
+    if strategy.sequence and mesh.cp * mesh.tp > 1 and "tokens" in rows:
         # Before cp shards positions: padding between two ranks' positions would split documents.
         rows = _divisible(rows, mesh.cp * mesh.tp, config)
     if mesh.cp == 1:

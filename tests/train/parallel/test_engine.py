@@ -272,6 +272,29 @@ def in_calls(text: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def whole_gradients(text: str, strategy: dict[str, Any]) -> dict[str, float]:
+    """Rows of an odd length: how far full gradients, and local ones, are from those of an engine in one process."""
+    config, mesh = even("llama_tied"), Mesh.parse(text)
+    whole, optimizer = tree.map(Tensor.double, generic_params(config)), train.adamw(0.1)
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        how = Strategy(**strategy)
+        ours = Engine(config, placed_params(config, mesh, whole), optimizer, mesh=mesh, strategy=how)
+    theirs = Engine(config, whole, optimizer)
+    with pytest.raises(RuntimeError, match="gradients come after forward_backward"):
+        ours.gradients()
+    batch = tree.map(lambda t: t[:, :11], batch_of(config, 4))
+    for engine in (ours, theirs):
+        engine.forward_backward([batch] * mesh.pp, loss)
+    one, local = tree.flatten(theirs.gradients()), tree.flatten(ours.gradients())
+    full, shards = tree.flatten(ours.gradients(full=True)), tree.flatten(shardings(ours.params))
+    assert full.keys() == one.keys() and local.keys() == shards.keys()
+    pieces = {path: local_tree(leaf) - one[path][shards[path].local_box()] for path, leaf in local.items()}
+    far = {path: float((full[path] - grad).abs().max() / grad.abs().max()) for path, grad in one.items()}
+    return far | {f"local {path}": float(piece.abs().max()) for path, piece in pieces.items()}
+
+
 def without(batch: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in batch.items() if other != name}
 
@@ -300,6 +323,14 @@ def test_it_is_that_of_one_process(
     found = ranks(4)(driven, name, mesh, strategy, clip)
     assert {path for far in found for path in far} >= set(tree.flatten(generic_params(even(name))))
     assert not {what: far for one in found for what, far in one.items() if not far < 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("fsdp=2", {}), ("pp=2", {}), ("cp=2", {"sequence": True}), ("tp=2", {"sequence": True})]
+)
+def test_gradients_are_sharded_or_full(ranks: Ranks, mesh: str, strategy: dict[str, Any]) -> None:
+    for found in ranks(2)(whole_gradients, mesh, strategy):
+        assert found and not {what: far for what, far in found.items() if not far < 1e-12}
 
 
 @pytest.mark.parametrize(("mesh", "data"), [("fsdp=2", [2, 2, True, True]), ("pp=2", [1, 1, True, False])])
