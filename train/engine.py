@@ -33,7 +33,7 @@ from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
 from train.dist.dtensor import local_tree, placed_like
-from train.losses.logprob_loss import needs_full_rows
+from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts

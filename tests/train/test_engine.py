@@ -352,7 +352,7 @@ def test_a_loss_of_log_probabilities_returns_those_of_the_training_pass() -> Non
     torch.testing.assert_close(metrics["aux"]["rows"], expected["aux"]["rows"])
     step = make_step(loss, adamw(0.01))
     assert "outputs" not in step(init_state(PARAMS, adamw(0.01)), WHOLE)[1]
-    with pytest.raises(ValueError, match="of logprob_loss must return"):
+    with pytest.raises(ValueError, match="of the outputs must return"):
         engine.forward_backward(parts, logprob_loss(lambda logp, *_: logp.sum(), config=CONFIG))  # type: ignore[arg-type,return-value]
 
 

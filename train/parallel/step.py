@@ -20,7 +20,7 @@ from fnmodels.tree import Tree
 from train.dist.dtensor import local_tree
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
-from train.losses.logprob_loss import needs_full_rows
+from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer
 from train.parallel.pipeline import gradients
 from train.parallel.pipeline.microbatch import recorded
