@@ -176,9 +176,8 @@ def unembedded(
     params: Tree, x: Tensor, config: DecoderConfig, taps: tuple[str, ...], edits: Mapping[str, Edit]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(logits [B, S, V], taps) of hidden states x [B, S, D]: the final norm and the head. taps, edits: of FINAL."""
-    family = family_of(config)
     if not taps and not any(name in edits for name in FINAL):
-        return family.unembed(params, x, config=config), {}
+        return decoder.scores(params, x, config=config), {}
     if "norm" not in params:
         raise ValueError(f"This model has no final norm, so it has no {' and no '.join(FINAL)}.")
     tapped: dict[str, Tensor] = {}
@@ -188,7 +187,7 @@ def unembedded(
         return tapped[name]
 
     with watched_norms({FINAL[0]: params["norm"]}, tap):
-        logits = family.unembed(params, x, config=config)
+        logits = decoder.scores(params, x, config=config)
     return logits, {name: tapped[name] for name in taps}
 
 

@@ -37,11 +37,12 @@ from params.checkpoint.from_tensors import from_tensors
 from params.checkpoint.load import LoadReport, load_pretrained
 from params.checkpoint.manifest import verify
 from params.checkpoint.save import recover, save_pretrained
-from params.initialize import abstract, count, init
+from params.initialize import abstract, count, init, new_head
 from params.sharding import Rules, Sharding, describe, plan
 from params.weight_forms import packed, quantize
 
-__all__ = ["abstract", "count", "init", "Rules", "Sharding", "describe", "plan", "lora", "flatten", "unflatten"]
+__all__ = ["abstract", "count", "init", "new_head", "Rules", "Sharding", "describe", "plan", "lora"]
+__all__ += ["flatten", "unflatten"]
 __all__ += ["packed", "quantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
 __all__ += [

@@ -2,7 +2,9 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +55,29 @@ def init(
         local = draw(leaf, seed, path, shardings[path].local_box()).to(device, leaf_dtype(leaf, dtype))
         made[path] = shardings[path].distribute(local)
     return tree.unflatten(made)
+
+
+def new_head(
+    config: DecoderConfig, params: Tree, *, head: str, num_labels: int, seed: int = 0, plan: Tree | None = None
+) -> tuple[DecoderConfig, Tree]:
+    """(config, params) of the same decoder with a new head (`fnmodels.models.common.heads`), drawn as by `init`.
+
+    A value model for PPO is `new_head(config, params, head="tokens", num_labels=1)`, a reward model has the head
+    "classification". The other leaves are those of `params`, not copies. plan: for the result, of DTensors.
+    """
+    fields: Any = {"head": head, "num_labels": num_labels}
+    made = replace(config, **fields)  # type: ignore[type-var]
+    kept, leaves = tree.flatten(params), tree.flatten(family_of(made).spec(made))
+    like, shardings = kept["norm"], {} if plan is None else tree.flatten(plan)
+
+    def drawn(path: str) -> Tensor:
+        if plan is None:
+            return draw(leaves[path], seed, path).to(like)
+        local = draw(leaves[path], seed, path, shardings[path].local_box())
+        return shardings[path].distribute(local.to(like.to_local()))
+
+    wanted = leaves if plan is None else shardings
+    return made, tree.unflatten({path: kept[path] if path in kept else drawn(path) for path in wanted})
 
 
 def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None) -> Tensor:

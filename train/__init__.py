@@ -41,7 +41,9 @@ from train.losses.model_loss import ModelLoss, beside, run_options
 from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
 from train.losses.multi_token import look_ahead, mtp_loss
 from train.losses.next_token import next_token_loss
+from train.losses.output_loss import OutputLoss
 from train.losses.policy import dpo_loss, group_advantages, policy_loss
+from train.losses.values import advantages, reward_loss, token_values, value_loss
 from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
@@ -59,6 +61,7 @@ __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]
 __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
 __all__ += ["logprob_loss", "logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
+__all__ += ["OutputLoss", "token_values", "value_loss", "reward_loss", "advantages"]
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]

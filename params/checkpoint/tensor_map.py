@@ -74,7 +74,7 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
     Names in OpenAI's GPT-2 and in models saved without a head begin with `wte` or `layers`, not `transformer` or
     `model`.
     """
-    heads = ("lm_head", "score")
+    heads = ("lm_head", "score", "score_bias")
     names = [name for parameter in parameters if parameter.path not in heads for name in disk_names(parameter.stored)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)

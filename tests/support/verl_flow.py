@@ -22,13 +22,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "head_dim": 8},
     "qwen3_moe": {
-        **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False},
-        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-        **{"head_dim": 8, "decoder_sparse_step": 1, "output_router_logits": False},
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+        "head_dim": 8, "decoder_sparse_step": 1, "output_router_logits": False,
     },
     "lfm2": {
-        **{"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "tie_word_embeddings": True, "conv_L_cache": 3},
-        **{"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "tie_word_embeddings": True, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
     },
 }
 LENGTHS = ((5, 7), (3, 9), (8, 4), (2, 11), (6, 6), (4, 3), (7, 10), (5, 5))  # (prompt, response) of the 8 sequences
@@ -146,8 +146,9 @@ def language_model(made: Any, folder: Path) -> dict[str, Any]:
     made.save_checkpoint(str(folder / "global_step_4"), global_step=4)
     for mode in MODES:
         actor = FSDPActorConfig(
-            strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True,
-            kl_loss_coef=0.05, loss_scale_factor=12, ppo_mini_batch_size=8,
+            strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, ppo_mini_batch_size=8,
+            loss_agg_mode=mode, loss_scale_factor=12,
+            entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.05,
         )
         made.set_loss_fn(functools.partial(ppo_loss, actor))
         steps.append(made.train_batch(own(sft=False, calculate_entropy=True, update_lr_scheduler=True)))

@@ -23,8 +23,8 @@ if find_spec("verl") is None:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise ModuleNotFoundError(
-            f"train.verl.{name} needs verl 0.9.1 or newer, which is not installed: `make verl` installs it in a virtual "
-            "environment of its own."
+            f"train.verl.{name} needs verl 0.9.1 or newer, which is not installed: `make verl` installs it in a "
+            "virtual environment of its own."
         )
 
 else:

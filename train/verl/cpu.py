@@ -24,8 +24,8 @@ class CpuPlatform:
     @property
     def device_module(self) -> Any:
         """What verl calls of a module such as torch.cuda."""
-        zero = {name: _zero for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated")}
-        zero |= {name: _zero for name in ("memory_reserved", "current_device")}
+        zero = dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated"), _zero)
+        zero |= dict.fromkeys(("memory_reserved", "current_device"), _zero)
         nothing = dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing)
         found = SimpleNamespace(**zero, **nothing, is_available=lambda: True, device_count=self.device_count)
         found.mem_get_info = lambda *_: (0, 0)

@@ -61,7 +61,8 @@ class VerlEngine:
         world = dist.get_world_size()
         self.mesh, self.strategy = settings.mesh_and_strategy(engine_config, world)
         self.devices = self.mesh.device_mesh(_device_type()) if world > 1 else None
-        self.shares = DataParallel(0, 1, dist.group.WORLD, True) if self.devices is None else data_parallel(self.devices)
+        alone = DataParallel(0, 1, dist.group.WORLD, True)
+        self.shares = alone if self.devices is None else data_parallel(self.devices)
         self._away: dict[str, Callable[[], None]] = {}  # part of the state on the host -> the way back
         self._losses: dict[float | str, tuple[OutputLoss, Callable[..., Outputs]]] = {}
         self._saved: list[Path] = []
@@ -223,7 +224,7 @@ class VerlEngine:
 
     @contextmanager
     def train_mode(self, *, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True) -> Iterator[None]:
-        """Parameters and optimizer state are on the device inside; gradients are discarded at the end, or by an error."""
+        """Parameters and optimizer state are on the device inside; gradients are discarded at the end and by errors."""
         with self._mode("train", () if disable_auto_offload else tuple(PARTS)):
             done = False
             try:

@@ -61,7 +61,7 @@ class SizesConfig:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope()  # noqa: RUF009 - frozen
     tie_word_embeddings: bool = False
-    head: str = "lm"  # or "classification", see `heads`
+    head: str = "lm"  # or "classification" or "tokens", see `heads`
     num_labels: int = 0
     layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 131072
@@ -203,7 +203,7 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
 
 
 def head(params: Tree, config: DecoderConfig) -> Tensor:
-    """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a classification head."""
+    """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
     if field_of(config, "head") == "classification":
         return cast(Tensor, params["score"])
     return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
@@ -212,6 +212,12 @@ def head(params: Tree, config: DecoderConfig) -> Tensor:
 def is_lm(config: Any) -> bool:
     """Whether the head gives logits of tokens, so that biases, factors and soft-caps of those apply."""
     return bool(field_of(config, "head") == "lm")
+
+
+def scores(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+    """Logits [B, S, labels] of every token, after the final norm. x [B, S, D]: the hidden states."""
+    found = family_of(config).unembed(params, x, config=config)
+    return found + params["score_bias"] if "score_bias" in params else found
 
 
 def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Any) -> Tensor:
@@ -472,6 +478,8 @@ def decoder_name(path: str) -> str:
     """The default Hugging Face name of the parameter at `path`, such as model.layers.0.self_attn.q_proj.weight."""
     if path in ("lm_head", "score"):
         return f"{path}.weight"
+    if path == "score_bias":
+        return "score.bias"
     path = path.replace(".attention.", ".self_attn.")
     head, _, last = path.rpartition("_")
     if last != "bias":

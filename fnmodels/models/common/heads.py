@@ -30,6 +30,7 @@ CLASSES = {
 }
 PER_DOCUMENT = ("classification",)  # the heads whose result has one row per document
 C = TypeVar("C")
+DECODER_HEADS = ("classification", "tokens")  # of decoders, besides "lm": `score` and, of tokens, `score_bias`
 LABELLED = ("classification", "tokens", "question_answering")
 
 
@@ -72,17 +73,19 @@ def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
 def check_head(config: Any) -> None:
     """For a decoder's `Config.__post_init__`: ConfigError for an unknown head and for one without labels."""
     head, labels = config.head, config.num_labels
-    if head not in ("lm", "classification"):
-        raise ConfigError(f"head is {head!r}; a decoder's must be lm or classification.")
-    if not isinstance(labels, int) or labels < (head == "classification"):
-        raise ConfigError(f"num_labels is {labels!r}; the head classification needs an integer of at least 1.")
+    if head not in ("lm", *DECODER_HEADS):
+        raise ConfigError(f"head is {head!r}; a decoder's must be lm or one of {', '.join(DECODER_HEADS)}.")
+    if not isinstance(labels, int) or labels < (head in DECODER_HEADS):
+        raise ConfigError(f"num_labels is {labels!r}; the head {head} needs an integer of at least 1.")
 
 
 def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> C:
     """A decoder's config with the head that "architectures" names, and with `extra`, what is kept for saving."""
     declared = fields.take("architectures", None)
-    if isinstance(declared, list) and any(str(name).endswith(CLASSES["classification"]) for name in declared):
-        object.__setattr__(config, "head", "classification")
+    names = [str(name) for name in declared] if isinstance(declared, list) else []
+    found = [head for head in DECODER_HEADS if any(name.endswith(CLASSES[head]) for name in names)]
+    if found:
+        object.__setattr__(config, "head", found[0])
         object.__setattr__(config, "num_labels", _labels(fields))
         extra += label_names(fields)
     object.__setattr__(config, "extra", extra)

@@ -89,15 +89,18 @@ def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
 def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
     """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
 
-    The head is `lm_head`, or `score` [labels, D] for the config's head "classification".
+    The head is `lm_head`, or `score` [labels, D] for the config's head "classification", and `score_bias` [labels]
+    beside it for "tokens".
 
     norm_bias: the final norm has a bias (LayerNorm).
     """
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
     last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed")}
     tree: Tree = {"embed_tokens": embedding(V, D, std), "layers": layers, **last}
-    if field_of(config, "head") == "classification":
-        return tree | {"score": weight((field_of(config, "num_labels"), D), ("label", "embed"), std)}
+    if (head := field_of(config, "head")) != "lm":
+        labels = field_of(config, "num_labels")
+        score = {"score": weight((labels, D), ("label", "embed"), std)}
+        return tree | score | ({"score_bias": bias(labels, "label")} if head == "tokens" else {})
     return tree if config.tie_word_embeddings else tree | {"lm_head": weight((V, D), ("vocab", "embed"), std)}
 
 

@@ -141,7 +141,7 @@ class TensorParallel:
                         "not known: leave it out of their targets, or vocab out of the rules."
                     )
                 leaf = Vocab(leaf, self.region)
-            elif (name.startswith("norm") or name == "head") and self.region.sequence:
+            elif (name.startswith(("norm", "score")) or name == "head") and self.region.sequence:
                 leaf = tree.map(self.region.shared, leaf)
             elif name == "mtp" and self.region.sequence:
                 leaf = [{n: x if n == "block" else self.region.shared(x) for n, x in head.items()} for head in leaf]
