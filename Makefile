@@ -2,8 +2,8 @@
 #   make demo    trains a small model, prints a sample and the path of its picture (a second call prints the result)
 #   make test    runs all tests and the example notebooks
 # Each makes .venv first if it is missing or out of date. Also: make lint, make docs (the site, into site/),
-# make notebooks (runs them and stores their outputs), make bench, make clean.
-.PHONY: demo test lint docs notebooks bench install clean
+# make notebooks (runs them and stores their outputs), make bench, make verl, make clean.
+.PHONY: demo test lint docs notebooks bench verl install clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -48,5 +48,16 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python benchmarks/train_step.py
 
+# verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn and
+# fastapi are what verl imports for its rollout servers. conftest.py is left out: verl installs a package `tests`.
+verl: .venv-verl/installed
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/test_verl.py
+
+.venv-verl/installed: $(INSTALLED)
+	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+	  'verl==0.9.1' uvicorn fastapi pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-verl site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

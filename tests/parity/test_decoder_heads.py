@@ -1,4 +1,4 @@
-"""Sequence classification with a decoder: scores equal transformers' of each document alone."""
+"""Scores of documents and of tokens by a decoder equal transformers' of each document alone."""
 
 import dataclasses
 from pathlib import Path
@@ -47,6 +47,28 @@ def test_scores_and_files(case: Case, tmp_path: Path) -> None:
     assert again.config.id2label == {int(i): name for i, name in LABELS.items()}
 
 
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
+def test_scores_of_tokens_and_their_files(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in cases() if case.name == name)
+    kind = CLASSES[case.config.model_type].replace("Sequence", "Token")
+    model = model_of(case.values | {"architectures": [kind], "id2label": LABELS})
+    torch.nn.init.normal_(model.score.bias)
+    save(model, tmp_path / "theirs")
+    config, weights = P.load_pretrained(tmp_path / "theirs")
+    assert (config.head, config.num_labels, len(weights["score_bias"])) == ("tokens", 3, 3)
+    tokens = tokens_of(config, *ROWS.shape, seed=seed_of(case))
+    got = fnmodels.forward(
+        weights, *fnmodels.prepare(config, tokens, positions=positions_of(ROWS), segment_ids=ROWS), config=config
+    )
+    for row, segment in ((0, 1), (0, 2), (1, 1)):
+        here = ROWS[row] == segment
+        with torch.no_grad():
+            assert_close(got[row, here], model(input_ids=tokens[row, here][None]).logits[0])
+    P.save_pretrained(tmp_path / "ours", config, weights)
+    state = getattr(transformers, kind).from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family != "bert"], ids=str)
 def test_nothing_between_the_norm_and_the_scores(case: Case) -> None:
     """For model types that transformers has no class for too: no factor, bias or soft-cap of logits."""
@@ -68,8 +90,8 @@ def test_refusals() -> None:
         train.next_token_loss(generic_params(config), batch, config=config)
     with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):
         dataclasses.replace(case.config, head="classification")
-    with pytest.raises(fnmodels.ConfigError, match="head is 'tokens'; a decoder's must be lm or classification"):
-        dataclasses.replace(case.config, head="tokens", num_labels=2)
+    with pytest.raises(fnmodels.ConfigError, match="head is 'none'; a decoder's must be lm or one of"):
+        dataclasses.replace(case.config, head="none")
     (wrapped,) = (case for case in cases() if case.name == "gemma4_wrapped")
     with pytest.raises(fnmodels.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):
         dataclasses.replace(wrapped.config, head="classification", num_labels=2).to_hf()

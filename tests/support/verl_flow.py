@@ -6,7 +6,6 @@ The calls are those of verl's trainers to a TrainingWorker: log-probabilities, S
 KL and entropy in every aggregation mode, mini-batches, a saved step. MODEL is a folder that `write_model` made.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -16,31 +15,48 @@ from typing import Any
 
 import torch
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "head_dim": 8},
     "qwen3_moe": {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False,
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
-        "head_dim": 8, "decoder_sparse_step": 1, "output_router_logits": False,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "head_dim": 8,
+        "decoder_sparse_step": 1,
+        "output_router_logits": False,
+    },
+    "critic": {
+        "model_type": "llama",
+        "architectures": ["LlamaForTokenClassification"],
+        "tie_word_embeddings": False,
+        "id2label": {"0": "value"},
     },
     "lfm2": {
-        "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "tie_word_embeddings": True, "conv_L_cache": 3,
-        "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
     },
 }
 LENGTHS = ((5, 7), (3, 9), (8, 4), (2, 11), (6, 6), (4, 3), (7, 10), (5, 5))  # (prompt, response) of the 8 sequences
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def write_model(name: str, folder: Path, **changes: Any) -> None:
+def write_model(name: str, folder: Path) -> None:
     """A checkpoint with random weights, in this package's format."""
     import fnmodels
     import params as P
 
-    values = SIZES | MODELS[name] | changes
+    values = SIZES | MODELS[name]
     config = fnmodels.family_for(values["model_type"]).Config.from_hf(values)
     P.save_pretrained(folder, config, P.init(config, 0))
 
@@ -85,6 +101,7 @@ def batch(rank: int, size: int, *, sft: bool, **extra: Any) -> Any:
 
 def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
     """A TrainingWorker for the engine that the settings name."""
+    from transformers import AutoModelForTokenClassification
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
@@ -98,6 +115,8 @@ def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
 
         engine: Any = EngineConfig(**{"dtype": "float32", **settings})
     else:
+        classes = AutoModelForTokenClassification  # verl names flash attention, which has no CPU version
+        classes.from_pretrained = functools.partial(_eager, classes.from_pretrained)  # type: ignore[method-assign]
         precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         engine = FSDPEngineConfig(mixed_precision=precision, use_torch_compile=False, model_dtype="fp32", **settings)
     config = TrainingWorkerConfig(
@@ -110,6 +129,10 @@ def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
     made = TrainingWorker(config)
     made.reset()
     return made
+
+
+def _eager(load: Any, **options: Any) -> Any:
+    return load(**options | {"attn_implementation": "eager"})
 
 
 def jagged(output: Any, name: str) -> list[torch.Tensor]:
@@ -146,9 +169,15 @@ def language_model(made: Any, folder: Path) -> dict[str, Any]:
     made.save_checkpoint(str(folder / "global_step_4"), global_step=4)
     for mode in MODES:
         actor = FSDPActorConfig(
-            strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, ppo_mini_batch_size=8,
-            loss_agg_mode=mode, loss_scale_factor=12,
-            entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.05,
+            strategy="fsdp2",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            ppo_mini_batch_size=8,
+            loss_agg_mode=mode,
+            loss_scale_factor=12,
+            entropy_coeff=0.01,
+            use_kl_loss=True,
+            kl_loss_coef=0.05,
         )
         made.set_loss_fn(functools.partial(ppo_loss, actor))
         steps.append(made.train_batch(own(sft=False, calculate_entropy=True, update_lr_scheduler=True)))
@@ -161,26 +190,38 @@ def language_model(made: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def value_model(made: Any, folder: Path) -> dict[str, Any]:
+    """Values, and 4 steps of the clipped value loss."""
+    from verl.workers.config import FSDPCriticConfig
+    from verl.workers.utils.losses import value_loss
+
+    rank, size = made.engine.get_data_parallel_rank(), made.engine.get_data_parallel_size()
+    own = functools.partial(batch, rank, size, sft=False)
+    found: dict[str, Any] = {"before": exported(made)}
+    made.set_loss_fn(functools.partial(value_loss, FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=4)))
+    scored = made.infer_batch(own(compute_loss=False))
+    if scored is not None:
+        found["values"] = jagged(scored, "values")
+    steps = [made.train_batch(own(update_lr_scheduler=True)) for _ in range(4)]
+    made.save_checkpoint(str(folder / "global_step_4"), global_step=4)
+    found["steps"] = [numbers(step) for step in steps if step is not None]
+    found["after"] = exported(made)
+    return found
+
+
 def main() -> None:
     model, out, settings = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     import verl  # noqa: F401 - registers the platform
 
     torch.set_num_threads(1)
-    made = worker(model, settings, settings.pop("kind", "language_model"))
-    found = language_model(made, out.parent / f"{out.stem}_steps")
-    found["place"] = dataclasses.asdict(
-        Place(made.engine.get_data_parallel_rank(), made.engine.get_data_parallel_size())
-    )
+    kind = settings.pop("kind", "language_model")
+    made = worker(model, settings, kind)
+    flow = language_model if kind == "language_model" else value_model
+    found = flow(made, out.parent / f"{out.stem}_steps")
     if made.engine.is_mp_src_rank_with_outputs():
-        torch.save(found, f"{out}.{found['place']['rank']}")
+        torch.save(found, f"{out}.{made.engine.get_data_parallel_rank()}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-@dataclasses.dataclass
-class Place:
-    rank: int
-    size: int
 
 
 if __name__ == "__main__":

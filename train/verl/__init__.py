@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["EngineConfig", "LanguageModelEngine"]
+__all__ = ["EngineConfig", "LanguageModelEngine", "ValueModelEngine"]
 
 if find_spec("verl") is None:
 
@@ -35,7 +35,7 @@ else:
     from verl.workers.config import EngineConfig as _EngineConfig
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
-    from train.verl.engine import VerlEngine, logprob_outputs
+    from train.verl.engine import VerlEngine, logprob_outputs, value_outputs
 
     _REGISTERED: dict[str, Any] = {"backend": "fnmodels", "device": ["cpu", "cuda"]}
 
@@ -59,3 +59,10 @@ else:
         """Actor, reference policy and SFT: log-probabilities and entropies."""
 
         outputs = staticmethod(logprob_outputs)
+
+    @EngineRegistry.register(model_type="value_model", **_REGISTERED)
+    class ValueModelEngine(VerlEngine, BaseEngine):
+        """Critic: a value per token. A checkpoint of a language model is given a head, which begins at random."""
+
+        outputs = staticmethod(value_outputs)
+        head = "tokens"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
@@ -17,11 +18,11 @@ def entry(data: Any, name: str, default: Any) -> Any:
     return data[name] if name in data.keys() else default  # noqa: SIM118 - a TensorDict iterates over rows
 
 
-def packed_row(micro: Any, number: int) -> dict[str, Tensor]:
+def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
     """The row of microbatch `number`: tokens, positions, segment_ids, labels, NUMBER and perhaps TEMPERATURE.
 
-    labels are the next tokens, -100 at the end of a sequence. NotImplementedError for images and positions of several
-    axes.
+    labels are the next tokens, -100 at the end of a sequence. The row is padded to a multiple of `multiple` tokens.
+    NotImplementedError for images and positions of several axes.
     """
     tokens, positions = micro["input_ids"], micro["position_ids"]
     if not tokens.is_nested:
@@ -38,10 +39,13 @@ def packed_row(micro: Any, number: int) -> dict[str, Tensor]:
     row[NUMBER] = torch.full_like(flat, number)
     if isinstance(temperature := entry(micro, TEMPERATURE, None), Tensor):
         row[TEMPERATURE] = temperature.to(torch.float32).repeat_interleave(lengths)
-    return {name: value[None] for name, value in row.items()}
+    padding = (0, -len(flat) % multiple)
+    fill = {"labels": IGNORE, NUMBER: number, TEMPERATURE: 1.0}
+    return {name: F.pad(value, padding, value=fill.get(name, 0))[None] for name, value in row.items()}
 
 
 def jagged(row: Tensor, micro: Any) -> Tensor:
-    """A row [1, T] as the jagged [N, T*] of the microbatch's sequences."""
-    found: Tensor = torch.nested.nested_tensor_from_jagged(row[0], micro["input_ids"].offsets())
+    """A row [1, T], without its padding, as the jagged [N, T*] of the microbatch's sequences."""
+    offsets = micro["input_ids"].offsets()
+    found: Tensor = torch.nested.nested_tensor_from_jagged(row[0, : int(offsets[-1])], offsets)
     return found

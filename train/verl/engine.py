@@ -5,6 +5,7 @@ batch and multiplied by the number of data-parallel ranks already, because verl 
 update here divides by that number and not by a count.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,12 +18,13 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of, tree
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.load import check_folder
 from train.engine import Engine
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import OutputLoss
+from train.losses.values import token_values
 from train.offload import offload
 from train.parallel.mesh import DataParallel, data_parallel
 from train.parallel.pipeline.stages import stage_plan
@@ -45,6 +47,11 @@ def logprob_outputs(params: Tree, batch: Mapping[str, Tensor], temperature: floa
     return {"log_probs": logp, "entropy": entropy}
 
 
+def value_outputs(params: Tree, batch: Mapping[str, Tensor], temperature: float | str, **how: Any) -> Outputs:
+    """{"values"} of the tokens, from a value model."""
+    return {"values": token_values(params, batch, **how)}
+
+
 class VerlEngine:
     """An engine of verl for one role. Its arguments are verl's configurations.
 
@@ -52,6 +59,7 @@ class VerlEngine:
     """
 
     outputs: ClassVar[Callable[..., Outputs]]
+    head: ClassVar[str] = "lm"  # a checkpoint with the head "lm" is given this one
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         settings.check_supported(model_config)
@@ -89,7 +97,7 @@ class VerlEngine:
 
     def initialize(self) -> None:
         """Loads the checkpoint of the model configuration; each rank reads its shards."""
-        self.config, base = self._loaded()
+        self.config, base = self._headed(*self._loaded())
         params = settings.with_adapters(self.config, base, self.model_config)
         common: dict[str, Any] = {"mesh": self.mesh if self.devices else None}
         common |= {"strategy": self.strategy if self.devices else None}
@@ -106,6 +114,20 @@ class VerlEngine:
         self._leave("model", self.is_param_offload_enabled)
         self._leave("optimizer", self.is_optimizer_offload_enabled)
 
+    def _headed(self, config: DecoderConfig, params: Tree) -> tuple[DecoderConfig, Tree]:
+        """The model with a head of one label where the role needs one and the checkpoint has none."""
+        if self.head == "lm" or field_of(config, "head") != "lm":
+            return config, params
+        plan = None
+        if self.devices is not None:
+            made = dataclasses.replace(config, head=self.head, num_labels=1)  # type: ignore[call-arg,type-var]
+            plan = self._plan(made, self.devices)
+        return P.new_head(config, params, head=self.head, num_labels=1, seed=self.engine_config.seed, plan=plan)
+
+    def _plan(self, config: DecoderConfig, devices: Any) -> Tree:
+        plan = P.plan(family_of(config).spec(config), rules_of(self.mesh, config), devices)
+        return stage_plan(plan, config, devices, self.strategy) if self.mesh.pp > 1 else plan
+
     def _loaded(self) -> tuple[DecoderConfig, Tree]:
         """(config, params) of the checkpoint without the parts that no loss reads, sharded over the mesh."""
         folder = Path(self.model_config.local_path)
@@ -117,10 +139,7 @@ class VerlEngine:
             return P.load_pretrained(folder, device=_device_type(), **options)
         with ExitStack() as stack:
             config = check_folder(folder, stack, drop).config
-        plan = P.plan(family_of(config).spec(config), rules_of(self.mesh, config), self.devices)
-        if self.mesh.pp > 1:
-            plan = stage_plan(plan, config, self.devices, self.strategy)
-        return P.load_pretrained(folder, plan=plan, **options)
+        return P.load_pretrained(folder, plan=self._plan(config, self.devices), **options)
 
     # Passes
 
@@ -149,7 +168,7 @@ class VerlEngine:
         loss, _ = self._functions(micros[0])
         judged: dict[int, tuple[float, Any]] = {}
         self._judge = lambda outputs, batch: self._judged(outputs, batch, micros, function, judged)
-        rows = [packed_row(micro, number) for number, micro in enumerate(micros)]
+        rows = self._rows(micros)
         found = self.engine.forward_backward(rows, loss)["outputs"]
         return [
             {"model_output": _jagged(outputs, micro), "loss": value, "metrics": metrics}
@@ -157,6 +176,10 @@ class VerlEngine:
                 found, micros, (judged.get(number, (0.0, {})) for number in range(len(micros))), strict=True
             )
         ]
+
+    def _rows(self, micros: list[Any]) -> list[dict[str, Tensor]]:
+        multiple = self.mesh.cp * (self.mesh.tp if self.strategy.sequence else 1)
+        return [packed_row(micro, number, multiple) for number, micro in enumerate(micros)]
 
     def _judged(
         self, outputs: Outputs, batch: Mapping[str, Tensor], micros: list[Any], function: Any, judged: dict[int, Any]
@@ -171,7 +194,7 @@ class VerlEngine:
 
     def _infer(self, micros: list[Any], function: Any) -> list[dict[str, Any]]:
         _, outputs = self._functions(micros[0])
-        rows = [packed_row(micro, number) for number, micro in enumerate(micros)]
+        rows = self._rows(micros)
         results = []
         for micro, found in zip(micros, self._inferring.infer(rows, outputs), strict=True):
             result: dict[str, Any] = {"model_output": _jagged(found, micro), "loss": 1.0, "metrics": {}}
@@ -325,7 +348,7 @@ class VerlEngine:
             return
         folder = Path(local_path)
         group = self.optimizer.param_groups[0]
-        progress = {name: group[name] for name in settings.HYPERPARAMETERS}
+        progress = {name: group[name] for name in settings.HYPERPARAMETERS} | {"betas": list(group["betas"])}
         progress |= {"schedule": self.lr_scheduler.last_epoch, "global_step": global_step}
         with self._on_device(*PARTS):
             folder.mkdir(parents=True, exist_ok=True)
@@ -355,7 +378,8 @@ class VerlEngine:
             progress = self.engine.load(Path(local_path) / STATE)
         self.lr_scheduler.last_epoch = progress["schedule"] - 1
         self.lr_scheduler.step()
-        self.optimizer.param_groups[0].update({name: progress[name] for name in settings.HYPERPARAMETERS})
+        numbers = {name: progress[name] for name in settings.HYPERPARAMETERS} | {"betas": tuple(progress["betas"])}
+        self.optimizer.param_groups[0].update(numbers)
         dist.barrier()
 
 

@@ -26,7 +26,7 @@ from fnmodels.ops.rotary import Rope, mrope_table, no_rotation, query_temperatur
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, shown
-from .heads import check_head, decoder_head_to_hf, with_head
+from .heads import DECODER_HEADS, check_head, decoder_head_to_hf, with_head
 from .quantization import quantization
 from .registry import (
     FAMILY_DEFAULTS,
@@ -204,7 +204,7 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
 
 def head(params: Tree, config: DecoderConfig) -> Tensor:
     """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
-    if field_of(config, "head") == "classification":
+    if field_of(config, "head") in DECODER_HEADS:
         return cast(Tensor, params["score"])
     return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
 

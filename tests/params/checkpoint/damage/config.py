@@ -170,8 +170,8 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         **{f"the model type {name!r}": (configured(model_type=name), repr(name)) for name in ("", "no such", "LLAMA")},
         "an unknown architecture": (configured(architectures=["NoSuchForCausalLM"]), "'NoSuchForCausalLM'"),
         "an architecture with another head": (
-            configured(architectures=["LlamaForTokenClassification"]),
-            *("'LlamaForTokenClassification'", "only LlamaForCausalLM is supported"),
+            configured(architectures=["LlamaForQuestionAnswering"]),
+            *("'LlamaForQuestionAnswering'", "only LlamaForCausalLM is supported"),
         ),
         "an unknown activation": (configured(hidden_act="swish2"), "'hidden_act'", "swish2", "supported are"),
         "an unknown rope": (with_rope(rope_type="spiral"), "'rope_type'", "spiral", "supported are default"),

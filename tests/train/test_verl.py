@@ -1,0 +1,148 @@
+"""The adapter to verl against verl's own FSDP2 engine, in verl's virtual environment: `make verl`.
+
+Without verl only what needs none of it runs: packed rows, and the sentence that says what is missing.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FLOW = ROOT / "tests/support/verl_flow.py"
+HERE = importlib.util.find_spec("verl") is not None
+with_verl = pytest.mark.skipif(not HERE, reason="verl has a virtual environment of its own: make verl")
+MODELS = ("llama", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.skipif(HERE, reason="verl is installed")
+def test_without_verl_a_sentence_says_how_to_get_it() -> None:
+    import train.verl
+
+    with pytest.raises(ModuleNotFoundError, match=r"train\.verl\.EngineConfig needs verl .* `make verl`"):
+        _ = train.verl.EngineConfig
+    assert not hasattr(train.verl, "no_such_name")
+
+
+def test_a_microbatch_is_one_packed_row() -> None:
+    from train.verl.batches import jagged, packed_row
+
+    def nested(*rows: list[int]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    micro = {"input_ids": nested([5, 6, 7], [8, 9]), "position_ids": nested([0, 1, 2], [0, 1])}
+    micro["temperature"] = torch.tensor([0.5, 2.0])
+    row = packed_row(micro, 3, multiple=4)
+    assert row["tokens"].tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert row["labels"].tolist() == [[6, 7, -100, 9, -100, -100, -100, -100]]
+    assert row["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
+    assert row["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert row["temperature"].tolist() == [[0.5, 0.5, 0.5, 2.0, 2.0, 1.0, 1.0, 1.0]]
+    assert row["number"].tolist() == [[3] * 8]
+    assert [one.tolist() for one in jagged(row["tokens"], micro).unbind()] == [[5, 6, 7], [8, 9]]
+    with pytest.raises(NotImplementedError, match="position_ids have 3 dimensions"):
+        packed_row(micro | {"position_ids": torch.zeros(2, 3, 4)}, 0)
+    with pytest.raises(NotImplementedError, match="multi_modal_inputs"):
+        packed_row(micro | {"multi_modal_inputs": [{"pixels": 1}]}, 0)
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(model, processes, **settings): what tests/support/verl_flow.py found on each rank with outputs, cached."""
+    folder, known = tmp_path_factory.mktemp("verl"), dict[str, list[dict[str, Any]]]()
+    spec = importlib.util.spec_from_file_location("verl_flow", FLOW)  # verl installs a package `tests` of its own
+    assert spec is not None and spec.loader is not None
+    flow = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(flow)
+
+    def run(model: str, processes: int = 1, **settings: Any) -> list[dict[str, Any]]:
+        key = json.dumps([model, processes, settings], sort_keys=True)
+        if key not in known:
+            out = folder / f"found{len(known)}"
+            device = "cpu" if settings["strategy"] == "fnmodels" else "cuda"  # verl registers its engine for that name
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.verl"}
+            environment |= {"VERL_ENGINE_DEVICE": device, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+            if not (folder / model).exists():
+                flow.write_model(model, folder / model)
+            arguments = [sys.executable, str(FLOW), str(folder / model), str(out)]
+            started = [
+                subprocess.Popen(
+                    [*arguments, json.dumps(settings)],
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(processes)
+            ]
+            said = [process.communicate(timeout=300)[0] for process in started]
+            assert not any(process.returncode for process in started), said[0][-3000:]
+            files = sorted(folder.glob(f"{out.name}.*"))
+            known[key] = [torch.load(file, weights_only=False) for file in files]
+        return known[key]
+
+    return run
+
+
+def joined(found: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
+    """Per-token outputs of all sequences, without each one's last, of which verl's and ours differ."""
+    return [sequence[:-1] for rank in found for sequence in rank[name]]
+
+
+def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *outputs: str) -> None:
+    for name in outputs:
+        for one, other in zip(joined(ours, name), joined(theirs, name), strict=True):
+            torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+    for one, other in zip(ours[0]["steps"], theirs[0]["steps"], strict=True):
+        assert one.keys() == other.keys()
+        for name in ("loss", "grad_norm", "lr"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=5e-6), name
+    before, after = theirs[0]["before"], theirs[0]["after"]
+    names = ours[0]["before"].keys() & before.keys()  # verl sends a tied head too
+    assert before.keys() - names <= {"lm_head.weight"} and ours[0]["before"].keys() == names
+    moved = max(float((after[name] - before[name]).abs().max()) for name in names)
+    assert moved > 1e-3
+    for name in names:
+        assert torch.equal(ours[0]["before"][name], before[name])
+        assert float((ours[0]["after"][name] - after[name]).abs().max()) < 1e-3 * moved  # where gradients are nearly 0, AdamW magnifies roundings
+
+
+@with_verl
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_verls_own_engine(run: Run, model: str) -> None:
+    check_equal(run(model, strategy="fnmodels"), run(model, strategy="fsdp2"), "log_probs", "entropy")
+
+
+@with_verl
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("llama", "fsdp=2"), ("llama", "tp=2"), ("qwen3_moe", "ep=2"), ("llama", "cp=2"), ("llama", "pp=2")],
+)
+def test_every_mesh_is_verls_own_engine(run: Run, model: str, mesh: str) -> None:
+    theirs = run(
+        model, 2 if mesh in ("fsdp=2", "ep=2") else 1, strategy="fsdp2"
+    )  # mini-batches are of each rank's rows
+    check_equal(run(model, 2, strategy="fnmodels", mesh=mesh), theirs, "log_probs", "entropy")
+
+
+@with_verl
+@pytest.mark.parametrize("mesh", ["", "fsdp=2", "tp=2"])
+def test_a_critic_is_verls_own(run: Run, mesh: str) -> None:
+    theirs = run("critic", strategy="fsdp2", kind="value_model")
+    ours = run("critic", 2 if mesh else 1, strategy="fnmodels", kind="value_model", mesh=mesh)
+    check_equal(ours, theirs, "values")
