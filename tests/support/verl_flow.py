@@ -151,8 +151,11 @@ def exported(made: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in tensors}
 
 
-def language_model(made: Any, folder: Path) -> dict[str, Any]:
-    """infer, validation, 4 SFT steps, 4 PPO steps, 2 mini-batches of 2 epochs; half way a step is saved."""
+def language_model(made: Any, folder: Path, resume: str | None) -> dict[str, Any]:
+    """infer, validation, 4 SFT steps, a saved step, 4 PPO steps, 2 mini-batches of 2 epochs.
+
+    resume: a saved step, from which the second half begins.
+    """
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss, sft_loss
@@ -164,9 +167,17 @@ def language_model(made: Any, folder: Path) -> dict[str, Any]:
     scored = made.infer_batch(own(sft=False, temperature=0.7, calculate_entropy=True, compute_loss=False))
     if scored is not None:
         found["log_probs"], found["entropy"] = jagged(scored, "log_probs"), jagged(scored, "entropy")
-    steps = [made.infer_batch(own(sft=True))]
-    steps += [made.train_batch(own(sft=True, update_lr_scheduler=True)) for _ in range(4)]
-    made.save_checkpoint(str(folder / "global_step_4"), global_step=4)
+    steps = []
+    if resume is None:
+        steps = [made.infer_batch(own(sft=True))]
+        steps += [made.train_batch(own(sft=True, update_lr_scheduler=True)) for _ in range(4)]
+        found["saved"] = str(folder / "global_step_4")
+        made.save_checkpoint(found["saved"], global_step=4)
+        plain = made.infer_batch(own(sft=False, temperature=0.7, compute_loss=False, no_lora_adapter=True))
+        if plain is not None:
+            found["reference"] = jagged(plain, "log_probs")
+    else:
+        made.load_checkpoint(resume)
     for mode in MODES:
         actor = FSDPActorConfig(
             strategy="fsdp2",
@@ -190,7 +201,7 @@ def language_model(made: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def value_model(made: Any, folder: Path) -> dict[str, Any]:
+def value_model(made: Any, folder: Path, _: str | None) -> dict[str, Any]:
     """Values, and 4 steps of the clipped value loss."""
     from verl.workers.config import FSDPCriticConfig
     from verl.workers.utils.losses import value_loss
@@ -214,10 +225,10 @@ def main() -> None:
     import verl  # noqa: F401 - registers the platform
 
     torch.set_num_threads(1)
-    kind = settings.pop("kind", "language_model")
+    kind, resume = settings.pop("kind", "language_model"), settings.pop("resume", None)
     made = worker(model, settings, kind)
     flow = language_model if kind == "language_model" else value_model
-    found = flow(made, out.parent / f"{out.stem}_steps")
+    found = flow(made, out.parent / f"{out.stem}_steps", resume)
     if made.engine.is_mp_src_rank_with_outputs():
         torch.save(found, f"{out}.{made.engine.get_data_parallel_rank()}")
     torch.distributed.barrier()
