@@ -66,7 +66,7 @@ def new_head(
     "classification". The other leaves are those of `params`, not copies. plan: for the result, of DTensors.
     """
     fields: Any = {"head": head, "num_labels": num_labels}
-    made = replace(config, **fields)  # type: ignore[type-var]
+    made = replace(config, **fields)
     kept, leaves = tree.flatten(params), tree.flatten(family_of(made).spec(made))
     like, shardings = kept["norm"], {} if plan is None else tree.flatten(plan)
 

@@ -120,8 +120,8 @@ class VerlEngine:
             return config, params
         plan = None
         if self.devices is not None:
-            made = dataclasses.replace(config, head=self.head, num_labels=1)  # type: ignore[call-arg,type-var]
-            plan = self._plan(made, self.devices)
+            fields: dict[str, Any] = {"head": self.head, "num_labels": 1}
+            plan = self._plan(dataclasses.replace(config, **fields), self.devices)
         return P.new_head(config, params, head=self.head, num_labels=1, seed=self.engine_config.seed, plan=plan)
 
     def _plan(self, config: DecoderConfig, devices: Any) -> Tree:
@@ -364,7 +364,10 @@ class VerlEngine:
     def _write_model(self, folder: Path) -> None:
         first = dist.get_rank() == 0
         if "hf_model" in self.checkpoint_config.save_contents:
-            tensors = [(name, tensor.cpu()) if first else (name, None) for name, tensor in self._exported()]
+            tensors: list[tuple[str, Tensor]] = []
+            for name, tensor in self._exported():  # gathered by all ranks
+                if first:
+                    tensors.append((name, tensor.cpu()))
             if first:
                 P.save_pretrained(folder / WEIGHTS, self.config, P.from_tensors(self.config, tensors))
         if first and (tokenizer := self.model_config.get_processor()) is not None:
