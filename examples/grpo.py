@@ -48,13 +48,13 @@ SMALL = Settings(
     sample_tokens=24,
 )
 PROMPTS, ANSWERS, NEW = 16, 8, 96  # prompts of an update, answers to each, tokens of an answer at most
-RUN = 24  # numbers of an answer
+RUN, FIRSTS = 24, 100  # numbers of an answer; those that a prompt may name
 BUDGET = 4096  # tokens of a microbatch at most
 
 
 def counting(draw: random.Random) -> str:
     """A line as "23: 24 25? 26 ... 47", half of its numbers with a mark."""
-    first = draw.randrange(100)
+    first = draw.randrange(FIRSTS)
     return f"{first}:" + "".join(f" {first + i}{draw.choice(['', '?'])}" for i in range(1, RUN + 1)) + "\n"
 
 
@@ -101,7 +101,7 @@ class Rollout:
 
 def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, seed: int) -> list[Rollout]:
     """ANSWERS to each of PROMPTS numbers, grouped by prompt."""
-    firsts = [draw.randrange(100) for _ in range(PROMPTS)]
+    firsts = [draw.randrange(FIRSTS) for _ in range(PROMPTS)]
     firsts = [first for first in firsts for _ in range(ANSWERS)]
     prompts = [tokenizer.encode(f"{first}:").ids for first in firsts]  # equal ones are computed once
     found = sampler.answer(prompts, tokenizer, seed)

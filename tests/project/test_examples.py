@@ -78,26 +78,24 @@ def test_advantages_stand_at_the_tokens_that_were_chosen(grpo: Any, monkeypatch:
     assert all((part["advantages"][~part["learnt"]] == 0).all() for part in parts)
 
 
-def test_a_short_run(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, steps=2, batch_rows=4))
-    monkeypatch.setattr(grpo, "NEW", 8)
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--folder", str(tmp_path), "--seeds", "0", "1", "--updates", "2"])
+@pytest.mark.slow
+def test_the_reward_rises(
+    grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """From a policy that marks half of the numbers to one that counts, in numbers of one digit."""
+    small = {"row_length": 64, "batch_rows": 4, "steps": 100, "eval_every": 100, "learning_rate": 4e-3}
+    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, **small))
+    for name, value in {"FIRSTS": 4, "RUN": 5, "NEW": 14, "PROMPTS": 8}.items():
+        monkeypatch.setattr(grpo, name, value)
+    curves, learn = [], grpo.learn
+    monkeypatch.setattr(grpo, "learn", lambda *given: curves.append(learn(*given)) or curves[-1])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--folder", str(tmp_path), "--seeds", "1", "--updates", "9"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     grpo.main()
-    out = capsys.readouterr().out
-    assert "seed 0: reward" in out and "seed 1: reward" in out
-    assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a policy that leaves out half of the numbers to one that counts."""
-    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, row_length=64))
-    monkeypatch.setattr(grpo, "RUN", 10)
-    monkeypatch.setattr(grpo, "NEW", 40)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    curve = grpo.learn(grpo.base_policy(tmp_path), 1, 12)
+    (curve,) = curves
     assert sum(curve[-3:]) > 1.3 * sum(curve[:3]) > 0
+    assert "seed 1: reward" in capsys.readouterr().out
+    assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_answers_are_json_of_a_schema() -> None:

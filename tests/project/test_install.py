@@ -118,7 +118,7 @@ def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     assert {script.name for script in scripts} >= {"fnmodels-train", "fnmodels-sample", "fnmodels-inspect"}
     assert all(callable(script.load()) for script in scripts)  # pip writes them alike, so one is run
     assert "usage" in run([Path(sysconfig.get_path("scripts")) / "fnmodels-inspect", "--help"], tmp_path).lower()
-    assert "usage" in run([sys.executable, "-P", "-m", "train", "--help"], tmp_path).lower()
+    assert "usage" in run([sys.executable, "-P", "-m", "params.inspect", "--help"], tmp_path).lower()
 
 
 @pytest.fixture(scope="module")
@@ -164,4 +164,4 @@ def test_installed_wheel_passes_the_smoke_test_from_an_empty_folder(wheel: Path,
     assert "smoke test passed" in output
     for name in PACKAGES:
         (empty / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
-    assert "usage" in run([Path(paths["scripts"]) / "fnmodels-train", "--help"], empty).lower()
+    assert "usage" in run([Path(paths["scripts"]) / "fnmodels-inspect", "--help"], empty).lower()

@@ -1,5 +1,6 @@
 import collections
 import copy
+import dataclasses
 import functools
 import re
 import types
@@ -457,9 +458,10 @@ def test_sixteen_layers_are_one_graph(counter):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_whole_loss_is_one_graph(counter, remat):
-    batches = [model_batch(seed) for seed in range(3)]
-    plain, _ = run(MODEL_LOSS, adamw(1e-2), model_params(), batches)
-    whole, _ = run(MODEL_LOSS, adamw(1e-2), model_params(), batches, compile="whole", remat=remat)
+    config = dataclasses.replace(MODEL, num_hidden_layers=2, layer_kinds=MODEL.layer_kinds[:2])
+    loss, batches = functools.partial(next_token_loss, config=config), [model_batch(seed) for seed in range(3)]
+    plain, _ = run(loss, adamw(1e-2), model_params(config), batches)
+    whole, _ = run(loss, adamw(1e-2), model_params(config), batches, compile="whole", remat=remat)
     assert counter.frame_count == 1
     assert_close(whole.params, plain.params, atol=1e-4)
 
@@ -521,12 +523,12 @@ def test_a_loss_that_copies_its_params_to_a_dict_is_warned_of_the_lost_layout():
         run(copying, sgd(0.1), model_params(), [model_batch()])
 
 
-@pytest.mark.parametrize(("begins", "wrappers"), [([0] * 5, 2), ([1, 2, 3, 4, 5], 2), ([0, 0, 7, 8, 9], 4)], ids=str)
+@pytest.mark.parametrize(("begins", "wrappers"), [([0, 0, 0], 2), ([1, 2, 3], 2), ([0, 0, 7, 8], 4)], ids=str)
 def test_batches_that_begin_elsewhere_share_a_wrapper(counter, monkeypatch, begins, wrappers):
     # The model has two kinds of layers; rows from position 0 may have wrappers of their own, with the layout.
     made, real = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **more: made.append(args) or real(*args, **more))
-    batches = [model_batch(seed, packed=False) for seed in range(5)]
+    batches = [model_batch(seed, packed=False) for seed in range(len(begins))]
     for batch, begin in zip(batches, begins, strict=True):
         batch["positions"] = batch["positions"] + begin
     plain, _ = run(MODEL_LOSS, sgd(1e-2), model_params(), batches)
