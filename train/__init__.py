@@ -4,7 +4,7 @@ step         `make_step`, `make_eval_step`, `make_forward_only`
 loss_call    one call of a loss on one microbatch         gradients   sums over microbatches
 update       from summed gradients to the next State      state       `State`: step, params, optimizer state
 remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
-offload      tensors of a tree to host memory and back
+offload      tensors of a tree to host memory and back  verl/     the engine as a backend of verl
 
 generation/                             drawing tokens, with a cache
 losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
