@@ -19,6 +19,7 @@ every rank, and `infer` returns the results for these. params are DTensors, with
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +34,12 @@ from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
 from train.dist.dtensor import local_tree, placed_like
+<<<<<<< HEAD
 from train.losses.output_loss import needs_full_rows
+=======
+from train.dist.failures import naming_the_lost
+from train.losses.logprob_loss import needs_full_rows
+>>>>>>> 2d9d1e7 (A rank whose connection breaks names the rank that raised or ended, and the step)
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts
@@ -158,7 +164,8 @@ class Engine:
         if held is not None:
             into = dataclasses.replace(held, aux=None, outputs=[])
         self.zero_grad()  # restored below, once the whole call has succeeded
-        sums = run(self.state.params, batches, into, divide=False)
+        with self._naming_the_lost("gradients"):
+            sums = run(self.state.params, batches, into, divide=False)
         total, count, aux = sums.total, sums.count, sums.aux
         if held is not None:
             total, count = total - held.total, count - held.count
@@ -171,6 +178,12 @@ class Engine:
         added |= {"outputs": sums.outputs} if sums.outputs else {}
         self._sums, self._aux = dataclasses.replace(sums, aux=mine, outputs=[]), joined(held_aux, aux)
         return added
+
+    def _naming_the_lost(self, what: str) -> AbstractContextManager[None]:
+        """Over a mesh: errors that name the process which raised or ended."""
+        if self._placed is None:
+            return nullcontext()
+        return naming_the_lost(self._placed.ranks, lambda: f"the {what} after step {int(self.state.step)}")
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
         """(`gradient_sums` or its form over the mesh, the map from a pipeline stage's aux to that of all stages)."""
@@ -218,7 +231,8 @@ class Engine:
             options: dict[str, Any] = {"clip": self._options.clip, "balance_rate": self._options.balance_rate}
             self.state, metrics = update(optimizer, self.state, sums, divide_by=divide_by, **options)
         else:
-            self.state, metrics = update_over(updates, self.state, sums, self._options, divide_by)
+            with self._naming_the_lost("update"):
+                self.state, metrics = update_over(updates, self.state, sums, self._options, divide_by)
         return metrics if aux is None else metrics | {"aux": aux}
 
     def gradients(self, *, full: bool = False) -> Tree:
@@ -261,7 +275,8 @@ class Engine:
         prepared = compile != "none" or self.mesh is not None
         run = _kept(self._infers, function, make) if prepared else make()
         if batches or (self.strategy is not None and self.strategy.rows == "own"):
-            found: list[Any] = run(self.state.params, list(batches))
+            with self._naming_the_lost("inference"):
+                found: list[Any] = run(self.state.params, list(batches))
             return found
         if self._placed is not None:  # other ranks may have some, and would wait
             devices = self._placed.devices

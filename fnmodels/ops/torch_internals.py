@@ -47,6 +47,7 @@ PRIVATE: dict[str, Any] = {
         "_convert_weight_to_int4pack_for_cpu",
         "_weight_int4pack_mm_for_cpu",
         "_weight_int8pack_mm",
+        "distributed.distributed_c10d._get_default_store",
         "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
         "ops.mkldnn._reorder_linear_weight",
@@ -194,6 +195,12 @@ def costly_operators() -> list[Any]:
 def version(tensor: Tensor) -> int | None:
     """The number of in-place writes to `tensor`; None if unknown. RuntimeError for inference tensors."""
     return None if PRIVATE["Tensor._version"] is None else tensor._version
+
+
+def default_store() -> Any:
+    """The store of the default process group; None if unknown."""
+    get = PRIVATE["distributed.distributed_c10d._get_default_store"]
+    return None if get is None else get()
 
 
 def varlen_attention(grouped: bool) -> Callable[..., Tensor]:

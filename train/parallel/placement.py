@@ -25,6 +25,11 @@ class Placed:
     trains: Tree
     strategy: Strategy
 
+    def ranks(self) -> list[int]:
+        """The processes of the mesh."""
+        found: list[int] = self.devices.mesh.flatten().tolist()
+        return found
+
     def is_of(self, params: Tree) -> bool:
         """Whether `params` have these shardings; by path, since tree nodes such as `Lora` compare by identity."""
         return bool(tree.flatten(self.shards) == tree.flatten(shardings(params)))

@@ -18,6 +18,7 @@ from typing import Any
 
 from fnmodels.tree import Tree
 from train.dist.dtensor import local_tree
+from train.dist.failures import naming_the_lost
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
 from train.losses.output_loss import needs_full_rows
@@ -54,8 +55,9 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
             known[:] = [(sharded_update(placed, optimizer), sums_over(placed, loss_fn, optimizer, options))]
         updates, sums_of = known[0]
         local = local_tree(state.params)
-        parts = parts_for(loss_fn, local, batch, updates.placed, options.accumulate)
-        return update_over(updates, state, sums_of(local, parts, divide=False), options)
+        with naming_the_lost(updates.placed.ranks, lambda: f"step {int(state.step) + 1}"):
+            parts = parts_for(loss_fn, local, batch, updates.placed, options.accumulate)
+            return update_over(updates, state, sums_of(local, parts, divide=False), options)
 
     return step
 

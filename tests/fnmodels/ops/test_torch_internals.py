@@ -47,6 +47,7 @@ NAMES = {
     "_convert_weight_to_int4pack_for_cpu",
     "_weight_int4pack_mm_for_cpu",
     "_weight_int8pack_mm",
+    "distributed.distributed_c10d._get_default_store",
     "ops.mkldnn._is_mkldnn_bf16_supported",
     "ops.mkldnn._linear_pointwise",
     "ops.mkldnn._reorder_linear_weight",

@@ -40,6 +40,7 @@ from train.cli import main
 from train.data.rows import Batch
 from train.dist import torchrun
 from train.dist.dtensor import local_tree
+from train.dist.failures import peer_failure
 from train.eval import pretrained
 from train.job import run_folder as folder
 from train.job.mesh_flags import MeshSetup, check_model_fits, resolve_mesh
@@ -439,7 +440,7 @@ def hung() -> list[str | None]:
         time.sleep(0.7 if late else 0.0)
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError as error:
-        return [controller.peer_failure(error), box[0]]
+        return [peer_failure(error), box[0]]
     finally:
         dist.destroy_process_group(group)
     return [None, box[0]]
@@ -507,13 +508,13 @@ def test_the_end_of_a_run_is_sent_between_commands_only(
 
 def test_what_an_error_in_a_stage_came_of_is_said() -> None:
     bug, wrapped = ValueError("a bug"), RuntimeError("[Stage 1] failed to run forward")
-    assert controller.peer_failure(bug) is None
+    assert peer_failure(bug) is None
     wrapped.__cause__ = bug
-    assert controller.peer_failure(wrapped) is None
+    assert peer_failure(wrapped) is None
     bug.__context__ = RuntimeError(
         "[gloo/pair.cc:537] Read error: reset by peer. This is typically caused by a worker."
     )
-    assert controller.peer_failure(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
+    assert peer_failure(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.command_line import main_job, sentence
 from train.data.rows import Batch
+from train.dist.failures import peer_failure
 from train.dist.torchrun import rank_and_world_size
 from train.state import State
 
@@ -95,19 +96,6 @@ def lead(run: Callable[[], int]) -> int:
 def _end(code: int) -> None:
     with suppress(RuntimeError):  # the others have ended
         _send(("end", (code,)))
-
-
-def peer_failure(error: BaseException | None) -> str | None:
-    """The message of a lost connection to another rank in the exception chain of `error`; None where there is none."""
-    words = ("gloo", "pair closure", "timed out")
-    while error is not None:
-        message = str(error)
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(word in message.lower() for word in words)
-        ):
-            return message.partition(". This is typically")[0]  # without gloo's guesses
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def follow(limit: datetime.timedelta | None) -> int:
