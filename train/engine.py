@@ -34,12 +34,8 @@ from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
 from train.dist.dtensor import local_tree, placed_like
-<<<<<<< HEAD
-from train.losses.output_loss import needs_full_rows
-=======
 from train.dist.failures import naming_the_lost
-from train.losses.logprob_loss import needs_full_rows
->>>>>>> 2d9d1e7 (A rank whose connection breaks names the rank that raised or ended, and the step)
+from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts
