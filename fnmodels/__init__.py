@@ -37,6 +37,7 @@ from fnmodels.cache import (
     take,
     truncate,
 )
+from fnmodels.embedding import DenseLayer, Embedder, embed_documents, embeddings
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -91,6 +92,7 @@ __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode",
 __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
+__all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]
 __all__ += ["patch_rows"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]

@@ -32,6 +32,7 @@ from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params import lora
 from params.checkpoint.config import load_config
+from params.checkpoint.embedder import load_embedder, save_embedder
 from params.checkpoint.export import export
 from params.checkpoint.from_tensors import from_tensors
 from params.checkpoint.load import LoadReport, load_pretrained
@@ -50,6 +51,8 @@ __all__ += [
     "load_config",
     "load_pretrained",
     "save_pretrained",
+    "load_embedder",
+    "save_embedder",
     "recover",
     "verify",
     "export",

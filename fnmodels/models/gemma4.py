@@ -329,5 +329,5 @@ def _mixture(mlp: Tree, x: Tensor, normed: Tensor, config: Config, ctx: Context)
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
-    logits, cap = linear(normed, decoder.head(params, config)), config.final_softcap
+    logits, cap = decoder.project(params, normed, config), config.final_softcap
     return cap * torch.tanh(logits / cap) if cap is not None and decoder.is_lm(config) else logits

@@ -151,9 +151,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
             names[f"{ours}.{path}_bias"] = TensorSlice(f"{theirs}.{name}.bias", start, stop, rows, transposed=True)
     for path, name in norms.items():
         names |= {path: f"{name}.weight", f"{path}_bias": f"{name}.bias"}
-    if not decoder.is_lm(config):
-        return names | {"score": "score.weight"}
-    return names if config.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
+    heads = {"lm_head": "lm_head.weight", "score": "score.weight"}
+    return names | {path: heads[path] for path in spec(config) if path in heads}
 
 
 def kinds(config: Config) -> tuple[str, ...]:

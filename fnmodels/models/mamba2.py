@@ -18,7 +18,6 @@ from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast
-from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mamba2",)
@@ -175,4 +174,4 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V]."""
     norm = params["norm"]
     normed = rms_norm_fp32_weight(x, norm, eps=config.layer_norm_epsilon).to(norm.dtype)
-    return linear(normed, decoder.head(params, config))
+    return decoder.project(params, normed, config)

@@ -15,7 +15,6 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
 from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
-from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("nemotron",)
@@ -94,7 +93,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
-    return linear(_norm(params, "norm", x, config), decoder.head(params, config))
+    return decoder.project(params, _norm(params, "norm", x, config), config)
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -32,7 +32,6 @@ from fnmodels.ops import (
     rms_norm_fp32_weight,
     upcast,
 )
-from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -240,7 +239,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V] in fp32 or wider."""
     normed = rms_norm_fp32_weight(x, params["norm"], eps=config.layer_norm_epsilon)
-    return upcast(linear(normed, decoder.head(params, config)))
+    return upcast(decoder.project(params, normed, config))
 
 
 _SIZES = (

@@ -15,7 +15,6 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
-from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)
@@ -100,10 +99,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final LayerNorm and output head with bias: logits [B, S, V]."""
-    normed = layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps)
-    return linear(normed, decoder.head(params, config), params.get("lm_head_bias"))
+unembed = decoder.unembed_layer_norm  # whose head has a bias
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "partial_rotary_factor")

@@ -263,7 +263,7 @@ def _linear_names(config: Config, there: str, own: Mapping[str, str], flat: Mapp
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V]."""
     normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
-    return linear(normed, decoder.head(params, config))
+    return decoder.project(params, normed, config)
 
 
 @with_context

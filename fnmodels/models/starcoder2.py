@@ -15,7 +15,6 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops import apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
-from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("starcoder2",)
@@ -93,4 +92,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params["norm_bias"], eps=config.norm_epsilon)
-    return linear(normed, decoder.head(params, config))
+    return decoder.project(params, normed, config)

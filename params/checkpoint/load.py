@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ def load_pretrained(
     copy: bool = False,
     check_finite: bool = False,
     drop: Collection[str] = (),
+    head: Literal["none"] | None = None,
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
@@ -91,7 +92,9 @@ def load_pretrained(
     such as stacked experts, is always read. At most one tensor is held in addition to the result. A tied head is one
     leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
     drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
-    config.json says. The returned config reflects that. report: is called with a LoadReport (`report=print`).
+    config.json says. The returned config reflects that. head="none" reads the model without its head, which the files
+    may have or not, so that `forward` returns hidden states after the final norm. report: is called with a LoadReport
+    (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
@@ -99,7 +102,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = check_folder(folder, stack, drop, family)
+        checked = check_folder(folder, stack, drop, family, head)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {
@@ -166,9 +169,12 @@ class CheckedFolder:
     prefix: str
 
 
-def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), family: Any = None) -> CheckedFolder:
+def check_folder(
+    folder: Path, stack: ExitStack, drop: Collection[str] = (), family: Any = None, head: str | None = None
+) -> CheckedFolder:
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
-    config, values = read_config(folder, family)
+    declared, values = read_config(folder, family)
+    config = declared if head is None else replace(declared, head=head, num_labels=0)
     opened = open_folder(folder, stack)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     found = pair_scales(folder, opened, quantization_of(values))
@@ -182,11 +188,12 @@ def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), fam
     expected = tensor_map.by_name(parameters)
     published = tensor_map.published_names(config, expected, found, prefix)
     found = dict(zip(published, found.values(), strict=True))
-    buffer = cast_buffer()
+    buffer, unread = cast_buffer(), tensor_map.names_of_head(declared, config, found)
     leftovers = tuple(
         name
         for name in found
-        if name not in expected and (tensor_map.is_leftover(config, prefix + name) or is_zero_bias(found, name, buffer))
+        if name not in expected
+        and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(found, name, buffer))
     )
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))

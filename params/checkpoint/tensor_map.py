@@ -88,6 +88,14 @@ def is_leftover(config: DecoderConfig, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in (patterns(config) if callable(patterns) else patterns))
 
 
+def names_of_head(declared: DecoderConfig, config: DecoderConfig, found: Iterable[str]) -> set[str]:
+    """The names on disk that a config read without its head does not expect, but the `declared` one knows."""
+    if declared == config:
+        return set()
+    known = by_name(stored_leaves(declared)).keys() | tied_names(declared).keys()
+    return {name for name in found if name in known or is_leftover(declared, name)}
+
+
 def published_names(
     config: DecoderConfig, expected: Container[str], found: Collection[str], prefix: str = ""
 ) -> list[str]:

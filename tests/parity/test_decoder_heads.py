@@ -90,8 +90,8 @@ def test_refusals() -> None:
         train.next_token_loss(generic_params(config), batch, config=config)
     with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):
         dataclasses.replace(case.config, head="classification")
-    with pytest.raises(fnmodels.ConfigError, match="head is 'none'; a decoder's must be lm or one of"):
-        dataclasses.replace(case.config, head="none")
+    with pytest.raises(fnmodels.ConfigError, match="head is 'masked_lm'; a decoder's must be lm, none or one of"):
+        dataclasses.replace(case.config, head="masked_lm")
     (wrapped,) = (case for case in cases() if case.name == "gemma4_wrapped")
     with pytest.raises(fnmodels.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):
         dataclasses.replace(wrapped.config, head="classification", num_labels=2).to_hf()

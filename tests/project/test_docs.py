@@ -19,6 +19,7 @@ PAGES = [
     "architecture.md",
     "checkpoints.md",
     "curvature.md",
+    "embeddings.md",
     "generation.md",
     "interpretability.md",
     "parallel.md",

@@ -209,6 +209,13 @@ def head(params: Tree, config: DecoderConfig) -> Tensor:
     return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
 
 
+def project(params: Tree, normed: Tensor, config: Any) -> Tensor:
+    """The output head of hidden states [B, S, D] after the final norm: [B, S, V or labels], or they without a head."""
+    if field_of(config, "head") == "none":
+        return normed
+    return linear(normed, head(params, config), params.get("lm_head_bias") if is_lm(config) else None)
+
+
 def is_lm(config: Any) -> bool:
     """Whether the head gives logits of tokens, so that biases, factors and soft-caps of those apply."""
     return bool(field_of(config, "head") == "lm")
@@ -228,18 +235,18 @@ def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Any) -
 
 def unembed(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
     """Final RMSNorm and head: logits [B, S, V]."""
-    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
+    return project(params, rms_norm(x, params["norm"], eps=config.rms_norm_eps), config)
 
 
 def unembed_fp32_weight(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
     """Final RMSNorm with its weight multiplied in fp32, and head: logits [B, S, V]."""
-    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
+    return project(params, rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), config)
 
 
 def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -> Tensor:
     """Final LayerNorm and head: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params.get("norm_bias"), eps=config.layer_norm_eps)
-    return linear(normed, head(params, config))
+    return project(params, normed, config)
 
 
 def spec(config: UsualConfig) -> Tree:
@@ -378,8 +385,13 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 
 
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
-    """`out`, a config.json; ConfigError if it is not read back as `config`."""
+    """`out`, a config.json; ConfigError if it is not read back as `config`.
+
+    A decoder without a head is read back as one with: its class, ...Model, is also that of older files with a head.
+    """
     again = type(config).from_hf(out)
+    if config.head == "none" and again.head == "lm":
+        again = dataclasses.replace(again, head="none")
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]
         lost = [name for name in fields if getattr(again, name) != getattr(config, name)]

@@ -73,8 +73,8 @@ def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
 def check_head(config: Any) -> None:
     """For a decoder's `Config.__post_init__`: ConfigError for an unknown head and for one without labels."""
     head, labels = config.head, config.num_labels
-    if head not in ("lm", *DECODER_HEADS):
-        raise ConfigError(f"head is {head!r}; a decoder's must be lm or one of {', '.join(DECODER_HEADS)}.")
+    if head not in ("lm", "none", *DECODER_HEADS):
+        raise ConfigError(f"head is {head!r}; a decoder's must be lm, none or one of {', '.join(DECODER_HEADS)}.")
     if not isinstance(labels, int) or labels < (head in DECODER_HEADS):
         raise ConfigError(f"num_labels is {labels!r}; the head {head} needs an integer of at least 1.")
 

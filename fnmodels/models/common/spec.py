@@ -97,6 +97,8 @@ def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
     last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed")}
     tree: Tree = {"embed_tokens": embedding(V, D, std), "layers": layers, **last}
+    if field_of(config, "head") == "none":
+        return tree
     if (head := field_of(config, "head")) != "lm":
         labels = field_of(config, "num_labels")
         score = {"score": weight((labels, D), ("label", "embed"), std)}

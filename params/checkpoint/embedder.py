@@ -1,0 +1,214 @@
+"""Folders of sentence-transformers: a model beside modules.json, which lists pooling, dense layers, normalization."""
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.tree import Tree
+from params.io.files import plain_file, read_json, write_atomic, write_text
+from params.io.safetensors_file import LazyTensor, cast_buffer, open_tensors, read_tensor, write_tensors
+
+from .load import load_pretrained
+from .save import save_pretrained
+
+# {our name of a pooling: theirs}, in the order in which older folders concatenate them
+_POOLINGS = {
+    "first": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len": "mean_sqrt_len_tokens",
+    "weighted_mean": "weightedmean",
+    "last": "lasttoken",
+}
+_OLDER = {
+    "first": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
+    "weighted_mean": "pooling_mode_weightedmean_tokens",
+    "last": "pooling_mode_lasttoken",
+}
+_SENTENCE = "sentence_embedding"
+_MODULES = {
+    "Transformer": "sentence_transformers.models.Transformer",
+    "Pooling": "sentence_transformers.models.Pooling",
+    "Dense": "sentence_transformers.models.Dense",
+    "Normalize": "sentence_transformers.models.Normalize",
+}
+_ACTIVATION = "torch.nn.modules.activation."
+
+
+def load_embedder(path: str | os.PathLike[str], **options: Any) -> tuple[Any, Tree, Embedder]:
+    """(config, params, embedder) of a folder that sentence-transformers wrote; the model is read without its head.
+
+    options: those of `load_pretrained`, which a folder of sharded parameters cannot have (plan). The parameters of
+    dense layers are params["dense"]. UnsupportedError for other modules and poolings that exclude the prompt, and the
+    errors of `load_pretrained`.
+    """
+    folder = Path(path)
+    modules = _modules(folder)
+    config, params = load_pretrained(folder / modules[0][1], head="none", **options)
+    pooling = _pooling(folder / modules[1][1])
+    rest = modules[2:]
+    normalize = bool(rest) and rest[-1][0] == "Normalize"
+    dense = rest[: len(rest) - normalize]
+    if other := [name for name, _ in dense if name != "Dense"]:
+        raise UnsupportedError(
+            f"{folder / 'modules.json'}: {other[0]} stands among the dense layers; supported are Transformer, Pooling, "
+            "any number of Dense, and Normalize at the end."
+        )
+    layers = [_dense(folder / where) for _, where in dense]
+    if layers:
+        like = params["embed_tokens"]
+        params = {**params, "dense": [{name: value.to(like) for name, value in own.items()} for _, own in layers]}
+    longest, lower_case = _tokenizer(folder / modules[0][1])
+    return config, params, Embedder(pooling, tuple(one for one, _ in layers), normalize, longest, lower_case)
+
+
+def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, embedder: Embedder) -> None:
+    """Write a folder that sentence-transformers reads: the model, modules.json and a folder for each module.
+
+    The tokenizer's files are not touched: copy them from the folder that the model was loaded from. MismatchError for
+    params that are not those of `embedder.spec(config)`.
+    """
+    folder, dense = Path(path), params.get("dense", [])
+    if len(dense) != len(embedder.dense):
+        raise MismatchError(f"params has {len(dense)} dense layers, and the embedder {len(embedder.dense)}.")
+    model = {name: value for name, value in params.items() if name != "dense"}
+    save_pretrained(folder, config, model)
+    names = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * embedder.normalize]
+    places = ["", *(f"{index}_{name}" for index, name in enumerate(names) if index)]
+    for place in places[1:]:
+        (folder / place).mkdir(exist_ok=True)
+    _write(folder / places[1] / "config.json", _pooling_values(embedder.pooling, config.hidden_size))
+    for place, layer, weights in zip(places[2:], embedder.dense, dense, strict=False):
+        values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
+        where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
+        _write(folder / place / "config.json", values | {"activation_function": where + layer.activation})
+        _write_dense(folder / place, layer, weights)
+    limits = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
+    _write(folder / "sentence_bert_config.json", limits)
+    listed = zip(names, places, strict=True)
+    rows = [{"idx": i, "name": str(i), "path": at, "type": _MODULES[name]} for i, (name, at) in enumerate(listed)]
+    _write(folder / "modules.json", rows)
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """(class, folder) of each module, in order."""
+    file = plain_file(folder, "modules.json")
+    listed = read_json(file)
+    known = isinstance(listed, list) and all(
+        isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str)
+        for one in listed
+    )
+    if not known:
+        raise ConfigError(f"{file} must be a list of objects with 'type' and 'path'.")
+    found = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+    if [name for name, _ in found[:2]] != ["Transformer", "Pooling"]:
+        raise UnsupportedError(
+            f"{file} begins with {', '.join(name for name, _ in found[:2])}; supported are Transformer and Pooling."
+        )
+    if outside := [at for _, at in found if Path(at).is_absolute() or ".." in Path(at).parts]:
+        raise ConfigError(f"{file}: the path {outside[0]!r} is outside of the folder.")
+    return found
+
+
+def _fields(folder: Path, name: str = "config.json") -> Fields:
+    file = plain_file(folder, name)
+    return Fields(read_json(file), str(file))
+
+
+def _pooling(folder: Path) -> tuple[str, ...]:
+    fields = _fields(folder)
+    fields.expect("include_prompt", True)
+    listed = fields.take("pooling_mode", None)
+    older = tuple(ours for ours, name in _OLDER.items() if fields.boolean(name, False))
+    names = {theirs: ours for ours, theirs in _POOLINGS.items()}
+    for one in [listed] if isinstance(listed, str) else listed or ():
+        if one not in names:
+            raise UnsupportedError(f"{fields.where}: the pooling {one!r} is unknown; known are {', '.join(names)}.")
+    for size in ("embedding_dimension", "word_embedding_dimension"):
+        fields.take(size, None)  # the model's width
+    fields.finish()
+    if listed is None:
+        return older or ("mean",)
+    return tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed))
+
+
+def _pooling_values(pooling: tuple[str, ...], width: int) -> dict[str, Any]:
+    """The form that older releases read too, unless it cannot say the order of what is concatenated."""
+    if pooling == tuple(name for name in _OLDER if name in pooling):
+        return {"word_embedding_dimension": width} | {name: ours in pooling for ours, name in _OLDER.items()}
+    return {"embedding_dimension": width, "pooling_mode": [_POOLINGS[name] for name in pooling]}
+
+
+def _dense(folder: Path) -> tuple[DenseLayer, dict[str, Tensor]]:
+    """The layer and its parameters."""
+    fields = _fields(folder)
+    name = fields.choice("activation_function", _activation_names(), _ACTIVATION + "Tanh").rpartition(".")[2]
+    for key in ("module_input_name", "module_output_name"):
+        fields.expect(key, _SENTENCE)
+    fields.expect("use_residual", False)
+    sizes = fields.integer("in_features"), fields.integer("out_features")
+    layer = DenseLayer(*sizes, fields.boolean("bias", True), name)
+    fields.finish()
+    if not (folder / "model.safetensors").exists():
+        raise UnsupportedError(f"{folder} has no model.safetensors; save the model again with sentence-transformers.")
+    wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
+    with ExitStack() as stack:
+        file = open_tensors(folder / "model.safetensors", stack)
+        shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
+        if shapes != wanted:
+            raise MismatchError(f"{file.path} has {shapes}, and its config.json says {wanted}.")
+        buffer = cast_buffer()
+        values = {name: read_tensor(file, entry, None, buffer) for name, entry in file.entries.items()}
+    return layer, {name.removeprefix("linear."): values[name] for name in wanted}
+
+
+def _activation_names() -> tuple[str, ...]:
+    inner = tuple(_ACTIVATION + name for name in ACTIVATIONS if name != "Identity")
+    return (*inner, "torch.nn.modules.linear.Identity")
+
+
+def _tokenizer(folder: Path) -> tuple[int | None, bool]:
+    """(the longest document in tokens or None, whether texts are lowercased before the tokenizer)."""
+    longest, lower_case = None, False
+    if (folder / "sentence_bert_config.json").exists():
+        fields = _fields(folder, "sentence_bert_config.json")
+        fields.expect("transformer_task", "feature-extraction")
+        longest = fields.integer("max_seq_length", 0, low=0) or None
+        lower_case = fields.boolean("do_lower_case", False)
+    if longest is None and (folder / "tokenizer_config.json").exists():
+        value = _fields(folder, "tokenizer_config.json").take("model_max_length", None)
+        longest = value if isinstance(value, int) and value < 1 << 24 else None  # above it: none was set
+    return longest, lower_case
+
+
+def _write(file: Path, values: Any) -> None:
+    write_text(file, json.dumps(values, indent=2) + "\n")
+
+
+def _write_dense(folder: Path, layer: DenseLayer, weights: Tree) -> None:
+    shapes = {"weight": (layer.out_features, layer.in_features)}
+    shapes |= {"bias": (layer.out_features,)} if layer.bias else {}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    if found != shapes:
+        raise MismatchError(f"A dense layer has {found}, and the embedder says {shapes}.")
+    tensors = {
+        f"linear.{name}": LazyTensor(value.dtype, tuple(value.shape), value.detach().cpu().contiguous)
+        for name, value in weights.items()
+    }
+
+    def write(temporary: Path) -> None:
+        temporary.unlink()  # written anew: an existing file is refused
+        write_tensors(temporary, tensors)
+
+    write_atomic(folder / "model.safetensors", write)

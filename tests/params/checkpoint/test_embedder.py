@@ -1,0 +1,155 @@
+"""Folders of sentence-transformers: embeddings equal a written-out loop, and that package's own."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from tests.support.cases import variants_of
+from tests.support.oracle import assert_close, model_of, save
+
+DOCUMENTS = [list(range(3, 9)), [40, 2, 7], [11, 12, 13, 14, 15], [5], list(range(20, 31)), [9, 9, 8]]
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+def folder_of(folder: Path, values: dict[str, Any], pooling: Any, *, dense: bool = True) -> Path:
+    """A folder as sentence-transformers writes it. dense: a Dense layer 32 -> 6 for each pooling, and Normalize."""
+    save(model_of(values), folder)
+    modules = ["models.Transformer", "sentence_transformer.modules.pooling.Pooling"]
+    modules += ["base.modules.dense.Dense", "models.Normalize"] if dense else []
+    places = ["", "1_Pooling", "2_Dense", "3_Normalize"]
+    for place in places[1:3]:
+        (folder / place).mkdir()
+    rows = [{"idx": i, "path": places[i], "type": f"sentence_transformers.{m}"} for i, m in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(rows))
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": pooling}))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": true}')
+    width = 32 * (1 if isinstance(pooling, str) else len(pooling))
+    sizes = {"in_features": width, "out_features": 6, "bias": True}
+    name = {"activation_function": "torch.nn.modules.activation.Tanh"}
+    (folder / "2_Dense/config.json").write_text(json.dumps(sizes | name))
+    generator = torch.Generator().manual_seed(3)
+    weights = {"linear.weight": torch.randn(6, width, generator=generator), "linear.bias": torch.ones(6)}
+    save_file(weights, folder / "2_Dense/model.safetensors")
+    return folder
+
+
+def pooled(x: Tensor, how: str) -> Tensor:
+    """One document's states [S, D], pooled."""
+    steps = torch.arange(1, len(x) + 1)[:, None].float()
+    return {
+        "cls": x[0],
+        "lasttoken": x[-1],
+        "max": x.max(0).values,
+        "mean": x.mean(0),
+        "mean_sqrt_len_tokens": x.sum(0) / len(x) ** 0.5,
+        "weightedmean": (x * steps).sum(0) / steps.sum(),
+    }[how]
+
+
+def loop(values: dict[str, Any], folder: Path, poolings: tuple[str, ...]) -> Tensor:
+    """The embeddings of each document alone, by transformers."""
+    from safetensors.torch import load_file
+
+    weights, model = load_file(folder / "2_Dense/model.safetensors"), model_of(values)
+    base, found = getattr(model, "base_model", model), []
+    for document in DOCUMENTS:
+        with torch.no_grad():
+            x = base(input_ids=torch.tensor([document])).last_hidden_state[0]
+        vector = torch.cat([pooled(x, how) for how in poolings])
+        vector = torch.tanh(weights["linear.weight"] @ vector + weights["linear.bias"])
+        found.append(F.normalize(vector, dim=0))
+    return torch.stack(found)
+
+
+BERT = variants_of("bert").TINY | {"architectures": ["BertModel"]}
+LLAMA = variants_of("llama").variants()["llama"] | {"architectures": ["LlamaForCausalLM"]}
+CASES = [
+    *((BERT, one) for one in POOLINGS),
+    (BERT, ["mean", "cls"]),
+    (LLAMA, "lasttoken"),
+    (variants_of("bert").TINY | {"architectures": ["BertForMaskedLM"]}, "mean"),
+]
+
+
+@pytest.mark.parametrize(("values", "pooling"), CASES, ids=lambda value: str(value)[:20] if value else "")
+def test_embeddings_and_files(values: dict[str, Any], pooling: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs", values, pooling)
+    config, params, embedder = P.load_embedder(folder)
+    assert (embedder.max_length, embedder.lower_case, config.head) == (24, True, "none")
+    assert tree.flatten(params).keys() == tree.flatten(embedder.spec(config)).keys()
+    wanted = loop(values, folder, (pooling,) if isinstance(pooling, str) else tuple(pooling))
+    for row, batch in ((12, 12), (64, 4096)):
+        got = fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder, row=row, batch=batch)
+        assert_close(got, wanted)
+    P.save_embedder(tmp_path / "ours", config, params, embedder)
+    _, again, same = P.load_embedder(tmp_path / "ours")
+    assert same == embedder
+    pairs = zip(tree.leaves(params), tree.leaves(again), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "plain", BERT, "mean", dense=False)
+    (folder / "1_Pooling/config.json").write_text(
+        '{"word_embedding_dimension": 32, "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}'
+    )
+    (folder / "sentence_bert_config.json").unlink()
+    config, params, embedder = P.load_embedder(folder)
+    assert embedder == fnmodels.Embedder(("first", "mean"), (), normalize=False)
+    assert fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder).shape == (6, 64)
+    with pytest.raises(ValueError, match="Document 1 has 0 tokens"):
+        fnmodels.embed_documents(params, [[3], []], config=config, embedder=embedder)
+    with pytest.raises(ValueError, match="There are no documents"):
+        fnmodels.embed_documents(params, [], config=config, embedder=embedder)
+    wrong = {
+        ("1_Pooling/config.json", '{"pooling_mode": "median"}'): "the pooling 'median' is unknown; known are cls",
+        ("1_Pooling/config.json", '{"pooling_mode": "mean", "include_prompt": false}'): "'include_prompt' is false",
+        ("modules.json", '[{"path": "", "type": "x.StaticEmbedding"}]'): "begins with StaticEmbedding",
+        ("modules.json", '[{"path": ".."}]'): "must be a list of objects with 'type' and 'path'",
+    }
+    for (name, text), message in wrong.items():
+        copy = shutil.copytree(folder, tmp_path / f"wrong{len(list(tmp_path.iterdir()))}")
+        (copy / name).write_text(text)
+        with pytest.raises(fnmodels.CheckpointError, match=message):
+            P.load_embedder(copy)
+
+
+def test_as_sentence_transformers(tmp_path: Path) -> None:
+    """Folders that it wrote, and folders that it reads."""
+    package = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(56))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    save(model_of(BERT), tmp_path / "bert")
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    texts = [" ".join(words[5 + i * 7 % 56 :][:i]) for i in range(1, 25)]
+    for number, pooling in enumerate([*POOLINGS, ("mean", "cls", "max")]):
+        dense = Dense(32 * (1 if isinstance(pooling, str) else 3), 9)
+        modules = [Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode=pooling), dense, Normalize()]
+        model = package.SentenceTransformer(modules=modules, device="cpu")
+        model.save(str(tmp_path / f"theirs{number}"))
+        config, params, embedder = P.load_embedder(tmp_path / f"theirs{number}")
+        wanted = model.encode(texts, convert_to_tensor=True)
+        ids = model.tokenizer(texts, truncation=True)["input_ids"]
+        assert_close(fnmodels.embed_documents(params, ids, config=config, embedder=embedder), wanted)
+        ours = tmp_path / f"ours{number}"
+        P.save_embedder(ours, config, params, embedder)
+        for file in itertools.chain((tmp_path / "bert").glob("tokenizer*"), (tmp_path / "bert").glob("vocab*")):
+            shutil.copy(file, ours)
+        assert torch.equal(
+            package.SentenceTransformer(str(ours), device="cpu").encode(texts, convert_to_tensor=True), wanted
+        )

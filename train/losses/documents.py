@@ -1,0 +1,160 @@
+"""Losses of encoders and of whole documents, (sum, count), on packed rows: classification, answers, contrastive pairs.
+
+The values of a document stand at its tokens, as `document_batch` writes them, so that rows of a batch can be split and
+permuted as usual.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+from fnmodels.embedding import Embedder, embeddings
+from fnmodels.inputs.documents import Documents
+from fnmodels.inputs.packing import IGNORE, Document, pack
+from fnmodels.models.common import decoder
+from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
+from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.tree import Tree
+
+from .cross_entropy import cross_entropy
+from .model_loss import check_entries, run_options
+from .next_token import ModelStates, model_states
+
+Batch = Mapping[str, Tensor]
+
+
+def document_batch(documents: Sequence[Document], length: int, **values: Sequence[int]) -> dict[str, Tensor]:
+    """A batch [B, S] of unsplit documents packed into rows of `length` tokens, with values of each document.
+
+    values: one integer per document, such as labels=, or pairs' labels= and roles=; each becomes int64 [B, S], the
+    value at every token of the document and -100 at padding. ValueError for a document longer than a row.
+    """
+    packed = pack(documents, length, method="first_fit", split=False)
+    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids")}
+    for name, given in values.items():
+        if len(given) != len(documents):
+            raise ValueError(f"{name} has {len(given)} values for {len(documents)} documents; each has its own.")
+        batch[name] = torch.full_like(packed.tokens, IGNORE)
+        for document, _, row, start, size in packed.pieces.tolist():
+            batch[name][row, start : start + size] = int(given[document])
+    return batch
+
+
+def classification_loss(
+    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+) -> tuple[Tensor, Tensor]:
+    """(sum of the documents' cross entropies, count of documents with a label), for the head "classification".
+
+    batch: tokens, positions, segment_ids, labels [B, S]; labels: the class at any token of a document, -100 at the
+    others. options: see `fnmodels.forward`. ValueError for a model with another head.
+    """
+    _check_head(config, "classification")
+    states, found = _states(params, batch, config, options)
+    classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
+    return cross_entropy(classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found))
+
+
+def token_classification_loss(
+    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+) -> tuple[Tensor, Tensor]:
+    """(sum of the tokens' cross entropies, count of labels that count), for the head "tokens".
+
+    batch: tokens, positions, segment_ids, labels [B, S], the class of each token, -100 ignored.
+    """
+    _check_head(config, "tokens")
+    states = model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
+    return cross_entropy(decoder.scores(states.params, states.x, config=config), batch["labels"])
+
+
+def answer_loss(
+    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+) -> tuple[Tensor, Tensor]:
+    """(sum over documents of the mean loss of the answer's first and last token, count), head "question_answering".
+
+    batch: tokens, positions, segment_ids, labels [B, S]; labels: 1 at the first token of a document's answer, 2 at its
+    last, 3 where these are one, anything else elsewhere. A document counts if it has both. Each loss is a cross entropy
+    over the tokens of the document, and never over padding.
+    """
+    _check_head(config, "question_answering")
+    states, found = _states(params, batch, config, options)
+    logits = fnmodels.family_of(config).unembed(states.params, states.x, config=config).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    number, count, labels = found.number.flatten(), len(found), batch["labels"].flatten()
+    total, has = logits.new_zeros(count), torch.ones(count, dtype=torch.bool, device=logits.device)
+    for index, bit in enumerate((1, 2)):
+        values = logits[:, index]
+        top = values.new_full((count + 1,), -torch.inf).scatter_reduce(0, number, values.detach(), "amax")
+        inside = number < count
+        sums = values.new_zeros(count + 1).index_add(0, number, torch.where(inside, values - top[number], 0).exp())
+        target = inside & ((labels == bit) | (labels == 3))
+        at = values.new_zeros(count + 1).index_add(0, number, torch.where(target, values, 0))
+        has &= torch.zeros(count + 1, dtype=torch.bool, device=has.device).index_fill(0, number[target], True)[:count]
+        total = total + (sums[:count].log() + top[:count] - at[:count]) / 2
+    return torch.where(has, total, 0).sum(), has.sum()
+
+
+def contrastive_loss(
+    params: Tree,
+    batch: Batch,
+    *,
+    config: DecoderConfig,
+    embedder: Embedder,
+    temperature: float = 0.05,
+    widths: tuple[int, ...] = (),
+    **options: Unpack[ForwardKwargs],
+) -> tuple[Tensor, Tensor]:
+    """(sum of the queries' InfoNCE losses, count of queries) with in-batch and hard negatives (arXiv 1807.03748).
+
+    batch: tokens, positions, segment_ids, labels, roles [B, S], see `document_batch`. labels: the number of the pair
+    that a document belongs to; roles: 0 a query, 1 its positive, 2 and more a hard negative. Candidates of every query
+    are all documents with other roles; the loss is the cross entropy of cosine similarities / temperature.
+    widths: Matryoshka (arXiv 2205.13147); the loss is the sum of those of the vectors' first elements, as many as each
+    width says. () is the full width alone.
+
+    The candidates are the documents of one call: of one microbatch on one rank, never of other ranks, so that the loss
+    depends on how a batch is split. ValueError for a query without exactly one positive there, and for a model with a
+    head.
+    """
+    _check_head(config, "none")
+    check_entries(batch, "roles")
+    states, found = _states(params, batch, config, options)
+    x = fnmodels.family_of(config).unembed(states.params, states.x, config=config)
+    vectors = embeddings(states.params, x, found, embedder=embedder)
+    pairs, roles = (_of_documents(batch[name], found) for name in ("labels", "roles"))
+    queries, others = (roles == 0).nonzero()[:, 0], (roles > 0).nonzero()[:, 0]
+    positive = (pairs[queries, None] == pairs[others]) & (roles[others] == 1)
+    if not bool((positive.sum(1) == 1).all()):
+        pair = int(pairs[queries[positive.sum(1) != 1][0]])
+        raise ValueError(
+            f"The query of pair {pair} has {int(positive[pairs[queries] == pair].sum())} positives here; it needs "
+            "exactly one, in the same microbatch."
+        )
+    total = vectors.new_zeros((), dtype=torch.promote_types(vectors.dtype, torch.float32))
+    target = positive.int().argmax(1)
+    for width in widths or (vectors.shape[1],):
+        unit = F.normalize(vectors[:, :width].to(total.dtype), dim=-1)
+        total = total + F.cross_entropy(unit[queries] @ unit[others].T / temperature, target, reduction="sum")
+    return total, torch.tensor(len(queries), device=total.device)
+
+
+def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> tuple[ModelStates, Documents]:
+    """The model's states and the batch's documents. NotImplementedError over `cp`, which shards documents."""
+    if run_options(params).kernel is not None:
+        raise NotImplementedError("Losses of documents read full rows, which ranks of cp do not have: leave cp out.")
+    states = model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
+    return states, fnmodels.documents(batch["segment_ids"], batch["positions"])
+
+
+def _of_documents(values: Tensor, found: Documents) -> Tensor:
+    """[N]: the largest value at each document's tokens, [B, S]; -100 stands for none."""
+    lowest = values.new_full((len(found) + 1,), IGNORE)
+    return lowest.scatter_reduce(0, found.number.flatten(), values.flatten(), "amax")[: len(found)]
+
+
+def _check_head(config: Any, wanted: str) -> None:
+    if (head := field_of(config, "head")) != wanted:
+        raise ValueError(f"The model's head is {head!r}; this loss is for the head {wanted!r}.")
