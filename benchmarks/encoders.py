@@ -65,11 +65,12 @@ def embed(folder: Path, sizes: dict[str, Any], count: int, longest: int) -> tupl
     P.save_embedder(folder, config, params, embedder)
     texts = texts_of(count, 30000, longest)
 
-    def ours() -> torch.Tensor:
+    def ours(params: Any) -> torch.Tensor:
         ids = tokenizer(texts)["input_ids"]
         return fnmodels.embed_documents(params, ids, config=config, embedder=embedder)
 
-    found: Contenders = {"fnmodels": ours}
+    found: Contenders = {"fnmodels": functools.partial(ours, params)}
+    found["fnmodels, P.packed"] = functools.partial(ours, P.packed(params))
     if importlib.util.find_spec("sentence_transformers"):
         from sentence_transformers import SentenceTransformer
 

@@ -34,7 +34,7 @@ ACTIVATIONS = {
     "Sigmoid": torch.sigmoid,
 }
 ROW = 512  # tokens of a row, where no document is longer
-BATCH = 4096  # tokens of a forward pass
+BATCH = 2048  # tokens of a forward pass: on a CPU more of them leave the cache
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def embed_documents(
             name: getattr(packed, name)[first : first + rows].to(device) for name in ("positions", "segment_ids")
         }
         inputs, masks, freqs_cis = prepare(config, packed.tokens[first : first + rows].to(device), **part)
-        hidden = forward(params, inputs, masks, freqs_cis, config=config, **{"layout": layout(masks), **options})
+        given: ForwardKwargs = {"layout": layout(masks), **options}
+        hidden = forward(params, inputs, masks, freqs_cis, config=config, **given)
         here = documents(part["segment_ids"], part["positions"])
         found.append(embeddings(params, hidden, here, embedder=embedder))
     vectors = torch.cat(found)

@@ -197,7 +197,7 @@ def _write(file: Path, values: Any) -> None:
 
 
 def _write_dense(folder: Path, layer: DenseLayer, weights: Tree) -> None:
-    shapes = {"weight": (layer.out_features, layer.in_features)}
+    shapes: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
     shapes |= {"bias": (layer.out_features,)} if layer.bias else {}
     found = {name: tuple(value.shape) for name, value in weights.items()}
     if found != shapes:

@@ -42,6 +42,13 @@ def test_attention(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_encoders(output: Output) -> None:
+    out = output("encoders.py", "--quick")
+    assert out.count("\n| fnmodels |") == 4 and out.count(" x the others)") == 4, out
+    assert out.count("\n| transformers |") == 3, out
+
+
+@pytest.mark.slow
 def test_per_sample(output: Output) -> None:
     names = ("fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers vmap(grad)")
     out = output("per_sample.py", "--quick", "--contenders", *names)

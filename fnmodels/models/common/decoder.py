@@ -37,6 +37,7 @@ from .registry import (
     UsualConfig,
     family_of,
     field_of,
+    may_have,
 )
 from .rope_config import rope_from_hf, rope_to_hf
 from .spec import Leaf, decoder_leaves, layer_leaves, usual_attention, usual_mlp
@@ -387,11 +388,15 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
     """`out`, a config.json; ConfigError if it is not read back as `config`.
 
-    A decoder without a head is read back as one with: its class, ...Model, is also that of older files with a head.
+    Parts that are found by their tensors may differ: those of OPTIONAL, and the head of a decoder without one, whose
+    class, ...Model, is also that of older files with a head.
     """
     again = type(config).from_hf(out)
-    if config.head == "none" and again.head == "lm":
-        again = dataclasses.replace(again, head="none")
+    parts = [name for name in may_have(family_of(config), "OPTIONAL").values() if not getattr(config, name)]
+    found: dict[str, Any] = dict.fromkeys(parts, 0)
+    if field_of(config, "head") == "none" and field_of(again, "head") == "lm":
+        found["head"] = "none"
+    again = dataclasses.replace(again, **found)
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]
         lost = [name for name in fields if getattr(again, name) != getattr(config, name)]
