@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support.cases import Case, cases, layer_structures, subject_of, with_kernels
+from tests.support.cases import Case, cases, layer_structures, richest, subject_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
-every_case_and_kernel = with_kernels(cases())
 CHECKS = (
     testing.check_inputs_unchanged,  # B9
     testing.check_permutation,  # B5
@@ -19,22 +18,22 @@ SLOW_CHECKS = (
     testing.check_threads,  # B9
     testing.check_microbatches,  # B3; for every variant in test_kernels.py, row by row
     testing.check_empty_rows,  # P4; for every variant in test_packing.py
-)
+)  # each runs the model many times
 
 
-@every_case_and_kernel
+@with_kernels(layer_structures())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
-@with_kernels(layer_structures())
+@with_kernels(richest())
 @pytest.mark.parametrize("check", SLOW_CHECKS, ids=lambda check: check.__name__)
 def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
-@every_case_and_kernel
+@with_kernels(cases())
 def test_history_independence(case: Case, kernel: str) -> None:
     """B4: with lengths on both sides of each rope scaling's threshold."""
     testing.check_history_independence(subject_of(case, kernel, length=None))

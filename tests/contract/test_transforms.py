@@ -58,7 +58,7 @@ from tests.support.cases import (
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 every_family = pytest.mark.parametrize("case", tuple(map(short, richest())), ids=str)
-every_case_and_kernel = with_kernels(cases())
+every_structure_and_kernel = with_kernels(layer_structures())
 MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
 
 
@@ -310,7 +310,7 @@ def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
     assert off(one, two) < 1e-5
 
 
-@every_case_and_kernel
+@every_structure_and_kernel
 def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     """F8: embed, two slices of layers and head have the bits of forward; so has the head on (chunks of) `hidden`."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
@@ -344,7 +344,7 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
         fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
 
 
-@every_case_and_kernel
+@every_structure_and_kernel
 def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
@@ -380,7 +380,7 @@ def test_a_tap_that_no_layer_has_is_unknown(case: Case, wrong: str) -> None:
         batch_of(case.config, MIXED).forward(generic_params(case.config), taps=(wrong,))
 
 
-@with_kernels(layer_structures())
+@every_structure_and_kernel
 def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
     """layer_fn is called once per kind, and rematerialization (F3) changes no bit of loss or gradient."""
     batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))

@@ -87,7 +87,9 @@ def assert_runs(config: Any, params: Any, run: Callable[..., Tensor], tolerance:
     for shape in shapes:
         arguments = prepared(config, *shape)
         want = fnmodels.forward(params, *arguments, config=config)
-        torch.testing.assert_close(run(*arguments), want, rtol=tolerance, atol=tolerance)
+        # Sums in another order differ by the rounding of their largest terms, also where the sum is small.
+        atol = tolerance * max(1.0, float(want.abs().max()))
+        torch.testing.assert_close(run(*arguments), want, rtol=tolerance, atol=atol)
 
 
 def choosing(config: Any) -> Any:
@@ -186,19 +188,20 @@ def problem(config: Any) -> tuple[Any, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), CELLS, ids=str)
 def test_transforms_are_one_graph(case: Case, name: str) -> None:
-    config = shortest(case.config)
+    """AOTAutograd sees one of them, and those of each kernel in ops/test_kernels.py."""
+    config, backend = shortest(case.config), "aot_eager" if name == "hvp" else "eager"
     function, arguments = transforms(config)[name], problem(config)
-    got = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
+    got = torch.compile(function, backend=backend, fullgraph=True)(*arguments)
     for a, b in zip(tree.leaves(got), tree.leaves(function(*arguments)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jvp", "hvp", "hvp, reverse over forward", "jacfwd"])
+@pytest.mark.parametrize("name", ["jvp", "hvp, reverse over forward", "jacfwd"])
 def test_a_fused_kernel_says_while_it_is_traced_that_it_has_no_forward_mode(name: str) -> None:
     function, arguments = transforms(SHORT.config, "sdpa")[name], problem(SHORT.config)
     with pytest.raises(Exception, match=r'kernel="sdpa" does not support.*kernel="math" supports all of them'):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
+        torch.compile(function, backend="eager", fullgraph=True)(*arguments)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.support.cases import (
     forward,
     generic_params,
     is_routed,
+    richest,
     segments,
     structures,
     summed_loss,
@@ -26,6 +27,7 @@ from tests.support.cases import (
 
 DENSE = [case for case in cases() if not is_routed(case.config)]
 every_dense_structure = pytest.mark.parametrize("case", [case for case in structures() if case in DENSE], ids=str)
+every_dense_family = pytest.mark.parametrize("case", [case for case in richest() if case in DENSE], ids=str)
 ROWS = segments((7,), (3, 4), (-2, 5))
 
 
@@ -67,13 +69,13 @@ def test_equals_vmap_grad(case: Case) -> None:
     assert_same(fnmodels.per_sample_gradients(loss, params, batch)[0], want, 1e-10)
 
 
-@every_dense_structure
+@every_dense_family
 def test_any_kernel_with_the_layout_of_the_whole_batch(case: Case) -> None:
     want = fnmodels.per_sample_gradients(*_ordered(problem(case)))[0]
     assert_same(fnmodels.per_sample_gradients(*_ordered(problem(case, "auto")))[0], want, 1e-9)
 
 
-@every_dense_structure
+@every_dense_family
 def test_low_precision(case: Case) -> None:
     """As near to vmap(grad) as sums in another order, or to the gradients in fp64 as that: bf16 has 8 bits."""
     params, batch, loss = problem(case, dtype=torch.bfloat16)

@@ -32,8 +32,10 @@ def modules_of(model: Any, case: Case) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     names = tap_names(case.config)
     multiplied = getattr(model.config, "residual_multiplier", 1.0) != 1.0 or hasattr(model.config, "ssm_out_multiplier")
-    sparse = sparse_layers(case.config)
+    sparse, kinds = sparse_layers(case.config), fnmodels.family_of(case.config).kinds(case.config)
     for i, layer in enumerate(_layers(model)):
+        if kinds[i] in kinds[:i]:
+            continue  # the same code
         if not hasattr(layer, "mixer") and not hasattr(layer, "residual_multiplier"):
             for tap, module in _sublayers(layer):
                 if not multiplied and not (tap == "mlp" and i in sparse):

@@ -21,7 +21,7 @@ Where they are needed:
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type, and
                         older files say it otherwise
-    TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
+    TRAINING_TOLERANCE  {variant: tolerance of ten steps} where fp32 itself gives no 1e-5
     WIDE_LOGITS         {model types} whose logits are fp32 in a model of lower precision too
 """
 

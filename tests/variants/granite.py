@@ -77,7 +77,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# fp32 does not reach 1e-5 over 20 steps in this variant: AdamW amplifies the rounding of small gradients.
+# fp32 does not reach 1e-5 over ten steps in this variant: AdamW amplifies the rounding of small gradients.
 # transformers with weights changed by one rounding differs from itself by 1e-5 (gemma) and 0.5e-5 (granite);
 # fnmodels differs from it by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions.
 TRAINING_TOLERANCE = {"granite": 2e-5}
