@@ -19,6 +19,8 @@ EXTRA_OF = {
     "rich": "log",
     "pyarrow": "data",
     "lm_eval": "eval",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
 }
 
 

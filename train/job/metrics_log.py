@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl with one flushed row per optimizer step, speed.jsonl and TensorBoard.
+"""Metrics of a run: metrics.jsonl with one flushed row per optimizer step, speed.jsonl and trackers.
 
 metrics.jsonl has the same bytes for a resumed run as for an uninterrupted one: no value in it depends on the clock.
 Times and memory go into speed.jsonl.
@@ -7,20 +7,20 @@ Times and memory go into speed.jsonl.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from fnmodels.errors import UserError
 from params.io.files import write_text
 from train.losses.moe_balance import Balance
 
-from .run_folder import METRICS, SAMPLES, SPEED, TENSORBOARD
+from .run_folder import METRICS, SAMPLES, SPEED
+from .trackers import Tracker
 
 Row = dict[str, Any]
 
@@ -116,15 +116,12 @@ def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """The metrics files of the run folder `run`, open for appending, and the same values in TensorBoard.
+    """The metrics files of the run folder `run`, open for appending, and the same values in `trackers`; closes both."""
 
-    TensorBoard hides what was written earlier for steps past `after`.
-    """
-
-    def __init__(self, run: Path, *, after: int) -> None:
-        self.run, self.files = run, ExitStack()
-        self.board = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
-        self.files.callback(self.board.close)
+    def __init__(self, run: Path, trackers: Sequence[Tracker]) -> None:
+        self.run, self.trackers, self.files = run, trackers, ExitStack()
+        for tracker in trackers:
+            self.files.callback(tracker.close)
         self.close = self.files.close
         self.opened: dict[str, TextIO] = {}
 
@@ -132,12 +129,13 @@ class MetricsLog:
         """Writes the rows of one step for metrics.jsonl and speed.jsonl."""
         self.append(METRICS, row)
         self.append(SPEED, cost)
-        for name, value in scalars(row | cost):
-            self.board.add_scalar(name, value, row["step"])
+        for tracker in self.trackers:
+            tracker.scalars(dict(scalars(row | cost)), row["step"])
 
     def sample(self, step: int, text: str) -> None:
         self.append(SAMPLES, {"step": step, "text": text})
-        self.board.add_text("sample", text, step)
+        for tracker in self.trackers:
+            tracker.text("sample", text, step)
 
     def append(self, name: str, row: Row) -> None:
         if name not in self.opened:
@@ -148,4 +146,5 @@ class MetricsLog:
     def sync(self) -> None:
         """Flushes to disk, so that a state saved after this call never has more steps than metrics.jsonl has rows."""
         os.fsync(self.opened[METRICS].fileno())
-        self.board.flush()
+        for tracker in self.trackers:
+            tracker.flush()

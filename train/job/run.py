@@ -20,6 +20,7 @@ from fnmodels.errors import UserError
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
+from train.command_line import check_installed
 from train.data.mixture import batch
 from train.dist import torchrun
 from train.eval.pretrained import copy_companions
@@ -36,8 +37,19 @@ from .mesh_flags import check_model_fits, resolve_mesh
 from .profile import profiled
 from .progress import progress
 from .recipe import evaluated_params, is_cross_entropy, moe_balance, step_options, unused_settings
-from .settings import CHANGEABLE, MODEL_SIZES, SETTING_TYPES, Settings, absolute_paths, flag, from_json, read_toml
+from .settings import (
+    CHANGEABLE,
+    MODEL_SIZES,
+    SETTING_TYPES,
+    Settings,
+    absolute_paths,
+    fixed_settings,
+    flag,
+    from_json,
+    read_toml,
+)
 from .setup import Job, Json, prepare, resolved
+from .trackers import trackers as open_trackers
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,8 @@ def choose_settings(
             f"--accumulate {settings.accumulate} splits a batch into more microbatches than it has rows: "
             f"--batch-rows is {settings.batch_rows}"
         )
+    if settings.track is not None:
+        check_installed((settings.track,))
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if settings.compile != "none" and not any(map(shutil.which, compilers)):
         raise UserError(f"--compile {settings.compile} needs a C++ compiler, and there is no {' or '.join(compilers)}")
@@ -221,8 +235,9 @@ def train_steps(
     sample_every, speed = job.settings.sample_every, 0.0
     bits_per_byte = job.train_bits_per_byte if is_cross_entropy(job.settings) else None
     balance = moe_balance(job.settings)
+    tracking: Json = {"track": job.settings.track, "settings": fixed_settings(job.settings)}
     with (
-        closing(metrics_log.MetricsLog(job.path, after=first)) as log,
+        closing(metrics_log.MetricsLog(job.path, open_trackers(job.path, after=first, **tracking))) as log,
         progress(total, first) as show,
         profiled(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as stop_requested,

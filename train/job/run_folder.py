@@ -6,6 +6,7 @@
     run.json                                              the settings and hashes that determine its results
     settings.toml                                         all of its settings, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   its metrics and results
+    tracked.json, mlflow.db, mlruns/, wandb/              --track: the id there, and local files of the tracker
     README.md                                             its model card, with the Hub's front matter
     samples.jsonl, trace.json                             --sample-every's continuations and --profile's trace
     skipped.txt                                           files and records that could not be used, one per line
@@ -40,6 +41,7 @@ SAMPLES = "samples.jsonl"
 TRACE = "trace.json"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
+TRACKED = "tracked.json"
 PICTURE = "loss.png"
 CARD = "README.md"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)

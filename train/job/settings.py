@@ -166,6 +166,12 @@ class Settings:
     profile: int | None = logging(
         None, integer(1), "number of steps to profile into a Chrome trace, after two warmup steps", changeable=True
     )
+    track: str | None = logging(
+        None,
+        choice("mlflow", "wandb"),
+        "where the metrics go beside TensorBoard, by the package of that name and its environment variables",
+        changeable=True,
+    )
     sample_every: int | None = logging(
         None, integer(1), "steps between sampled continuations of --prompt; one is sampled at the end", changeable=True
     )

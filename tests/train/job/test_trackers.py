@@ -1,0 +1,95 @@
+"""--track: a run and its continuation in a real local store of MLflow, and in real offline files of W&B."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.cli import main
+from train.job import run_folder
+from train.job.metrics_log import MetricsLog, read_rows
+from train.job.settings import Settings
+from train.job.trackers import trackers
+
+ROWS = [{"step": step, "loss": 5.25 - step / 7, "epochs": {"0": step / 10}} for step in (1, 2, 3)]
+
+
+def log(path: Path, track: str, rows: list[dict], after: int) -> None:
+    """Logs the rows and a sample as one start of a run does."""
+    found = trackers(path, after=after, track=track, settings={"seed": 3, "optimizer": "adamw"})
+    written = MetricsLog(path, found)
+    for row in rows:
+        written.write(row, {"step": row["step"], "seconds": 0.5})
+    written.sample(rows[-1]["step"], f"def f{rows[-1]['step']}")
+    written.sync()
+    written.close()
+
+
+def test_mlflow_has_every_step_of_a_run_and_its_continuation_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
+    log(tmp_path, "mlflow", ROWS[:2], after=0)
+    log(tmp_path, "mlflow", ROWS[2:], after=2)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("tiny")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED" and found.data.params == {"seed": "3", "optimizer": "adamw"}
+    for name, values in {"loss": [row["loss"] for row in ROWS], "epochs/0": [0.1, 0.2, 0.3]}.items():
+        history = client.get_metric_history(found.info.run_id, name)
+        assert {metric.step: metric.value for metric in history} == dict(enumerate(values, 1))
+        assert len(history) == 3
+    assert [file.path for file in client.list_artifacts(found.info.run_id, "sample")] == [
+        "sample/2.txt",
+        "sample/3.txt",
+    ]
+
+
+def test_wandb_has_every_step_in_its_offline_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log(tmp_path, "wandb", ROWS[:2], after=0)
+    log(tmp_path, "wandb", ROWS[2:], after=2)
+    identity = run_folder.read_json(tmp_path / run_folder.TRACKED)["wandb"]
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
+    assert len(files) == 2  # of the start and of the continuation, under one id
+    first, second = (file.read_bytes() for file in files)
+    for row in ROWS:
+        assert (json.dumps(row["loss"]).encode() in first) is (row["step"] < 3)
+        assert (json.dumps(row["loss"]).encode() in second) is (row["step"] == 3)
+    assert b"def f2" in first and b"adamw" in first and b"def f3" in second
+
+
+def test_the_main_job_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'store.db'}")
+    text, path = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tiny = Settings(**sizes, row_length=32, steps=2, eval_rows=2, sample_tokens=2)
+    assert main(["--run", str(path), "--data", str(text), "--track", "mlflow"], defaults=tiny) == 0
+    client, identity = MlflowClient(), run_folder.read_json(path / run_folder.TRACKED)["mlflow"]
+    history = client.get_metric_history(identity, "heldout_loss")
+    rows = read_rows(path / run_folder.METRICS)
+    assert {m.step: m.value for m in history} == {row["step"]: row["heldout_loss"] for row in rows}
+    assert client.get_run(identity).data.params["hidden_size"] == "16"
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("train.command_line.find_spec", lambda name: None if name == "wandb" else name)
+    assert main(["--run", str(tmp_path / "run"), "--track", "wandb"]) != 0
+    assert 'wandb must be installed for this: pip install "fnmodels[wandb]"' in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,128 @@
+"""Where the metrics of a run go beside its own files: TensorBoard, and with --track MLflow or Weights & Biases.
+
+MLflow and W&B read their own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE, ...). A resumed run continues the
+tracked one, whose id is in the run folder.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fnmodels.errors import UserError
+
+from .run_folder import TENSORBOARD, TRACKED, read_json, write_json
+
+PROJECT = "fnmodels"  # of W&B, and the experiment of MLflow, where the environment names none
+
+
+class Tracker(Protocol):
+    """Takes the numbers and texts of steps, in the order of the steps."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None: ...
+    def text(self, name: str, text: str, step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def trackers(run: Path, *, after: int, track: str | None, settings: Mapping[str, Any]) -> list[Tracker]:
+    """TensorBoard's, and that of `track` ("mlflow", "wandb" or None). settings: shown by it, as the run's parameters.
+
+    after: the step that the run continues from; what TensorBoard has of later ones is hidden.
+    """
+    kinds: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
+    return [TensorBoard(run, after), *(kinds[name](run, settings) for name in (track,) if name)]
+
+
+class TensorBoard:
+    def __init__(self, run: Path, after: int) -> None:
+        self.writer = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
+        self.flush, self.close = self.writer.flush, self.writer.close
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self.writer.add_text(name, text, step)
+
+
+class MLflow:
+    """A run in MLflow's store at MLFLOW_TRACKING_URI, by default the run folder's `mlflow.db`; global state stays."""
+
+    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        store = os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(store or f"sqlite:///{run.resolve() / 'mlflow.db'}")
+        self.id = _tracked(run, "mlflow")
+        if self.id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            known = self.client.get_experiment_by_name(name)
+            files = None if store else (run / "mlruns").resolve().as_uri()  # MLflow's default is the working folder
+            experiment = known.experiment_id if known else self.client.create_experiment(name, artifact_location=files)
+            self.id = self.client.create_run(experiment, run_name=run.resolve().name).info.run_id
+            for key, value in settings.items():
+                self.client.log_param(self.id, key, value)
+            _remember(run, "mlflow", self.id)
+        self.client.update_run(self.id, status="RUNNING")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self.client.log_batch(self.id, [Metric(name, value, now, step) for name, value in values.items()])
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self.client.log_text(self.id, text, f"{name}/{step}.txt")
+
+    def flush(self) -> None:
+        """Nothing is left to write: each call returns when the store has it."""
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+class WandB:
+    """A run of Weights & Biases; its files are in the run folder's `wandb`. WANDB_MODE=offline needs no account."""
+
+    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        project, known = os.environ.get("WANDB_PROJECT", PROJECT), _tracked(run, "wandb")
+        identity = known or uuid.uuid4().hex[:12]
+        try:
+            self.run: Any = wandb.init(
+                project=project,
+                name=run.resolve().name,
+                id=identity,
+                resume="allow" if known else None,
+                dir=run,
+                config=dict(settings),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(f"--track wandb: {error} WANDB_MODE=offline needs no account.") from error
+        _remember(run, "wandb", identity)
+        self.close = self.run.finish
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self.run.log({name: text}, step=step)
+
+    def flush(self) -> None:
+        """W&B's own process writes what it has been handed, also if this one is killed."""
+
+
+def _tracked(run: Path, kind: str) -> str | None:
+    """The id of the tracked run in the run folder's record."""
+    return (read_json(run / TRACKED) or {}).get(kind)
+
+
+def _remember(run: Path, kind: str, identity: str) -> None:
+    write_json(run / TRACKED, (read_json(run / TRACKED) or {}) | {kind: identity})
