@@ -134,7 +134,8 @@ def test_wheel_holds_the_three_packages_and_no_tests(wheel: Path) -> None:
         names = set(archive.namelist())
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith(".dist-info/METADATA"))
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-    sources = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in (".py", ".yaml")]
+    sources = {file.relative_to(ROOT).as_posix() for file in files}
     assert names - info == sources | {f"{package}/py.typed" for package in PACKAGES}
     assert any(name.endswith("licenses/LICENSE") for name in info)
     core = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
