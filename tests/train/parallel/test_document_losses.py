@@ -1,0 +1,55 @@
+"""Losses of documents over fsdp: a step is that of one process, whose microbatches are the rows of each rank."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import fnmodels
+import params as P
+import train
+from fnmodels import bert, tree
+from tests.support.cases import generic_params
+from tests.support.one_process import error, worst
+from tests.support.ranks_pool import Ranks, devices
+from train.dist.dtensor import local_tree
+from train.parallel import Mesh
+from train.parallel.placement import rules_of, shardings
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEADS = {"classification": {"num_labels": 4}, "none": {"pooler": 0}}
+
+
+def setting(head: str) -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank), two pairs and a hard negative on each."""
+    config = bert.Config(vocab_size=64, max_position_embeddings=16, head=head, **SIZES, **HEADS[head])
+    documents = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14, 15]]
+    values = {"labels": [0, 0, 1, 1, 1], "roles": [0, 1, 0, 1, 2]}
+    halves = [train.document_batch([[t + 20 * i for t in d] for d in documents], 8, **values) for i in range(2)]
+    if head == "classification":
+        return config, functools.partial(train.classification_loss, config=config), halves
+    embedder = fnmodels.Embedder(("mean", "max"))
+    return config, functools.partial(train.contrastive_loss, config=config, embedder=embedder), halves
+
+
+def stepped(head: str) -> dict[str, float]:
+    config, loss, halves = setting(head)
+    optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse("fsdp=2"), generic_params(config)
+    one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), halves)
+    plan = P.plan(bert.spec(config), rules_of(mesh, config), devices(mesh))
+    held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, params)
+    batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
+    step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh)
+    state, metrics = step(train.init_state(held, optimizer), batch)
+    after, shards = tree.flatten(one.params), tree.flatten(shardings(state.params))
+    local = tree.flatten(local_tree(state.params))
+    found = {path: error(leaf, after[path][shards[path].local_box()]) for path, leaf in local.items()}
+    return found | {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
+
+
+@pytest.mark.parametrize("head", list(HEADS))
+def test_a_step_over_fsdp_is_that_of_one_process(ranks: Ranks, head: str) -> None:
+    found = ranks(2)(stepped, head)
+    assert worst(found)[0] < 1e-5, worst(found)
+    assert len(found[0]) > 20
