@@ -4,6 +4,7 @@ An operator is a function from a tree to a tree with the structure of the params
 over what the loss or the forward function sums: divide by a count there, or divide the products.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,44 +13,68 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from fnmodels import tree
+from fnmodels.ops.linear import unread_gradients
 from fnmodels.tree import Tree
+
+from .compiled import CompiledBlocks
 
 Operator = Callable[[Tree], Tree]
 
 
-def hvp(loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
+def hvp(loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any, *, compile: str | None = None) -> Operator:
     """v -> H v, where H is the Hessian of loss(params, batch), a 0-d tensor.
 
     The gradient and its graph are made here, once; each product is one backward pass through them, without a forward
     pass. The graph is kept as long as the operator. The kernel must have a second derivative ("math" has).
-    ValueError for params with leaves that are not floating.
+    compile: a backend of torch.compile ("inductor") for the blocks that fnmodels.forward runs in `loss`, compiled once
+    per kind of layer in the first product. It pays for small layers, whose time goes into launching operations. The
+    gradient's graph is made anew for each product.
+    ValueError for params with leaves that are not floating, and for a loss that runs no blocks to compile.
     """
     _check_floating(params)
+    if compile is not None:
+        compiled = functools.partial(CompiledBlocks(compile), loss)
+        return lambda vector: _hessian_product(*_gradient_graph(compiled, params, batch), params, vector, keep=False)
+    graph = _gradient_graph(loss, params, batch)
+    return lambda vector: _hessian_product(*graph, params, vector, keep=True)
+
+
+def _gradient_graph(
+    loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """(leaves, gradients of the loss with a graph, whose values are not computed)."""
     wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
     inputs = tree.leaves(wanted)
     with torch.enable_grad():
-        gradients = torch.autograd.grad(loss(wanted, batch), inputs, create_graph=True, materialize_grads=True)
-    curved = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
-    outputs = [gradients[index] for index in curved]
+        value = loss(wanted, batch)
+        with unread_gradients():
+            return inputs, torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
 
-    def product(vector: Tree) -> Tree:
-        vectors = tree.leaves(_ordered(params, vector))
-        if not outputs:  # the loss is linear in every parameter
-            return tree.map(torch.zeros_like, params)
-        given = [vectors[index] for index in curved]
-        results = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=True, materialize_grads=True))
-        return tree.map(lambda _: next(results), params)
 
-    return product
+def _hessian_product(
+    inputs: list[Tensor], gradients: tuple[Tensor, ...], params: Tree, vector: Tree, *, keep: bool
+) -> Tree:
+    vectors = tree.leaves(_ordered(params, vector))
+    curved = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g.requires_grad]
+    if not curved:  # the loss is linear in every parameter
+        return tree.map(torch.zeros_like, params)
+    outputs, given = zip(*curved, strict=True)
+    results = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=keep, materialize_grads=True))
+    return tree.map(lambda _: next(results), params)
 
 
 def ggn_vp(
-    forward: Callable[[Tree, Any], Tensor], loss: Callable[[Tensor, Any], Tensor], params: Tree, batch: Any
+    forward: Callable[[Tree, Any], Tensor],
+    loss: Callable[[Tensor, Any], Tensor],
+    params: Tree,
+    batch: Any,
+    *,
+    compile: str | None = None,
 ) -> Operator:
     """v -> J^T H J v: J of forward(params, batch) with respect to params, H the Hessian of loss(outputs, batch).
 
     forward returns one tensor of any shape, loss a 0-d tensor. The kernel must have a forward-mode derivative ("math"
-    has). ValueError for params with leaves that are not floating.
+    has). compile: as in `hvp`. ValueError for params with leaves that are not floating.
     """
 
     def curvature(outputs: Tensor, u: Tensor) -> Tensor:
@@ -57,6 +82,8 @@ def ggn_vp(
         product: Tensor = jvp(gradient, (outputs,), (u,))[1]
         return product
 
+    if compile is not None:
+        return _compiled_gauss_newton(forward, curvature, params, batch, CompiledBlocks(compile))
     return _gauss_newton(forward, curvature, params, batch)
 
 
@@ -198,6 +225,31 @@ def _gauss_newton(
         along = jvp(outputs_of, (params,), (_ordered(params, vector),))[1]
         (result,) = pullback(curvature(outputs, along))
         return result
+
+    return product
+
+
+def _compiled_gauss_newton(
+    forward: Callable[[Tree, Any], Tensor],
+    curvature: Callable[[Tensor, Tensor], Tensor],
+    params: Tree,
+    batch: Any,
+    blocks: CompiledBlocks,
+) -> Operator:
+    """J v is the derivative of (J^T u) . v by u: compiled blocks have reverse mode alone."""
+    _check_floating(params)
+
+    def product(vector: Tree) -> Tree:
+        wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+        inputs, vectors = tree.leaves(wanted), tree.leaves(_ordered(params, vector))
+        with torch.enable_grad():
+            outputs = blocks(forward, wanted, batch)
+            u = torch.zeros_like(outputs, requires_grad=True)
+            pulled = torch.autograd.grad(outputs, inputs, u, create_graph=True, materialize_grads=True)
+            along = torch.autograd.grad(pulled, u, vectors)[0]
+            right = curvature(outputs.detach(), along)
+            results = iter(torch.autograd.grad(outputs, inputs, right, materialize_grads=True))
+        return tree.map(lambda _: next(results), params)
 
     return product
 

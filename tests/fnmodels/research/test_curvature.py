@@ -1,5 +1,6 @@
 """Curvature operators against dense matrices in fp64, and merged models against their definitions."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch.func import hessian, jacrev, vmap
 import fnmodels
 import params as P
 from fnmodels import llama, research, tree
+from fnmodels.ops.linear import linear
+from tests.support.cases import cases, generic_params
 
 CONFIG = llama.Config(
     vocab_size=5,
@@ -91,6 +94,50 @@ def test_gauss_newton_and_fisher_products_are_those_of_dense_matrices() -> None:
         research.fisher_vp(logits, PARAMS, BATCH), rows, UNRAVEL(DIRECTION), damping=0.1, tolerance=1e-12, steps=300
     )
     torch.testing.assert_close(found, -each @ torch.linalg.solve(damped, DIRECTION), rtol=1e-8, atol=1e-9)
+
+
+def test_compiled_products_are_those_of_eager_blocks() -> None:
+    """Of experts too, whose blocks return counts beside floating outputs."""
+    config = next(case.config for case in cases() if case.name == "mixtral")
+    config = dataclasses.replace(config, num_hidden_layers=1, layer_kinds=("full_moe",))
+    params = generic_params(config, torch.float64)
+    inputs = fnmodels.prepare(config, torch.arange(8).view(2, 4))
+
+    def outputs(params: Any, batch: Any) -> Tensor:
+        return fnmodels.forward(params, *batch, config=config, kernel="math")
+
+    def of_outputs(outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.logsumexp(-1).sum()
+
+    def of_params(params: Any, batch: Any) -> Tensor:
+        return of_outputs(outputs(params, batch), batch)
+
+    direction = tree.map(torch.sin, params)
+    for compiled, eager in (
+        (research.hvp(of_params, params, inputs, compile="aot_eager"), research.hvp(of_params, params, inputs)),
+        (
+            research.ggn_vp(outputs, of_outputs, params, inputs, compile="aot_eager"),
+            research.ggn_vp(outputs, of_outputs, params, inputs),
+        ),
+    ):
+        for got, want in zip(tree.leaves(compiled(direction)), tree.leaves(eager(direction)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="none ran"):
+        research.hvp(lambda p, b: of_params(dict(p), b), params, inputs, compile="aot_eager")(direction)
+
+
+def test_no_value_of_a_gradient_is_read() -> None:
+    """Products of weights large enough for a gradient that is not computed: a Hessian without NaN."""
+    weight, x = torch.randn(512, 512) / 512**0.5, torch.randn(128, 512)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return linear(torch.tanh(linear(batch, params["w"])), params["w"]).square().sum()
+
+    direction = {"w": torch.randn_like(weight)}
+    wide = {"w": weight.double()}, x.double(), {"w": direction["w"].double()}
+    found = research.hvp(loss, {"w": weight}, x)(direction)["w"]
+    want = research.hvp(loss, *wide[:2])(wide[2])["w"]
+    assert (found - want).norm() <= 1e-5 * want.norm()
 
 
 def test_what_has_no_answer_is_an_error() -> None:
