@@ -34,6 +34,8 @@ def per_sample_gradients(
     sees the full batch, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
     out: an earlier result to overwrite; without it new memory of B elements per parameter is allocated and cleared.
 
+    For adapters alone (DP-LoRA), params are `params.lora.adapters(...)` and the loss attaches them to the weights.
+
     Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations,
     and so may exp, negatives, slices and concatenations of parameters; any other operation raises NotImplementedError
     (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`).
@@ -91,6 +93,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        nodes = [kind for kind in types if not issubclass(kind, Tensor)]
+        if nodes:  # as of params.lora: what it is made of is seen
+            with self:
+                return nodes[0].__torch_function__(func, types, args, kwargs)
         inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
         params = {id(x): self.paths[id(x)] for x in inputs if id(x) in self.paths}
         if not params or not torch.is_grad_enabled():
@@ -103,7 +109,7 @@ class _Recorder(TorchFunctionMode):
         if {id(param) for param, _ in rule} != params.keys():
             result = func(*args, **kwargs)
             outputs = result if isinstance(result, (list, tuple)) else [result]
-            if id(result) in self.paths or not any(isinstance(x, Tensor) for x in outputs):
+            if id(result) in self.paths or not any(isinstance(x, Tensor) and x.requires_grad for x in outputs):
                 return result
             raise NotImplementedError(
                 f"{resolve_name(func)} reads the parameters {list(params.values())}; {_ALTERNATIVE}."

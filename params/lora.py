@@ -6,17 +6,20 @@
     params = P.lora.merge(params)                                       # plain weights again
 
 A target becomes a node `Lora` of three leaves, at path.weight, path.a and path.b. Passed to `F.linear` as the weight,
-it computes x W^T + scale (x A^T) B^T, so that the gradient of the full weight is never computed.
+it computes x W^T + scale (x A^T) B^T, so that the gradient of the full weight is never computed. With DoRA (arXiv
+2402.09353) a fourth, path.magnitude, replaces the norm of each row of W + scale B A. `per_row` gives each row of a
+batch its own adapters.
 
 Where the weight is a DTensor, so is its adapter: b is sharded like the weight's rows and a like its columns, so that
 the shards of both make up the shard of the weight, and nothing here communicates.
 """
 
 import fnmatch
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +33,7 @@ from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
 from fnmodels.models.common.spec import Constant, Leaf, Normal
-from fnmodels.models.common.storage import Stored
+from fnmodels.models.common.storage import Stack, Stored
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, pytree, static
 from params.checkpoint.shard_index import as_lines
@@ -42,19 +45,12 @@ from params.sharding import sharding_of
 from .initialize import draw
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAGNITUDE = "magnitude_vector.weight"
 _PREFIX = "base_model.model."
 
 
-@pytree
-@dataclass(frozen=True, eq=False)
-class Lora:
-    """A weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank]."""
-
-    weight: Any
-    a: Any
-    b: Any
-    scale: float = static(default=1.0)
-    invariant: ClassVar[bool] = True  # its products are those of fnmodels.ops.linear
+class _AppliedByLinear:
+    """A weight that F.linear alone applies, by its method `linear`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -63,9 +59,35 @@ class Lora:
             return NotImplemented
         return args[1].linear(args[0], *args[2:], **(kwargs or {}))
 
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Lora(_AppliedByLinear):
+    """A weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank].
+
+    magnitude: [out], with which row i of that sum is multiplied by magnitude[i] / its norm (DoRA); the norm is taken as
+    a constant by derivatives. Experts' weights [E, out, in] have a [E, rank, in] and b [E, out, rank]; layers with
+    experts read `merged`.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float = static(default=1.0)
+    magnitude: Any = None
+    invariant: ClassVar[bool] = True  # its products are those of fnmodels.ops.linear
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        low = linear(linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
-        return linear(x, self.weight, bias) + self.scale * low
+        low = self.scale * linear(linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
+        if self.magnitude is None:
+            return linear(x, self.weight, bias) + low
+        y = (linear(x, self.weight) + low) * (1 / self.row_norms()).to(x.dtype) * self.magnitude.to(x.dtype)
+        return y if bias is None else y + bias
+
+    def row_norms(self) -> Tensor:
+        """[out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
+        weight, a, b = (leaf.detach() for leaf in (self.weight, self.a, self.b))
+        return _sum(weight, a, b, self.scale).norm(dim=-1)
 
     def merged(self) -> Tensor:
         """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""
@@ -74,9 +96,44 @@ class Lora:
             with torch.no_grad():  # with gradients enabled, to_local would return views
                 weight, a, b = (leaf.to_local() for leaf in (self.weight, self.a, self.b))
             return sharding.distribute(Lora(weight, a, b, self.scale).merged())
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        low: Tensor = self.b.to(wide) @ self.a.to(wide)
-        return (self.weight.to(wide) + self.scale * low).to(self.weight.dtype)
+        total = _sum(self.weight, self.a, self.b, self.scale)
+        if self.magnitude is not None:
+            total = total * (self.magnitude / self.row_norms())[:, None]
+        return total.to(self.weight.dtype)
+
+
+def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """weight + scale b a in fp32 or wider."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide) + scale * (b.to(wide) @ a.to(wide))
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class RowLora(_AppliedByLinear):
+    """A weight [out, in] with N adapters, of which row i of x [B, S, in] gets number rows[i]; see `per_row`.
+
+    a [N, rank, in], b [N, out, rank] with the scale in it, rows [B] int64; factor [N, out] multiplies the outputs
+    (DoRA), None for 1.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    rows: Any
+    factor: Any = None
+    invariant: ClassVar[bool] = False
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.ndim != 3 or x.shape[0] != len(self.rows):
+            raise ValueError(
+                f"Adapters per row are for {len(self.rows)} rows, inputs [{len(self.rows)}, S, in], and these are "
+                f"{list(x.shape)}."
+            )
+        a, b = (leaf[self.rows].to(x.dtype) for leaf in (self.a, self.b))
+        y = linear(x, self.weight) + (x @ a.mT) @ b.mT
+        y = y if self.factor is None else y * self.factor[self.rows].to(x.dtype)[:, None]
+        return y if bias is None else y + bias
 
 
 def add(
@@ -87,18 +144,22 @@ def add(
     alpha: float | None = None,
     targets: Iterable[str] = ("q_proj", "v_proj"),
     seed: int = 0,
+    rslora: bool = False,
+    dora: bool = False,
 ) -> Tree:
     """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
 
-    targets: last components of paths ("q_proj": every linear weight of that name, except experts, which take no
-    adapter), or shell patterns over full paths ("layers.1?.mlp.*"). ValueError: a target matches nothing, or matches
-    a leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by
-    (seed, path), uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
+    targets: last components of paths ("q_proj": every linear weight of that name, except experts'), or shell patterns
+    over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). ValueError: a target matches nothing, or matches a
+    leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path),
+    uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
+    rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a magnitude, which starts as the norms of the
+    weight's rows; UnsupportedError for experts and DTensors.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1.")
     chosen = _targets(config, params, tuple(targets))
-    scale = (rank if alpha is None else alpha) / rank
+    scale = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
 
     def adapted(path: str, weight: Any) -> Any:
         if path not in chosen:
@@ -107,9 +168,11 @@ def add(
 
         def uniform(box: Box | None) -> Tensor:
             # the distribution function of a normal variable is uniform at its draws
-            return torch.special.erf(draw(a, seed, f"{path}.a", box) / math.sqrt(2)) / math.sqrt(a.shape[1])
+            return torch.special.erf(draw(a, seed, f"{path}.a", box) / math.sqrt(2)) / math.sqrt(a.shape[-1])
 
-        return Lora(weight, *_on_same_mesh(weight, (a, b), uniform, lambda box: draw(b, seed, f"{path}.b", box)), scale)
+        pair = _on_same_mesh(weight, (a, b), uniform, lambda box: draw(b, seed, f"{path}.b", box))
+        node = Lora(weight, *pair, scale)
+        return replace(node, magnitude=_initial_magnitude(path, node)) if dora else node
 
     return map_leaves(adapted, params)
 
@@ -140,6 +203,52 @@ def attach(params: Tree, trained: Tree) -> Tree:
     return map_leaves(attached, params)
 
 
+def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
+    """`params` with adapters of which row i of a batch gets number rows[i]: several fine-tuned models in one batch.
+
+    params: without adapters. adapters: trees with adapters, of any rank and targets; one without any is the model
+    itself. rows: int64 [B]. Each row's output is that of `attach(params, adapters[rows[i]])`. Every target must read
+    [B, S, in]: losses that flatten tokens take none of lm_head. ValueError for rows outside of the adapters, and
+    UnsupportedError for experts.
+    """
+    if rows.ndim != 1 or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(adapters)):
+        raise ValueError(f"rows must be [B], each from 0 to {len(adapters) - 1}; it is {rows.tolist()}.")
+    nodes = [_adapters(one) for one in adapters]
+    if _adapters(params):
+        raise ValueError("params hold adapters already; merge them, or take `weights`.")
+
+    def stacked(path: str, weight: Any) -> Any:
+        own = [found.get(path) for found in nodes]
+        return weight if not any(own) else _stacked(path, weight, own, rows)
+
+    return map_leaves(stacked, params)
+
+
+def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor) -> RowLora:
+    if weight.ndim != 2:
+        raise UnsupportedError(
+            f"{path} {list(weight.shape)} is a weight of experts; adapters per row have no form of it."
+        )
+    first = next(node for node in own if node is not None)
+    rank = max(len(node.a) for node in own if node is not None)
+    none = Lora(weight, first.a[:0], first.b[:, :0])
+    given = [none if node is None else replace(node, weight=weight) for node in own]
+    a = torch.stack([F.pad(node.a, (0, 0, 0, rank - len(node.a))) for node in given])
+    b = torch.stack([F.pad(node.scale * node.b, (0, rank - len(node.a))) for node in given])
+    if all(node.magnitude is None for node in given):
+        return RowLora(weight, a, b, rows)
+    ones = torch.ones_like(weight[:, 0])
+    factors = [ones if node.magnitude is None else node.magnitude / node.row_norms() for node in given]
+    return RowLora(weight, a, b, rows, torch.stack(factors))
+
+
+def _initial_magnitude(path: str, node: Lora) -> Tensor:
+    if node.weight.ndim != 2 or sharding_of(node.weight) is not None:
+        what = "a DTensor" if node.weight.ndim == 2 else "a weight of experts"
+        raise UnsupportedError(f"{path} is {what}, for which DoRA is not supported: take plain LoRA.")
+    return node.row_norms().to(node.weight.dtype)
+
+
 def _on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | None], Tensor]) -> tuple[Any, Any]:
     """(a, b) on the weight's device, in its dtype and sharded to match; each of `make` returns a box (None: all)."""
     sharding = sharding_of(weight)
@@ -147,8 +256,9 @@ def _on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Bo
         a, b = (values(None).to(weight) for values in make)
         return a, b
     distributed = []
-    for leaf, values, shared_dim in zip(leaves, make, (1, 0), strict=True):
-        dims = tuple(shared_dim if dim == shared_dim else None for dim in sharding.dims)
+    last = weight.ndim - 1
+    for leaf, values, rank_dim in zip(leaves, make, (last - 1, last), strict=True):
+        dims = tuple(None if dim == rank_dim else dim for dim in sharding.dims)
         own = replace(sharding, dims=dims, shape=leaf.shape)
         distributed.append(own.distribute(values(own.local_box()).to(weight.device, weight.dtype)))
     return distributed[0], distributed[1]
@@ -161,7 +271,14 @@ def spec(config: DecoderConfig, params: Tree) -> Tree:
     def frozen(path: str, value: Any) -> Any:
         leaf = leaves[path]
         base = replace(leaf, trainable=False, decay=False)
-        return Lora(base, *_adapter_leaves(leaf, len(value.a)), value.scale) if isinstance(value, Lora) else base
+        if not isinstance(value, Lora):
+            return base
+        magnitude = (
+            None
+            if value.magnitude is None
+            else Leaf(leaf.shape[:1], leaf.dtype, leaf.axes[:1], Constant(1.0), unit=leaf.unit)
+        )
+        return Lora(base, *_adapter_leaves(leaf, value.a.shape[-2]), value.scale, magnitude)
 
     return map_leaves(frozen, params)
 
@@ -169,7 +286,8 @@ def spec(config: DecoderConfig, params: Tree) -> Tree:
 def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, base: str = "") -> None:
     """Write the adapters into the folder `path` in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
-    base: PEFT's `base_model_name_or_path`. All adapters must share rank and scale (ValueError).
+    base: PEFT's `base_model_name_or_path`. All adapters must share rank and scale, and all or none be DoRA, else
+    ValueError. rsLoRA is saved as plain LoRA of the same scale. Each expert has an adapter of its own on disk.
     UnsupportedError where a weight is a slice of a fused tensor on disk, for which PEFT has no adapter.
     """
     adapters = _adapters(params)
@@ -178,17 +296,18 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     sharded = next((path for path, node in adapters.items() if sharding_of(node.a) is not None), None)
     if sharded is not None:
         raise ValueError(f"{sharded} is a DTensor; only plain tensors can be saved (`full_tensor` makes one).")
-    forms = {(len(node.a), node.scale) for node in adapters.values()}
+    forms = {(node.a.shape[-2], node.scale, node.magnitude is not None) for node in adapters.values()}
     if len(forms) > 1:
-        raise ValueError(f"The adapters have several ranks and scales, {sorted(forms)}; one file holds one.")
-    (rank, scale), names = forms.pop(), _modules(config, adapters)
+        raise ValueError(f"The adapters have several (rank, scale, is DoRA), {sorted(forms)}; one file holds one.")
+    (rank, scale, dora), names = forms.pop(), _modules(config, adapters)
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if (alpha := scale * rank) == int(alpha) else alpha,
-        "target_modules": sorted(names.values()),
+        "target_modules": sorted(itertools.chain(*names.values())),
+        "use_dora": dora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -196,9 +315,10 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     }
     tensors: dict[str, LazyTensor] = {}
     for where, node in adapters.items():
-        for letter, value in (("A", node.a), ("B", node.b)):
-            name = f"{_PREFIX}{names[where]}.lora_{letter}.weight"
-            tensors[name] = LazyTensor(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
+        for module, part in zip(names[where], _per_module(node), strict=True):
+            for ending, value in part.items():
+                name = f"{_PREFIX}{module}.lora_{ending}"
+                tensors[name] = LazyTensor(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
     folder = Path(path)
     with reserved_staging_path(folder) as temporary:
         with (
@@ -220,62 +340,93 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
 
 
 def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree) -> Tree:
-    """`params` with the adapters of a folder in PEFT's format: plain LoRA on linear weights of this model.
+    """`params` with the adapters of a folder in PEFT's format: LoRA, rsLoRA or DoRA on linear weights of this model.
 
-    ConfigError or UnsupportedError for a config that is not plain LoRA; MismatchError names every tensor that is
+    Experts have an adapter each, as `save_adapters` writes them. ConfigError or UnsupportedError for a config of
+    another form; MismatchError names every tensor that is
     missing, unexpected or mis-shaped.
     """
     folder = Path(path)
-    rank, alpha = _read_config(plain_file(folder, CONFIG))
+    rank, scale, dora = _read_config(plain_file(folder, CONFIG))
     with ExitStack() as stack:
         file = open_tensors(plain_file(folder, WEIGHTS), stack)
         mapping = map_file(file)
         found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
-    leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if is_linear(p, leaf)}
+    leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if _takes_adapter(p, leaf)}
     # Not strict: PEFT has no adapters for slices of fused tensors, so one in a file is reported as unexpected below.
-    paths = {module: where for where, module in _modules(config, leaves, strict=False).items()}
+    names = _modules(config, leaves, strict=False)
+    paths = {module: where for where, modules in names.items() for module in modules}
     faults: list[str] = []
-    pairs: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Tensor]] = {}  # by module: {ending: tensor}
     for name, value in found.items():
-        module, _, letter = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
+        module, _, ending = name.removeprefix(_PREFIX).rpartition(".lora_")
+        ending = MAGNITUDE if ending == MAGNITUDE.removesuffix(".weight") else ending  # of older releases of PEFT
         where = paths.get(module)
-        if not name.startswith(_PREFIX) or letter not in ("A", "B") or where is None:
+        shapes = {} if where is None else _shapes(leaves[where], rank, dora)
+        if not name.startswith(_PREFIX) or ending not in shapes:
             faults.append(f"{name!r}: unexpected, the model has no such linear weight")
             continue
-        a, b = _adapter_leaves(leaves[where], rank)
-        expected = a.shape if letter == "A" else b.shape
-        if tuple(value.shape) != expected:
-            faults.append(f"{name}: expected {list(expected)}, found {list(value.shape)}")
-        pairs.setdefault(where, {})[letter] = value
-    faults += [f"{where}: only lora_{next(iter(p))} is there" for where, p in pairs.items() if len(p) == 1]
+        if tuple(value.shape) != shapes[ending]:
+            faults.append(f"{name}: expected {list(shapes[ending])}, found {list(value.shape)}")
+        parts.setdefault(module, {})[ending] = value
+    for where in dict.fromkeys(paths[module] for module in parts):
+        wanted = [(module, ending) for module in names[where] for ending in _shapes(leaves[where], rank, dora)]
+        missing = [f"{_PREFIX}{module}.lora_{end}" for module, end in wanted if end not in parts.get(module, {})]
+        faults += [f"{name}: missing" for name in missing]
     if faults:
         raise MismatchError(f"{folder / WEIGHTS}: {len(faults)} adapters do not fit the model:{as_lines(faults)}")
 
     def adapted(where: str, weight: Any) -> Any:
-        if where not in pairs:
+        if not names.get(where) or names[where][0] not in parts:
             return weight
-        a, b = (lambda box, x=pairs[where][letter]: x if box is None else x[box].clone() for letter in "AB")
-        return Lora(weight, *_on_same_mesh(weight, _adapter_leaves(leaves[where], rank), a, b), alpha / rank)
+        own = [parts[module] for module in names[where]]
+        a, b = (
+            own[0][end] if weight.ndim == 2 else torch.stack([x[end] for x in own]) for end in ("A.weight", "B.weight")
+        )
+        make = (lambda box, x=x: x if box is None else x[box].clone() for x in (a, b))
+        node = Lora(weight, *_on_same_mesh(weight, _adapter_leaves(leaves[where], rank), *make), scale)
+        if not dora:
+            return node
+        _initial_magnitude(where, node)  # refuses what has none
+        return replace(node, magnitude=own[0][MAGNITUDE].to(weight))
 
     return map_leaves(adapted, params)
 
 
-def _read_config(file: Path) -> tuple[int, float]:
-    """(rank, alpha) of an adapter_config.json that describes plain LoRA; errors for anything else."""
+def _per_module(node: Lora) -> list[dict[str, Tensor]]:
+    """{ending of the name on disk: tensor} of a weight's adapter, or of each expert's."""
+    if node.a.ndim == 3:
+        return [{"A.weight": a, "B.weight": b} for a, b in zip(node.a, node.b, strict=True)]
+    magnitude = {} if node.magnitude is None else {MAGNITUDE: node.magnitude}
+    return [{"A.weight": node.a, "B.weight": node.b, **magnitude}]
+
+
+def _shapes(leaf: Leaf, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+    """{ending: shape} of one module's adapter of the weight `leaf`."""
+    out_size, in_size = leaf.shape[-2:]
+    magnitude: dict[str, tuple[int, ...]] = {MAGNITUDE: (out_size,)} if dora else {}
+    return {"A.weight": (rank, in_size), "B.weight": (out_size, rank), **magnitude}
+
+
+def _read_config(file: Path) -> tuple[int, float, bool]:
+    """(rank, scale, is DoRA) of an adapter_config.json of LoRA, rsLoRA or DoRA; errors for anything else."""
     values = read_json(file)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise ConfigError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; they must be a whole number and a number.")
-    plain = {"bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+    rslora, dora = (values.get(name) or False for name in ("use_rslora", "use_dora"))
+    if not isinstance(rslora, bool) or not isinstance(dora, bool):
+        raise ConfigError(f"{file}: use_rslora is {rslora!r} and use_dora {dora!r}; they must be true or false.")
+    plain = {"bias": "none", "fan_in_fan_out": False}
     for name, wanted in plain.items():
         if values.get(name, wanted) not in (wanted, None):
             raise UnsupportedError(f"{file}: {name} is {values[name]!r}; only {wanted!r} can be read.")
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"):
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "target_parameters"):
         if values.get(name):
             raise UnsupportedError(f"{file}: {name} is {values[name]!r}; adapters with it cannot be read.")
-    return rank, float(alpha)
+    return rank, alpha / (math.sqrt(rank) if rslora else rank), dora
 
 
 def _targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
@@ -292,7 +443,7 @@ def _targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> d
             last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if is_linear(p, leaf)})
             raise ValueError(f"The target {target!r} names no parameter; linear weights end in {', '.join(last)}.")
         chosen |= named
-    wrong = sorted(path for path in chosen if not is_linear(path, leaves[path]))
+    wrong = sorted(path for path in chosen if not _takes_adapter(path, leaves[path]))
     if wrong:
         raise ValueError(f"{wrong[0]} {list(leaves[wrong[0]].shape)} is no weight of a linear map; adapters need one.")
     return {path: leaves[path] for path in chosen}
@@ -303,11 +454,17 @@ def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 
 
+def _takes_adapter(path: str, leaf: Leaf) -> bool:
+    """Whether a leaf is a linear weight or that of experts [E, out, in]."""
+    return is_linear(path, leaf) or (len(leaf.shape) == 3 and ".experts." in path and path.endswith("_proj"))
+
+
 def _adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
     """The leaves (a, b) of an adapter of the weight `leaf`."""
-    (out_size, in_size), (out_axis, in_axis) = leaf.shape, leaf.axes
-    a = Leaf((rank, in_size), leaf.dtype, ("rank", in_axis), Normal(1.0), unit=leaf.unit)
-    return a, Leaf((out_size, rank), leaf.dtype, (out_axis, "rank"), Constant(0.0), unit=leaf.unit)
+    (*count, out_size, in_size), (*axis, out_axis, in_axis) = leaf.shape, leaf.axes
+    a = Leaf((*count, rank, in_size), leaf.dtype, (*axis, "rank", in_axis), Normal(1.0), unit=leaf.unit)
+    b = Leaf((*count, out_size, rank), leaf.dtype, (*axis, out_axis, "rank"), Constant(0.0), unit=leaf.unit)
+    return a, b
 
 
 def _adapters(params: Tree) -> dict[str, Lora]:
@@ -321,21 +478,23 @@ def _adapters(params: Tree) -> dict[str, Lora]:
     return found
 
 
-def _modules(config: DecoderConfig, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
-    """{path: the module in transformers whose weight it is}, from the names on disk."""
+def _modules(config: DecoderConfig, paths: Iterable[str], *, strict: bool = True) -> dict[str, list[str]]:
+    """{path: the modules whose weights it is, one or one per expert}, from the names on disk."""
     names: dict[str, Stored] = hf_names(config)
     found = {}
     for path in paths:
         stored = names[path]
-        if isinstance(stored, str) and stored.endswith(".weight"):
-            found[path] = stored.removesuffix(".weight")
+        tensors = stored.tensors if isinstance(stored, Stack) else (stored,)
+        modules = [one.removesuffix(".weight") for one in tensors if isinstance(one, str) and one.endswith(".weight")]
+        if len(modules) == len(tensors):
+            found[path] = modules
         elif strict:
             raise UnsupportedError(f"{path} is a slice of a larger tensor on disk, for which PEFT has no adapter.")
     return found
 
 
 def map_leaves(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
-    """A tree map that calls function(path, leaf) and treats a `Lora` as one leaf."""
+    """A tree map that calls function(path, leaf) and treats a `Lora` or `RowLora` as one leaf."""
     if isinstance(node, dict):
         return {key: map_leaves(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
     if isinstance(node, list):

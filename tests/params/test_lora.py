@@ -164,7 +164,8 @@ def test_other_mistakes_are_named(tmp_path: Any) -> None:
     ("change", "kind", "words"),
     [
         ({"peft_type": "IA3"}, P.UnsupportedError, "peft_type"),
-        ({"use_dora": True}, P.UnsupportedError, "use_dora is True"),
+        ({"use_dora": True}, P.MismatchError, "lora_magnitude_vector.weight: missing"),
+        ({"use_dora": "yes"}, P.ConfigError, "use_dora 'yes'"),
         ({"rank_pattern": {"q": 3}}, P.UnsupportedError, "rank_pattern"),
         ({"r": 0}, P.ConfigError, "r is 0"),
         ({"r": 5}, P.MismatchError, r"expected \[5, 32\], found \[3, 32\]"),
@@ -176,3 +177,134 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: 
     (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
     with pytest.raises(kind, match=words):
         lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+
+
+@pytest.mark.parametrize("form", ["rslora", "dora"])
+def test_rslora_and_dora_are_those_of_peft(tmp_path: Any, form: str) -> None:
+    """PEFT draws an adapter, ours has its outputs; merged, trained a step and saved, PEFT has ours."""
+    P.save_pretrained(tmp_path / "base", CONFIG, generic_params(CONFIG))
+    flags = {f"use_{form}": True}
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **flags
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = peft.get_peft_model(base, settings).eval()
+    batch = batch_of(CONFIG, segments((6,), (6,)))
+
+    def theirs(model: Any) -> torch.Tensor:
+        return model(input_ids=batch.tokens, use_cache=False).logits
+
+    model.save_pretrained(tmp_path / "theirs")
+    adapted = lora.load_adapters(tmp_path / "theirs", CONFIG, generic_params(CONFIG))
+    torch.testing.assert_close(_logits_of(batch, adapted), theirs(model).detach(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(_logits_of(batch, lora.merge(adapted)), theirs(model).detach(), rtol=0, atol=1e-4)
+    trained = tree.map(lambda t: t.detach().requires_grad_(), lora.adapters(adapted))
+    grads = torch.autograd.grad(_logits_of(batch, lora.attach(adapted, trained)).square().sum(), tree.leaves(trained))
+    theirs(model).square().sum().backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and "lora_" in n}
+    for got, want in zip(sorted(map(torch.norm, grads)), sorted(map(torch.norm, wanted.values())), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+    moved = tree.map(lambda t: 1.1 * t, lora.adapters(adapted))
+    lora.save_adapters(tmp_path / "ours", CONFIG, lora.attach(adapted, moved))
+    again = peft.PeftModel.from_pretrained(model.unload(), tmp_path / "ours").eval()
+    torch.testing.assert_close(
+        _logits_of(batch, lora.attach(adapted, moved)), theirs(again).detach(), rtol=0, atol=1e-4
+    )
+
+
+def _logits_of(batch: Any, params: Any) -> torch.Tensor:
+    return batch.forward(params, kernel="math")
+
+
+def test_forms_by_their_formulas() -> None:
+    params = generic_params(CONFIG, torch.float64)
+    weight = params["layers"][0]["attention"]["q_proj"]
+    added = lora.add(CONFIG, params, rank=4, alpha=3, rslora=True, dora=True, targets=("q_proj",))
+    node = added["layers"][0]["attention"]["q_proj"]
+    assert node.scale == 3 / 2
+    batch = batch_of(CONFIG, segments((6,)))
+    torch.testing.assert_close(_logits_of(batch, added), _logits_of(batch, params))
+    b = generic("b", node.b).double()
+    total = weight + 1.5 * b @ node.a
+    moved = lora.Lora(weight, node.a, b, 1.5, 2 * node.magnitude)
+    want = 2 * weight.norm(dim=1, keepdim=True) * total / total.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(moved.merged(), want)
+    x, bias = torch.ones(2, weight.shape[1], dtype=torch.float64), torch.ones(len(weight), dtype=torch.float64)
+    torch.testing.assert_close(torch.nn.functional.linear(x, moved, bias), x @ want.T + 1)
+    spec = tree.flatten(lora.spec(CONFIG, added))
+    assert [p for p, leaf in spec.items() if leaf.trainable][:3] == [
+        f"layers.0.attention.q_proj.{name}" for name in ("a", "b", "magnitude")
+    ]
+
+
+def test_experts_have_adapters(tmp_path: Any) -> None:
+    """Each expert's own low-rank product, trained and merged; on disk one module per expert."""
+    config = next(case.config for case in cases() if case.name == "mixtral")
+    plain = generic_params(config, torch.float64)
+    added = lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj"))
+    noisy = lora.attach(plain, tree.map_with_path(lambda p, t: generic(p, t).double(), lora.adapters(added)))
+    batch = batch_of(config, segments((7, 5)))
+    node, weight = noisy["layers"][0]["mlp"]["experts"]["up_proj"], plain["layers"][0]["mlp"]["experts"]["up_proj"]
+    each = torch.stack([w + b @ a for w, a, b in zip(weight, node.a, node.b, strict=True)])
+    torch.testing.assert_close(lora.merge(noisy)["layers"][0]["mlp"]["experts"]["up_proj"], each)
+    for experts in ("loop", "dense"):
+        ours = batch.forward(noisy, kernel="math", experts=experts)
+        torch.testing.assert_close(ours, batch.forward(lora.merge(noisy), kernel="math", experts=experts))
+    assert off(ours, _logits_of(batch, plain)) > 1e-2
+    trained = tree.map(lambda t: t.detach().requires_grad_(), lora.adapters(noisy))
+    loss = batch.forward(lora.attach(plain, trained), kernel="math").square().sum()
+    assert all(bool(g.any()) for g in torch.autograd.grad(loss, tree.leaves(trained)))
+    lora.save_adapters(tmp_path, config, noisy)
+    again = lora.load_adapters(tmp_path, config, plain)
+    assert tree.flatten(again).keys() == tree.flatten(noisy).keys()
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(noisy), strict=True))
+    with pytest.raises(P.UnsupportedError, match="experts"):
+        lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj",), dora=True)
+
+
+def test_each_row_has_its_own_adapters() -> None:
+    """Of several ranks, targets and forms; the last are the model itself."""
+    plain = generic_params(CONFIG, torch.float64)
+
+    def noisy(**options: Any) -> Any:
+        added = lora.adapters(lora.add(CONFIG, plain, **options))
+        return tree.map_with_path(lambda p, t: t + 0.3 * generic(p, t).double(), added)
+
+    adapters = [noisy(rank=2, targets=("q_proj", "v_proj")), noisy(rank=3, targets=("q_proj", "up_proj"), dora=True)]
+    adapters.append(lora.adapters(plain))
+    rows = torch.tensor([1, 0, 2, 1])
+    batch = batch_of(CONFIG, segments((6,), (6,), (6,), (6,)))
+    found = _logits_of(batch, lora.per_row(plain, adapters, rows))
+    for i, number in enumerate(rows):
+        want = _logits_of(batch, lora.attach(plain, adapters[number]))
+        torch.testing.assert_close(found[i], want[i], rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match=r"from 0 to 2; it is \[3\]"):
+        lora.per_row(plain, adapters, torch.tensor([3]))
+    with pytest.raises(ValueError, match="for 1 rows"):
+        _logits_of(batch, lora.per_row(plain, adapters, torch.tensor([1])))
+
+
+def test_gradients_of_each_row() -> None:
+    """DP-LoRA: of adapters alone, of all forms, as by vmap of grad."""
+    plain = generic_params(CONFIG, torch.float64)
+    added = lora.attach(
+        lora.add(CONFIG, plain, rank=2, targets=("q_proj",)),
+        lora.adapters(lora.add(CONFIG, plain, rank=2, targets=("down_proj", "lm_head"), dora=True)),
+    )
+    trained = tree.map_with_path(lambda p, t: t + 0.1 * generic(p, t).double(), lora.adapters(added))
+    inputs = fnmodels.prepare(CONFIG, torch.arange(12).view(3, 4))
+
+    def loss(adapters: Any, batch: Any) -> torch.Tensor:
+        params = lora.attach(plain, adapters)
+        return fnmodels.forward(params, *batch, config=CONFIG, kernel="math").square().sum()
+
+    grads, _ = fnmodels.per_sample_gradients(loss, trained, inputs)
+
+    def of_leaves(leaves: list[Any], batch: Any) -> torch.Tensor:
+        given = iter(leaves)
+        return loss(tree.map(lambda _: next(given), trained), batch)
+
+    wanted = torch.func.vmap(torch.func.grad(of_leaves), in_dims=(None, 0))(tree.leaves(trained), fnmodels.rows(inputs))
+    assert {path.rpartition(".")[2] for path in tree.flatten(grads)} == {"a", "b", "magnitude"}
+    for got, want in zip(tree.leaves(grads), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

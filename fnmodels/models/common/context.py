@@ -277,6 +277,9 @@ class Context:
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
+        # a weight with an adapter (params.lora) has the method: experts have no product of it
+        stacks = {name: w.merged() if hasattr(w, "merged") else w for name, w in layer["experts"].items()}
+        layer = layer | {"experts": stacks}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
