@@ -38,3 +38,8 @@ def valid_of(prepared: Prepared) -> Tensor:
 def along_sequence(mask: Tensor, value: Tensor) -> Tensor:
     """A mask [S] or [B, S] in a form that broadcasts with value [B, S, ...]."""
     return mask.reshape(*mask.shape, *[1] * (value.ndim - 2))
+
+
+def differentiable(value: Tensor, name: str) -> Tensor:
+    """An edit: the value, with a gradient from here on."""
+    return value if value.requires_grad else value.detach().requires_grad_()

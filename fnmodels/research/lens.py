@@ -1,4 +1,6 @@
-"""The logit lens (nostalgebraist 2020) and the tuned lens (arXiv 2303.08112): logits read from every layer's output."""
+"""The logit lens (nostalgebraist 2020), the tuned lens (arXiv 2303.08112) and the Jacobian lens (the mean derivative of
+the last state by each layer's): logits read from every layer's output.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from fnmodels.apply import hidden
 from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.tree import Tree
 
-from .common import Prepared, layer_count, names_of, valid_of
+from .common import Prepared, differentiable, layer_count, names_of, valid_of
 
 
 def logit_lens(params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto") -> Tensor:
@@ -67,6 +69,43 @@ def train_tuned_lens(
         optimizer.step()
         losses.append(float(loss.detach()))
     return {name: value.detach() for name, value in lens.items()}, losses
+
+
+def jacobian_lens(
+    params: Tree,
+    prepared: Prepared,
+    *,
+    config: DecoderConfig,
+    directions: Tensor | None = None,
+    chunk: int = 32,
+) -> Tensor:
+    """[L + 1, n, D]: how n directions of the final hidden state move with the embedding and each layer's output.
+
+    Entry l is the mean over tokens t of the derivative of directions @ (the sum over all tokens of the state before the
+    final norm) by state l at t; the last is `directions` itself. directions: [n, D]; None: all dimensions, a square
+    matrix for `jacobian_lens_logits`. chunk: directions that go through one batched backward pass, which holds as many
+    copies of the gradients of activations. Average over batches for a lens of a corpus. Runs kernel="math".
+    """
+    names, valid = ["embed", *names_of(config, "output")], valid_of(prepared)
+    edits = {"embed": differentiable}
+    last, tapped = hidden(params, *prepared, config=config, taps=tuple(names), kernel="math", edits=edits)
+    wanted = torch.eye(last.shape[-1]) if directions is None else directions
+    rows = []
+    for part in wanted.to(last).split(chunk):
+        cotangents = part[:, None, None] * valid[..., None]
+        found = torch.autograd.grad(
+            last, [tapped[name] for name in names], cotangents, retain_graph=True, is_grads_batched=True
+        )
+        rows.append(torch.stack([gradient.sum((1, 2)) for gradient in found]))
+    return torch.cat(rows, 1) / valid.sum()
+
+
+def jacobian_lens_logits(
+    lens: Tensor, params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto"
+) -> Tensor:
+    """Logits [L + 1, B, S, V] as `logit_lens`, of the states that a lens [L + 1, D, D] carries to the last."""
+    states = _states(params, prepared, config, kernel)
+    return _logits(params, torch.einsum("lij,lbsj->lbsi", lens, states), config)
 
 
 def _states(params: Tree, prepared: Prepared, config: DecoderConfig, kernel: str) -> Tensor:

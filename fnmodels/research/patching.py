@@ -18,7 +18,7 @@ from fnmodels.options import Edit
 from fnmodels.taps import tap_names
 from fnmodels.tree import Tree
 
-from .common import Prepared, along_sequence, names_of
+from .common import Prepared, along_sequence, differentiable, names_of
 
 Metric = Callable[[Tensor], Tensor]
 
@@ -85,7 +85,7 @@ def attribution_patching(
     with torch.no_grad():
         _, wanted = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
     logits, found = forward(
-        params, *corrupt, config=config, kernel="math", taps=tuple(names), edits={"embed": _differentiable}
+        params, *corrupt, config=config, kernel="math", taps=tuple(names), edits={"embed": differentiable}
     )
     gradients = torch.autograd.grad(metric(logits), [found[name] for name in names])
     return {n: (wanted[n] - found[n].detach()) * g for n, g in zip(names, gradients, strict=True)}
@@ -131,10 +131,6 @@ def _put(value: Tensor, name: str, *, chosen: Tensor, value_there: Tensor) -> Te
 
 def _add(value: Tensor, name: str, *, noise: Tensor) -> Tensor:
     return value + noise.to(value.dtype)
-
-
-def _differentiable(value: Tensor, name: str) -> Tensor:
-    return value if value.requires_grad else value.detach().requires_grad_()
 
 
 def _mixed(value: Tensor, other: Tensor, mask: Any) -> Tensor:

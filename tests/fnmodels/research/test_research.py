@@ -50,6 +50,31 @@ def test_a_tuned_lens_begins_as_the_logit_lens_and_learns() -> None:
     assert off(found, fnmodels.llama.unembed(PARAMS, x, config=LLAMA)) < 1e-5
 
 
+def test_jacobian_lens_is_the_mean_derivative() -> None:
+    """Of the last state, summed over tokens; padding counts for nothing, and the last entry is the directions."""
+    batch = batch_of(LLAMA, segments((4, 2), (-2, 3)))
+    params, prepared = generic_params(LLAMA, torch.float64), batch.prepared()
+    valid = prepared[0]["valid"]
+    lens = research.jacobian_lens(params, prepared, config=LLAMA, chunk=5)
+    width, read = LLAMA.hidden_size, functools.partial(fnmodels.hidden, params, *prepared, config=LLAMA, kernel="math")
+    assert lens.shape == (LAYERS + 1, width, width)
+    torch.testing.assert_close(lens[-1], torch.eye(width, dtype=torch.float64))
+    output = read(taps=("layers.0.output",))[1]["layers.0.output"]
+
+    def moved(by: Tensor) -> Tensor:  # the same step at every token
+        return read(edits={"layers.0.output": output + by * valid[..., None]})[valid].sum(0) / valid.sum()
+
+    wanted = torch.func.jacfwd(moved)(torch.zeros(width, dtype=torch.float64))
+    torch.testing.assert_close(lens[1], wanted, rtol=1e-9, atol=1e-9)
+    some = torch.randn(3, width, dtype=torch.float64)
+    found = research.jacobian_lens(params, prepared, config=LLAMA, directions=some)
+    torch.testing.assert_close(found[1], some @ wanted, rtol=1e-9, atol=1e-9)
+    logits = research.jacobian_lens_logits(lens, params, prepared, config=LLAMA, kernel="math")
+    torch.testing.assert_close(logits[-1], batch.forward(params, kernel="math"))
+    want = fnmodels.llama.unembed(params, output @ wanted.T, config=LLAMA)
+    torch.testing.assert_close(logits[1], want)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "falcon_h1", "mixtral", "cohere2"])
 def test_contributions_add_up_to_the_logit(name: str) -> None:
     """E2: embed + all that layers add is the logit; heads and neurons are what is lost where one is removed alone."""
