@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.values import has_values
 from fnmodels.tree import Tree
 from train.dist.dtensor import like_params, local_tree, map_local
 from train.optim.base import Optimizer, check_optimizer
@@ -24,6 +25,13 @@ class State:
     step: Tensor
     params: Tree
     opt_state: Tree
+
+    def __repr__(self) -> str:
+        """The sizes, not the tensors: State(step=3, params: 26 leaves, opt_state: 53 leaves, 312.0 MB)."""
+        params, opt = tree.leaves(self.params), tree.leaves(self.opt_state)
+        size = sum(leaf.nbytes for leaf in (*params, *opt) if isinstance(leaf, Tensor))
+        step = int(self.step) if has_values(self.step) else "?"
+        return f"State(step={step}, params: {len(params)} leaves, opt_state: {len(opt)} leaves, {size / 1e6:.1f} MB)"
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this only for missing attributes: a field that `consume` deleted, or a typo.

@@ -58,6 +58,13 @@ class Cache:
     kinds: tuple[str, ...] = tree.static()
     length: int = tree.static()
 
+    def __repr__(self) -> str:
+        """The sizes, not the tensors: Cache(rows=2, layers=4 (full), length=64, 0.1 MB)."""
+        held = [leaf for leaf in tree.leaves(self.layers) if isinstance(leaf, Tensor)]
+        rows, size = len(held[0]) if held else 0, sum(leaf.nbytes for leaf in held)
+        kinds = ", ".join(dict.fromkeys(self.kinds))
+        return f"Cache(rows={rows}, layers={len(self.layers)} ({kinds}), length={self.length}, {size / 1e6:.1f} MB)"
+
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this only for missing attributes: a field that `decode_` deleted, or a typo.
         if name in {field.name for field in fields(self)}:

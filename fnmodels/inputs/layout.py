@@ -25,6 +25,10 @@ class Layout:
     length: int
     firsts: tuple[tuple[int, ...], ...]  # position of each document's first token: a row may begin mid-document
 
+    def __repr__(self) -> str:
+        """The sizes, not the ranges: Layout(rows=2, length=8, documents=5)."""
+        return f"Layout(rows={len(self.rows)}, length={self.length}, documents={sum(map(len, self.rows))})"
+
     @property
     def plain(self) -> bool:
         """Whether every row is one full document in order, so that causal by position is causal by index."""

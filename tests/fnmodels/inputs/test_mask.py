@@ -69,6 +69,7 @@ def test_rules(name: str) -> None:
 
 def test_a_mask_is_printed_by_its_shapes() -> None:
     mask = build_mask(Causal(), torch.arange(4)[None], torch.ones(1, 4, dtype=torch.long))
+    assert repr(fnmodels.layout({"full": mask})).startswith("Layout(rows=1, length=4, documents=")
     assert repr(mask) == "Mask(q=[1, 4], kv=[1, 4], rule=Causal())"
     assert repr(tree.map(lambda _: 0, mask)) == "Mask(q=0, kv=0, rule=Causal())"  # as the in_dims of vmap
 
