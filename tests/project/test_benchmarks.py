@@ -171,6 +171,13 @@ def test_serve_and_grpo(output: Output) -> None:
     assert "the rewards differ by 0.0000 at most" in out, out
 
 
+@pytest.mark.slow
+def test_research(output: Output) -> None:
+    out = output("research.py", "--quick")
+    for section in ("cache", "grid", "hvp", "kept", "lens", "harvest", "rows"):
+        assert f"\n| {section} | " in out, out
+
+
 def test_programs_restart_themselves_to_give_memory_back(forks: Forks, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

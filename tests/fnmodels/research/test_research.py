@@ -52,7 +52,7 @@ def test_a_tuned_lens_begins_as_the_logit_lens_and_learns() -> None:
 
 def test_jacobian_lens_is_the_mean_derivative() -> None:
     """Of the last state, summed over tokens; padding counts for nothing, and the last entry is the directions."""
-    batch = batch_of(LLAMA, segments((4, 2), (-2, 3)))
+    batch = batch_of(LLAMA, segments((4, 2), (-3, 3)))
     params, prepared = generic_params(LLAMA, torch.float64), batch.prepared()
     valid = prepared[0]["valid"]
     lens = research.jacobian_lens(params, prepared, config=LLAMA, chunk=5)
