@@ -219,7 +219,7 @@ def harvest(at: Setting, longest: int) -> Pair:
     order = torch.randperm(32, generator=at.generator).tolist()
     documents = [at.draw(lengths[i]) for i in order]
     total, name = sum(lengths), f"layers.{at.config.num_hidden_layers // 2}.output"
-    packed = fnmodels.pack(documents, longest)
+    packed = fnmodels.pack(documents, longest, method="first_fit")
 
     def ours() -> list[Tensor]:
         inputs = fnmodels.prepare(at.config, packed.tokens, positions=packed.positions, segment_ids=packed.segment_ids)
