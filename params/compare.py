@@ -68,6 +68,7 @@ _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
+    {"attention": "attention", "mlp": "ffn"},  # DistilBERT
     {"attention": "self_attn", "mlp": "mlp"},
     {"mamba": "mamba", "attention": "self_attn", "mlp": "feed_forward"},  # Falcon-H1
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
@@ -176,7 +177,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     rows = []
     for batch in batches:
         with torch.no_grad():
-            one, two = _ours(config, params, tokens, batch), _theirs(reference, tokens, batch)
+            one, two = _ours(config, params, tokens, batch), _theirs(reference, config, tokens, batch)
         plain = batch is batches[0]
         taps = [tap for tap in _order(len(params["layers"])) if tap in one and tap in two] if plain else ["logits"]
         valid = batch.segment_ids > 0
@@ -280,7 +281,7 @@ def _layers(model: Any) -> Any:
     """The reference's list of layers, or None if its modules have unknown names."""
     # Llama 4's text model names a base that only the model with a vision tower has
     base = model.model if model.base_model is model else model.base_model
-    base = getattr(base, "encoder", base)
+    base = getattr(base, "encoder", getattr(base, "transformer", base))
     if hasattr(base, "layer"):
         return base.layer
     return getattr(base, "layers", getattr(base, "h", None))
@@ -289,8 +290,9 @@ def _layers(model: Any) -> Any:
 def _on_disk(model: Any) -> dict[str, Tensor]:
     """The reference's tensors by their names in files, not those in memory. A tied head is listed once."""
     loading = importlib.import_module("transformers.core_model_loading")
-    named, all_named = (dict(model.named_parameters(remove_duplicate=once)) for once in (True, False))
+    all_named = dict(model.named_parameters(remove_duplicate=False))
     saved = {name: tensor for name, tensor in model.state_dict().items() if name not in all_named}  # buffers
+    named = {name: tensor for name, tensor in all_named.items() if name not in model.all_tied_weights_keys}
     return dict(loading.revert_weight_conversion(model, named | saved))
 
 
@@ -339,7 +341,7 @@ def _ours(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> 
     return {**tapped, "logits": logits}
 
 
-def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+def _theirs(model: Any, config: DecoderConfig, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of the reference, by hooks on its modules."""
     tapped: dict[str, Tensor] = {}
 
@@ -364,7 +366,8 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
         handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
     try:
         mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
-        logits = model(input_ids=tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False).logits
+        positions = batch.positions + field_of(config, "first_position")
+        logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()

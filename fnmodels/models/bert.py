@@ -28,22 +28,9 @@ RESAVED = {
     r"bert\.(.*)": r"\1",
 }
 
-_NAMES = {
-    "embed_tokens": "bert.embeddings.word_embeddings.weight",
-    "embed_positions": "bert.embeddings.position_embeddings.weight",
-    "embed_types": "bert.embeddings.token_type_embeddings.weight",
-    "embed_norm": "bert.embeddings.LayerNorm",
-    "attention.q": "bert.encoder.layer.{}.attention.self.query",
-    "attention.k": "bert.encoder.layer.{}.attention.self.key",
-    "attention.v": "bert.encoder.layer.{}.attention.self.value",
-    "attention.o": "bert.encoder.layer.{}.attention.output.dense",
-    "post_attention_layernorm": "bert.encoder.layer.{}.attention.output.LayerNorm",
-    "mlp.up": "bert.encoder.layer.{}.intermediate.dense",
-    "mlp.down": "bert.encoder.layer.{}.output.dense",
-    "post_feedforward_layernorm": "bert.encoder.layer.{}.output.LayerNorm",
-    "pooler.dense": "bert.pooler.dense",
+_NAMES = encoder.bert_names("bert.") | {
     "head.score": "classifier",
-    "lm_head": "cls.predictions.decoder.weight",
+    "lm_head": "cls.predictions.decoder",
     "lm_head_bias": "cls.predictions.bias",
     "head.norm": "cls.predictions.transform.LayerNorm",
 }
@@ -59,7 +46,7 @@ class Config(encoder.EncoderConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        usual = encoder.encoder_fields(fields, model_type, "Bert", names={}, positions=512, types=2, eps=1e-12)
+        usual = encoder.encoder_fields(fields, model_type, "Bert")
         config = Config(**usual, pooler=int(usual["head"] == "none"))
         return encoder.finished(config, fields, _POOLER_FIELDS)
 

@@ -17,7 +17,12 @@ from tests.support.cases import Case, batch_of, cases, family_modules, generic_p
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 # Fields without effect on the forward pass: the init and the trained length.
 DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
-DESCRIPTIVE |= {"head", "num_labels", "pooler"}  # other results than logits of tokens: tests/parity/test_heads.py
+DESCRIPTIVE |= {
+    "head",
+    "num_labels",
+    "pooler",
+    "classifier_pooling",
+}  # other results than logits of tokens: tests/parity/test_heads.py
 NARROW = {"residual_in_fp32", "mrope_section"}  # of effect in bf16 only, with positions of three axes only
 # Fields that determine the shapes of parameters; in some families they change only together.
 SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}

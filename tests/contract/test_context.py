@@ -11,6 +11,7 @@ import fnmodels
 import train
 import train.losses.model_loss
 import train.remat
+from fnmodels.models.common import encoder
 from fnmodels.models.common.context import STATE_TAP
 from fnmodels.models.common.registry import may_have
 from fnmodels.ops import layer_norm
@@ -18,6 +19,7 @@ from tests.support.cases import (
     Case,
     batch_of,
     beside,
+    block_of,
     cases,
     generic_params,
     layer_structures,
@@ -252,7 +254,7 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
         assert added and tap.keys() == {"input", "output", *added, *more}
         tap = {name: value[batch.valid] for name, value in tap.items()}
         layer = params["layers"][index]
-        if not may_have(fnmodels.family_of(case.config), "CAUSAL"):  # encoders: a norm after each sum
+        if block_of(case) == encoder.__name__:  # BERT's relatives: a norm after each sum
             eps = case.config.layer_norm_eps
             for name, before, added_there, after in (
                 ("post_attention_layernorm", "input", "attention", "middle"),

@@ -112,8 +112,8 @@ def test_a_layer_is_as_close_to_fp32_as_transformers(case: Case) -> None:
     model, ids = reference(case), tokens(case)
     batch = next(iter(_batches(case.config, ids.shape[1])))
     with torch.no_grad():
-        theirs = _theirs(model, ids, batch)
-        exact = _theirs(copy.deepcopy(model).float(), ids, batch)
+        theirs = _theirs(model, case.config, ids, batch)
+        exact = _theirs(copy.deepcopy(model).float(), case.config, ids, batch)
         ours = _ours(case.config, params_of(model, case.config), ids, batch)
     taps = [tap for tap in ("layers.0.attention", "layers.0.output") if tap in ours and tap in theirs]
     taps = [tap for tap in taps if not is_routed(case.config) or tap.endswith("attention")]

@@ -12,13 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 import fnmodels
 import params as P
 import train
+from fnmodels.models.common.registry import may_have
 from tests.support.cases import Case, cases, generic_params, positions_of, richest, seed_of, segments, tokens_of
 from tests.support.oracle import assert_close, model_of, save
 
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
 ROWS = segments((-3, 9, 5, -1), (18,))  # left padding, two documents in a row, and one alone
 BY_TYPE = richest(lambda case: case.config.model_type if case.values else "")
-KNOWN = [case for case in BY_TYPE if case.values and case.config.model_type in CLASSES and case.family != "bert"]
+DECODERS = [case for case in BY_TYPE if may_have(fnmodels.family_of(case.config), "CAUSAL")]
+KNOWN = [case for case in DECODERS if case.values and case.config.model_type in CLASSES]
 
 
 def values_of(case: Case) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def test_scores_of_tokens_and_their_files(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family != "bert"], ids=str)
+@pytest.mark.parametrize("case", DECODERS, ids=str)
 def test_nothing_between_the_norm_and_the_scores(case: Case) -> None:
     """For model types that transformers has no class for too: no factor, bias or soft-cap of logits."""
     config = dataclasses.replace(case.config, head="classification", num_labels=3)
@@ -90,7 +92,9 @@ def test_refusals() -> None:
         train.next_token_loss(generic_params(config), batch, config=config)
     with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):
         dataclasses.replace(case.config, head="classification")
-    with pytest.raises(fnmodels.ConfigError, match="head is 'masked_lm'; a decoder's must be lm, none or one of"):
+    with pytest.raises(
+        fnmodels.ConfigError, match="head is 'masked_lm'; this family's must be one of lm, none, classification"
+    ):
         dataclasses.replace(case.config, head="masked_lm")
     (wrapped,) = (case for case in cases() if case.name == "gemma4_wrapped")
     with pytest.raises(fnmodels.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):

@@ -43,17 +43,17 @@ def modules_of(model: Any, case: Case) -> dict[str, tuple[Any, str]]:
         found[f"layers.{i}.output"] = layer, "output"
         inner = dict(layer.named_modules())
         for where in ("self_attn", "attn", "attention", "self_attention"):
-            for out in ("o_proj", "dense", "out_proj", "c_proj"):
+            for out in ("o_proj", "dense", "out_proj", "c_proj", "Wo"):
                 if f"{where}.{out}" in inner and case.family != "qwen3_next":
                     found[f"layers.{i}.attention.z"] = inner[f"{where}.{out}"], "input"
         for where in ("mlp", "feed_forward"):
-            for out in ("down_proj", "dense_4h_to_h", "fc2", "c_proj"):
+            for out in ("down_proj", "dense_4h_to_h", "fc2", "c_proj", "Wo"):
                 if f"{where}.{out}" in inner and i not in sparse:
                     found[f"layers.{i}.mlp.neurons"] = inner[f"{where}.{out}"], "input"
         if "input_layernorm" in inner:
             found[f"layers.{i}.input_layernorm"] = inner["input_layernorm"], "output"
     base = getattr(model, "model", None) or model.base_model
-    for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm"):
+    for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm", "final_norm"):
         if hasattr(base, name):
             found["final.norm"] = getattr(base, name), "output"
     return {tap: at for tap, at in found.items() if tap in names}

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import fnmodels
 import params as P
 from tests.support.cases import Case, cases, forward, structures, tokens_of
-from tests.support.oracle import EAGER, assert_close, logits_of, model_of, params_of, save
+from tests.support.oracle import EAGER, assert_close, auto_class, logits_of, model_of, params_of, save
 
 WITH_REFERENCE = [case for case in structures() if case.values is not None]
 LIMITS = ["5GB", "20KB"]  # of a shard: one file or several, in turns, since the tensors' names decide which
@@ -40,7 +39,7 @@ def test_there_and_back(case: Case, limit: str, tmp_path: Path) -> None:
     )
     assert back.keys() == theirs.keys()
     assert all(back[k].dtype == theirs[k].dtype and torch.equal(back[k], theirs[k]) for k in back)
-    again, report = AutoModelForCausalLM.from_pretrained(
+    again, report = auto_class(model.config).from_pretrained(
         tmp_path / "ours", output_loading_info=True, **EAGER, dtype="auto"
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

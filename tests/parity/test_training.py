@@ -11,7 +11,7 @@ from fnmodels import tree
 from fnmodels.models.common import storage
 from fnmodels.models.common.registry import may_have
 from tests.support.cases import Batch, Case, batch_of, collected, richest, segments
-from tests.support.oracle import model_of, on_disk, params_of
+from tests.support.oracle import model_of, on_disk, params_of, position_ids
 
 STEPS = 10
 RATE, DECAY, CLIP = 2e-3, 0.1, 1.0
@@ -43,7 +43,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
         loss = model(
             input_ids=batch.tokens,
             attention_mask=batch.valid.long(),
-            position_ids=batch.positions,
+            position_ids=position_ids(case.values, batch.positions),
             labels=labels,
             use_cache=False,
         ).loss
@@ -69,8 +69,8 @@ def _decays(case: Case) -> dict[str, bool]:
     saved, decays = on_disk(model), {}
     for path, leaf in tree.flatten(family.spec(case.config)).items():
         if leaf.trainable:
-            for name in storage.disk_names(names[path]):
-                owner, _ = numbered[int(saved[name].flatten()[0])]
+            for number in storage.extract_parameter(names[path], saved).unique():
+                owner, _ = numbered[int(number)]
                 assert decays.setdefault(owner, leaf.decay) == leaf.decay
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert decays.keys() == {name for name in learned if ".indexer." not in name}  # which has no gradient there

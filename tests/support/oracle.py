@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import storage
+from fnmodels.models.common.registry import field_of
 from tests.support.cases import collected, generic, variants_of
 
 # transformers 5.23 lists it among models with vision only
@@ -39,10 +40,17 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
 
 def _class_of(config: Any) -> Any:
     """A fresh fp32 model: of the class that an encoder's config names, else the causal one of its model type."""
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if named is None or named.__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        return AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32)
+    named = auto_class(config)
+    if named is AutoModelForCausalLM:
+        return named.from_config(config, **EAGER, dtype=torch.float32)
     return named._from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+def auto_class(config: Any) -> Any:
+    """The class that an encoder's config names, else AutoModelForCausalLM."""
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    decodes = named is None or named.__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    return AutoModelForCausalLM if decodes else named
 
 
 def reference_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +63,8 @@ def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
     """The parameters, a tied one once, and the buffers that are saved with them (biases of a router's choice)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-    return dict(model.named_parameters()) | buffers
+    once = {name: tensor for name, tensor in parameters.items() if name not in model.all_tied_weights_keys}
+    return once | buffers
 
 
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:
@@ -96,7 +105,14 @@ def logits_of(
     """
     with torch.no_grad():
         mask = None if valid is None else valid.long()
-        return model_of(values)(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        where = None if positions is None else position_ids(values, positions)
+        return model_of(values)(input_ids=tokens, position_ids=where, attention_mask=mask, use_cache=False).logits
+
+
+def position_ids(values: dict[str, Any], positions: Tensor) -> Tensor:
+    """What the reference takes for positions that begin with 0: RoBERTa's are rows of its table."""
+    config = fnmodels.family_for(values["model_type"]).Config.from_hf(values)
+    return positions + field_of(config, "first_position")
 
 
 def assert_close(ours: Tensor, theirs: Tensor, *, bound: float = 2e-5) -> None:

@@ -30,8 +30,8 @@ _HARMLESS = """
 """
 # Dropout rates, under every published name. `forward` applies no dropout, as in evaluation mode.
 _DROPOUTS = """
-    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop embedding_dropout
-    hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout
+    hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_pdrop residual_dropout seq_classif_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
 HARMLESS = frozenset((*_HARMLESS.split(), *DROPOUTS))

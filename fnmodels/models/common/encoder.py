@@ -14,10 +14,10 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Everything
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import no_rotation
+from fnmodels.ops.rotary import apply_rotary, no_rotation
 from fnmodels.tree import Tree, flatten
 
 from . import decoder
@@ -25,20 +25,21 @@ from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
 from .heads import head_fields, head_to_hf, label_names
 from .quantization import quantization
-from .registry import family_of, may_have
+from .registry import family_of, field_of, may_have
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from .storage import fuse
 
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
-C = TypeVar("C", bound="EncoderConfig")
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The Config fields of BERT and its relatives. A document of more than the position table's tokens is an error.
+    """The Config fields of BERT and its relatives. A document of more than max_position_embeddings tokens is an error.
 
-    first_position: the row of the position table that a document's first token reads. type_vocab_size: rows of the
-    table of token types, 0 for none. head, num_labels: see `heads`. pooler: 1 if a model without a head has the dense
-    layer of `pooled`, else 0.
+    first_position: the row of the position table that a document's first token reads; files count the rows before it
+    in their max_position_embeddings. type_vocab_size: rows of the table of token types, 0 for none. head, num_labels:
+    see `heads`. pooler: 1 if a model without a head has the dense layer of `pooled`, else 0.
     """
 
     vocab_size: int
@@ -84,18 +85,17 @@ class EncoderConfig:
         raise NotImplementedError
 
 
+_DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu"}
+
+
 def encoder_fields(
-    fields: Fields, model_type: str, classes: str, *, names: Mapping[str, str], positions: int, types: int, eps: float
+    fields: Fields, model_type: str, classes: str, *, first_position: int = 0, **defaults: Any
 ) -> dict[str, Any]:
     """The fields of EncoderConfig from a config.json; `finished` keeps the rest.
 
-    classes: as for `head_fields`. names: {Config field: its name in the file} where they differ. positions, types and
-    eps: the model type's defaults.
+    classes: as for `head_fields`. defaults: the model type's, where they are not BERT's.
     """
-
-    def name(ours: str) -> str:
-        return names.get(ours, ours)
-
+    default = _DEFAULTS | defaults
     quantization(fields)
     fields.expect("is_decoder", False)
     fields.expect("is_encoder_decoder", False)
@@ -106,12 +106,14 @@ def encoder_fields(
         fields.expect("tie_word_embeddings", True)
     fields.take("tie_word_embeddings", None)
     return {
-        **{size: fields.integer(name(size)) for size in sizes},
-        "num_hidden_layers": fields.integer(name("num_hidden_layers"), high=LAYERS_LIMIT),
-        "max_position_embeddings": fields.integer("max_position_embeddings", positions),
-        "type_vocab_size": fields.integer("type_vocab_size", types, low=0) if types else 0,
-        "layer_norm_eps": fields.number("layer_norm_eps", eps) if "layer_norm_eps" not in names else eps,
-        "hidden_act": fields.choice(name("hidden_act"), tuple(ACTIVATIONS), "gelu"),
+        **{size: fields.integer(size) for size in sizes},
+        "num_hidden_layers": fields.integer("num_hidden_layers", high=LAYERS_LIMIT),
+        "max_position_embeddings": fields.integer("max_position_embeddings", default["max_position_embeddings"])
+        - first_position,
+        "first_position": first_position,
+        "type_vocab_size": fields.integer("type_vocab_size", default["type_vocab_size"], low=0),
+        "layer_norm_eps": fields.number("layer_norm_eps", default["layer_norm_eps"]),
+        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), default["hidden_act"]),
         "initializer_range": fields.number("initializer_range", 0.02, above=-1e-9),
         "model_type": model_type,
         **heads,
@@ -120,7 +122,7 @@ def encoder_fields(
 
 def finished(config: C, fields: Fields, ignored: tuple[str, ...] = ()) -> C:
     """The config with the fields kept for saving; ConfigError for fields that the family did not read."""
-    names = label_names(fields) if config.num_labels else ()
+    names = label_names(fields) if field_of(config, "num_labels") else ()
     object.__setattr__(config, "extra", fields.finish((*ignored, "gradient_checkpointing", "directionality")) + names)
     return config
 
@@ -132,12 +134,14 @@ _WRITTEN = (
 )
 
 
-def encoder_to_hf(
-    config: EncoderConfig, classes: str, *, names: Mapping[str, str], without: tuple[str, ...] = (), **rest: Any
-) -> dict[str, Any]:
-    """A config.json. names: as for `encoder_fields`. without: fields that the model type does not have."""
+def encoder_to_hf(config: EncoderConfig, classes: str, *, names: Mapping[str, str], **rest: Any) -> dict[str, Any]:
+    """A config.json.
+
+    names: {Config field: its name in the file} where they differ, "" where the file has none. rest: further fields.
+    """
     kept = {key: json.loads(value) for key, value in config.extra}
-    own = {names.get(key, key): getattr(config, key) for key in _WRITTEN if key not in without}
+    own = {name: getattr(config, key) for key in _WRITTEN if (name := names.get(key, key))}
+    own["max_position_embeddings"] += config.first_position
     out = kept | {"model_type": config.model_type} | own | rest | head_to_hf(config, classes, kept)
     return decoder.expressible(config, out)
 
@@ -154,7 +158,7 @@ def spec(config: EncoderConfig) -> Tree:
     }
     tree: Tree = {
         "embed_tokens": embedding(V, D, std),
-        "embed_positions": embedding(config.max_position_embeddings, D, std, axis="position"),
+        "embed_positions": embedding(config.first_position + config.max_position_embeddings, D, std, axis="position"),
     }
     if config.type_vocab_size:
         tree["embed_types"] = embedding(config.type_vocab_size, D, std, axis="type")
@@ -178,7 +182,27 @@ def head_leaves(config: Any) -> Tree:
     return {"head": dense | score if config.head == "classification" else score}
 
 
-def encoder_names(config: EncoderConfig, names: Mapping[str, str]) -> dict[str, str]:
+def bert_names(prefix: str) -> dict[str, str]:
+    """The names, as for `encoder_names`, of everything but the heads in files of BERT, with the prefix of its model."""
+    layer = f"{prefix}encoder.layer.{{}}."
+    return {
+        "embed_tokens": f"{prefix}embeddings.word_embeddings",
+        "embed_positions": f"{prefix}embeddings.position_embeddings",
+        "embed_types": f"{prefix}embeddings.token_type_embeddings",
+        "embed_norm": f"{prefix}embeddings.LayerNorm",
+        "attention.q": f"{layer}attention.self.query",
+        "attention.k": f"{layer}attention.self.key",
+        "attention.v": f"{layer}attention.self.value",
+        "attention.o": f"{layer}attention.output.dense",
+        "post_attention_layernorm": f"{layer}attention.output.LayerNorm",
+        "mlp.up": f"{layer}intermediate.dense",
+        "mlp.down": f"{layer}output.dense",
+        "post_feedforward_layernorm": f"{layer}output.LayerNorm",
+        "pooler.dense": f"{prefix}pooler.dense",
+    }
+
+
+def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
     """{path of a parameter: its name on disk}.
 
     names: {path within a layer, or outside: the name on disk, with {} for the layer}. "attention.q" stands for q_proj
@@ -193,6 +217,17 @@ def encoder_names(config: EncoderConfig, names: Mapping[str, str]) -> dict[str, 
         if not name.endswith((".weight", ".bias")):
             name += ".bias" if inner.endswith("_bias") else ".weight"
         found[path] = name.format(layer)
+    return found
+
+
+def fused_names(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """As `encoder_names`, where parameters of one name are rows of one tensor, in their order."""
+    found: dict[str, Any] = dict(encoder_names(config, names))
+    rows: dict[str, dict[str, int]] = {}
+    for path, leaf in flatten(family_of(config).spec(config)).items():
+        rows.setdefault(found[path], {})[path] = leaf.shape[0]
+    for name, parts in rows.items():
+        found |= fuse(name, parts) if len(parts) > 1 else {}
     return found
 
 
@@ -227,9 +262,15 @@ def embed(params: Tree, inputs: Tree, /, *, config: EncoderConfig) -> Tensor:
     positions = inputs["positions"]
     x = embed_tokens(params["embed_tokens"], inputs)
     x = x + look_up(params["embed_positions"], positions + config.first_position, "positions")
+    return embed_types(params, x, inputs, config)
+
+
+def embed_types(params: Tree, x: Tensor, inputs: Mapping[str, Tensor], config: Any) -> Tensor:
+    """The norm of x [B, S, D] and the token type embeddings, if the model has them."""
     if config.type_vocab_size:
         types = inputs.get("token_types")
-        x = x + look_up(params["embed_types"], torch.zeros_like(positions) if types is None else types, "token types")
+        types = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if types is None else types
+        x = x + look_up(params["embed_types"], types, "token types")
     if "valid" in inputs:  # before the norm, through whose backward a NaN in padding would reach its parameters
         x = x.where(inputs["valid"][..., None], 0)
     return layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
@@ -239,25 +280,36 @@ def embed(params: Tree, inputs: Tree, /, *, config: EncoderConfig) -> Tensor:
 def block(
     layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: EncoderConfig, kind: str, ctx: Context
 ) -> Tensor:
-    """One layer: x [B, S, D] -> x."""
+    """One layer: x [B, S, D] -> x. Its MLP has a gate if there is one in its parameters."""
     eps, weights = config.layer_norm_eps, layer["attention"]
     q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
     name = "post_attention_layernorm"
     x = ctx.tap("middle", layer_norm(x + mixed, layer[name], layer[f"{name}_bias"], eps=eps))
-    inner = ctx.tap("mlp", plain_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap))
+    feed = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp
+    inner = ctx.tap("mlp", feed(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap))
     name = "post_feedforward_layernorm"
     return layer_norm(x + inner, layer[name], layer[f"{name}_bias"], eps=eps)
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: EncoderConfig) -> Tensor:
     """What the head makes of each token: logits [B, S, V] or [B, S, labels]; without a head x [B, S, D]."""
+    return _unembed(params, x, config, config.hidden_act)
+
+
+def unembed_gelu(params: Tree, x: Tensor, /, *, config: EncoderConfig) -> Tensor:
+    """As `unembed`; the activation of a masked-LM head is GELU whatever that of the layers."""
+    return _unembed(params, x, config, "gelu")
+
+
+def _unembed(params: Tree, x: Tensor, config: EncoderConfig, activation: str) -> Tensor:
     if config.head == "none":
         return x
     weights = params["head"]
     if config.head != "masked_lm":
         return linear(x, weights["score"], weights["score_bias"])
-    x = ACTIVATIONS[config.hidden_act](linear(x, weights["dense"], weights["dense_bias"]))
+    x = ACTIVATIONS[activation](linear(x, weights["dense"], weights["dense_bias"]))
     x = layer_norm(x, weights["norm"], weights["norm_bias"], eps=config.layer_norm_eps)
     return linear(x, decoder.head(params, config), params["lm_head_bias"])
 

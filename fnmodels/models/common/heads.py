@@ -12,13 +12,14 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
 from .config_json import Fields, shown
-from .registry import field_of
+from .registry import FAMILY_DEFAULTS, field_of
 
 CLASSES = {
     "none": "Model",
@@ -71,11 +72,12 @@ def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
 
 
 def check_head(config: Any) -> None:
-    """For a decoder's `Config.__post_init__`: ConfigError for an unknown head and for one without labels."""
+    """For a Config's `__post_init__`: ConfigError for a head that its family lacks and for one without labels."""
     head, labels = config.head, config.num_labels
-    if head not in ("lm", "none", *DECODER_HEADS):
-        raise ConfigError(f"head is {head!r}; a decoder's must be lm, none or one of {', '.join(DECODER_HEADS)}.")
-    if not isinstance(labels, int) or labels < (head in DECODER_HEADS):
+    known = getattr(sys.modules[type(config).__module__], "HEADS", FAMILY_DEFAULTS["HEADS"])
+    if head not in known:
+        raise ConfigError(f"head is {head!r}; this family's must be one of {', '.join(known)}.")
+    if not isinstance(labels, int) or labels < (head in LABELLED):
         raise ConfigError(f"num_labels is {labels!r}; the head {head} needs an integer of at least 1.")
 
 

@@ -112,6 +112,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "mrope_section": (),  # how many rotary frequencies read time, height and width, interleaved
     "head": "lm",  # see `common.heads`
     "num_labels": 0,
+    "first_position": 0,  # the row of the position table that a document's first token reads
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }
 
@@ -146,6 +147,12 @@ _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "u
 FAMILY_DEFAULTS: dict[str, Any] = {
     "MODEL_TYPES": (),  # the model types of config.json that it reads
     "KINDS": ("full",),  # the kinds of its layers, the default first
+    "HEADS": (
+        "lm",
+        "none",
+        "classification",
+        "tokens",
+    ),  # of its Config, the default first, see `heads`
     "PRESETS": {},  # {name: config.json} of published models, for `fnmodels.preset`
     "ROUTED": False,  # whether kinds that end in "_moe" are MoE layers
     "ROUTER": None,  # the dtypes of its router

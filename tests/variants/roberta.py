@@ -1,0 +1,66 @@
+"""Tiny configurations of RoBERTa with its masked-LM head, and published sizes; other heads: parity/test_heads.py."""
+
+from typing import Any
+
+from tests.variants import bert
+
+SEPARATE = {"packed": "its masks do not tell documents apart"}
+
+TINY: dict[str, Any] = bert.TINY | {
+    "architectures": ["RobertaForMaskedLM"],
+    "model_type": "roberta",
+    "type_vocab_size": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+    "pad_token_id": 4,
+}
+_XLM = {"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta"}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    relu = {"hidden_act": "relu", "pad_token_id": 1}  # the head has GELU all the same
+    return {"roberta": TINY, "roberta_relu": TINY | relu, "xlm_roberta": TINY | _XLM}
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members."""
+    large = {
+        "architectures": ["RobertaForMaskedLM"],
+        "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514,
+        "model_type": "roberta",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "pad_token_id": 1,
+        "type_vocab_size": 1,
+        "vocab_size": 50265,
+    }
+    return {"roberta_large": large, "xlm_roberta_large": large | _XLM | {"output_past": True, "vocab_size": 250002}}
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published model: its number of parameters}."""
+    return {"roberta_large": TOTALS["roberta-large"], "xlm_roberta_large": TOTALS["xlm-roberta-large"]}
+
+
+# Parameter counts of the presets, which transformers' models of these configs have.
+TOTALS: dict[str, int] = {
+    "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057,
+    "xlm-roberta-base": 278_295_186,
+    "xlm-roberta-large": 560_142_482,
+    "bge-m3": 567_754_752,
+    "bge-reranker-v2-m3": 567_755_777,
+}
+
+# Fields refused at any changed value: no published encoder has them.
+REFUSED = {name: {"add_cross_attention", "is_decoder", "tie_word_embeddings"} for name in ("roberta", "xlm-roberta")}
