@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.apply import hidden
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.apply import hidden, run_layers
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 
-from .common import Prepared, valid_of
+from .common import Prepared, layer_count, valid_of
 
 Autoencoder = dict[str, Tensor]
 
@@ -43,8 +43,8 @@ def harvest(
     out, filled = None, 0
     for prepared in batches:
         with torch.no_grad():
-            _, tapped = hidden(params, *prepared, config=config, taps=(name,), **options)
-        found = tapped[name][valid_of(prepared)][: rows - filled]
+            value = _tapped(params, prepared, name, config, options)
+        found = value[valid_of(prepared)][: rows - filled]
         if out is None:
             shape = (rows, *found.shape[1:])
             out = torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
@@ -54,6 +54,24 @@ def harvest(
             return out
     Path(path).unlink(missing_ok=True)
     raise ValueError(f"The batches have {filled} tokens that are no padding, and rows is {rows}.")
+
+
+def _tapped(params: Tree, prepared: Prepared, name: str, config: DecoderConfig, options: dict[str, Any]) -> Tensor:
+    """The tap, by the layers up to its own where they need no inputs but the embedding."""
+    inputs: Any = prepared[0]
+    where, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    needs_all = "edits" in options or field_of(config, "hidden_size_per_layer_input")
+    if where != "layers" or not number.isdigit() or needs_all:
+        whole: Tensor = hidden(params, *prepared, config=config, taps=(name,), **options)[1][name]
+        return whole
+    x = family_of(config).embed(params, inputs, config=config)
+    given = {key: inputs.get(key) for key in ("valid", "routing", "choices")}
+    stop = min(int(number) + 1, layer_count(config))
+    found: Tensor = run_layers(params, x, *prepared[1:], 0, stop, config=config, taps=(name,), **given, **options)[1][
+        name
+    ]
+    return found
 
 
 def init_sae(width: int, features: int, *, seed: int = 0) -> Autoencoder:
