@@ -13,7 +13,7 @@ large bf16 products widen their arguments, a part of the weight at a time, and r
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,8 @@ def _product_over_rows(rows: Tensor, x: Tensor) -> Tensor:
 class _UnreadProduct(torch.autograd.Function):
     """`_product_over_rows` as a node of the graph, without its value: NaN everywhere."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(rows: Tensor, x: Tensor) -> Tensor:
         return x.new_full((), torch.nan).expand(rows.shape[1], x.shape[1])
@@ -145,6 +147,10 @@ class _UnreadProduct(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         rows, x = ctx.saved_tensors
         return x @ grad_output.t(), rows @ grad_output
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError("Gradients that are never read have no values to differentiate forward.")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,6 +101,10 @@ def _outputs(block: Block, form: Tree, fixed: list[Any], values: tuple[Tensor, .
     return tree.leaves(result), _form(result)
 
 
+def _refuse(transform: str) -> NoReturn:
+    raise NotImplementedError(f"Blocks compiled for curvature have no rule for {transform}: leave out compile=.")
+
+
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -120,20 +124,26 @@ def _gradients(
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        outputs: Callable[..., Any],
-        gradients: Callable[..., Any],
-        call: _Call,
-        found: list[Any],
-        *values: Tensor,
+        outputs: Callable[..., Any], gradients: Callable[..., Any], call: _Call, found: list[Any], *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.gradients = call, gradients
-        ctx.save_for_backward(*values)
         flat, form = outputs(call.block, call.form, call.fixed, values)
         found.append(form)
-        ctx.floating = [_is_floating(x) for x in flat]
-        ctx.mark_non_differentiable(*(x for x in flat if isinstance(x, Tensor) and not _is_floating(x)))
         return tuple(flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _, ctx.gradients, ctx.call, _, *values = inputs
+        ctx.save_for_backward(*values)
+        ctx.floating = [_is_floating(x) for x in output]
+        ctx.mark_non_differentiable(*(x for x in output if isinstance(x, Tensor) and not _is_floating(x)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("vmap")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse("forward-mode differentiation")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
