@@ -173,7 +173,8 @@ def language_model(made: Any, folder: Path, resume: str | None) -> dict[str, Any
         steps += [made.train_batch(own(sft=True, update_lr_scheduler=True)) for _ in range(4)]
         found["saved"] = str(folder / "global_step_4")
         made.save_checkpoint(found["saved"], global_step=4)
-        plain = made.infer_batch(own(sft=False, temperature=0.7, compute_loss=False, no_lora_adapter=True))
+        adapted = made.model_config.lora_rank > 0  # verl's engine has the context only then
+        plain = made.infer_batch(own(sft=False, temperature=0.7, compute_loss=False, no_lora_adapter=adapted))
         if plain is not None:
             found["reference"] = jagged(plain, "log_probs")
     else:
