@@ -46,7 +46,7 @@ def test_logits_and_gradients_are_those_of_forward() -> None:
 
 def test_a_leaf_at_two_paths_is_one_parameter() -> None:
     config = next(case.config for case in cases() if case.family == "llama")
-    params = generic_params(config)
+    params = dict(generic_params(config))
     params["layers"] = [params["layers"][0]] * len(params["layers"])
     module = fnmodels.as_module(config, params)
     assert len(list(module.layers.parameters())) == len(tree.leaves(params["layers"][0]))

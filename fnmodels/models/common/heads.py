@@ -42,7 +42,8 @@ def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[st
     "architectures" it is the first.
     """
     declared = fields.take("architectures", None)
-    if declared is not None and (not isinstance(declared, list) or len(declared) != 1):
+    one = isinstance(declared, list) and len(declared) == 1 and isinstance(declared[0], str)
+    if declared is not None and not one:
         raise ConfigError(f"{fields.where}: 'architectures' is {shown(declared)}, but must be a list of one name.")
     known = {classes + CLASSES[head]: head for head in heads}
     if declared is not None and declared[0] not in known:

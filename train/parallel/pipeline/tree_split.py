@@ -40,7 +40,8 @@ def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int
     family.unembed(last, x, config=config)
     if "mtp" in outside:
         family.embed(last, {"tokens": token, "positions": token}, config=config)
-    return frozenset(first.seen), frozenset(last.seen | (outside.keys() - first.seen)), x.shape[-1]
+    held = frozenset(outside)
+    return held & first.seen, held & (last.seen | (held - first.seen)), x.shape[-1]
 
 
 class _Reads(dict[str, Any]):
@@ -53,6 +54,10 @@ class _Reads(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self.seen.add(name)
         return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.seen.add(name)
+        return super().get(name, default)
 
 
 def share(whole: Tree, config: DecoderConfig, pipe: Pipeline, rank: int) -> Tree:
