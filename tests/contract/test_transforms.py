@@ -98,7 +98,11 @@ def difference(f: Callable[[Any], Any], problem: Problem, step: float = 1e-5) ->
     return tree.map(lambda hi, lo: (hi - lo) / (2 * step), f(problem.moved(step)), f(problem.moved(-step)))
 
 
-@every_structure
+# Every model type too: the README's table says for each whether transforms hold.
+_TYPES = (*layer_structures(), *map(short, richest(lambda case: case.config.model_type)))
+
+
+@pytest.mark.parametrize("case", {str(case): case for case in _TYPES}.values(), ids=str)
 def test_grad_is_autograd(case: Case) -> None:
     """F1: grad, grad_and_value, vjp; and the directional derivative by differences."""
     p = Problem(case)
