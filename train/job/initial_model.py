@@ -126,9 +126,9 @@ def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) 
 def add_adapters(config: DecoderConfig, params: Tree, settings: Settings) -> Tree:
     """`params` with new adapters in fp32, as --lora names them. UserError where a target is no weight."""
     lora = lora_flag.parse_lora(str(settings.lora))
-    options: Json = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "seed": settings.seed}
+    options: Json = {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "rslora", "dora")}
     try:
-        params = P.lora.add(config, params, **options)
+        params = P.lora.add(config, params, seed=settings.seed, **options)
     except ValueError as error:
         raise UserError(f"--lora {settings.lora}: {error}") from error
     return P.lora.attach(params, map_local(torch.Tensor.float, P.lora.adapters(params)))

@@ -1,4 +1,4 @@
-"""The value of --lora: LoRA rank, alpha and target weights as r=8,alpha=16,targets=q_proj+v_proj."""
+"""The value of --lora: LoRA rank, alpha, target weights and form as r=8,alpha=16,targets=q_proj+v_proj,rslora,dora."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,25 @@ class LoraSettings:
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    rslora: bool
+    dora: bool
 
 
 def parse_lora(text: str) -> LoraSettings:
     """Parses the value of --lora. r is required, alpha defaults to r. ValueError where the text has another form."""
-    items = [item.partition("=") for item in text.split(",")]
-    values = {name.strip(): value.strip() for name, _, value in items}
-    if len(values) != len(items) or "r" not in values or not values.keys() <= {"r", "alpha", "targets"}:
+    items = [tuple(part.strip() for part in item.partition("=")) for item in text.split(",")]
+    values = {name: value for name, equals, value in items if equals}
+    forms = [name for name, equals, _ in items if not equals]
+    if "r" not in values or not values.keys() <= {"r", "alpha", "targets"} or not {*forms} <= {"rslora", "dora"}:
+        raise ValueError(LORA_FORM)
+    if len(values) + len({*forms}) != len(items):  # a name twice
         raise ValueError(LORA_FORM)
     rank = int(values["r"])
     alpha = float(values.get("alpha", rank))
     targets = tuple(values.get("targets", "q_proj+v_proj").split("+"))
     if rank < 1 or not 0 < alpha < float("inf") or not all(targets):
         raise ValueError(LORA_FORM)
-    return LoraSettings(rank, alpha, targets)
+    return LoraSettings(rank, alpha, targets, rslora="rslora" in forms, dora="dora" in forms)
 
 
 def is_lora(value: object) -> bool:

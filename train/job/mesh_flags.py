@@ -18,7 +18,7 @@ from train.parallel.placement import rules_of
 from train.parallel.step import not_compiled
 from train.parallel.update import check_whole
 
-from . import initial_model
+from . import initial_model, lora_flag
 from .recipe import optimizer_for
 from .settings import MESH_FLAGS, Settings, flag
 
@@ -92,6 +92,8 @@ def resolve_mesh(
     why = not_compiled(Parallelism(mesh, strategy))
     if settings.compile == "block" and why is not None:
         raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
+    if several and settings.lora and lora_flag.parse_lora(settings.lora).dora:
+        raise UserError(f"{mesh_flag}: DoRA is for one process: leave dora out of --lora {settings.lora}")
     if several and settings.compile == "block" and settings.remat == "selective":
         raise UserError(
             f"{mesh_flag}: --remat selective selects single operations, which compiled blocks hide: take full"

@@ -68,7 +68,7 @@ class Settings:
         None,
         LORA,
         "train LoRA adapters of rank R on the frozen weights of --init: r=8,alpha=16,targets=q_proj+v_proj, where "
-        "targets are the last parts of weights' names, or patterns of full names",
+        "targets are the last parts of weights' names, or patterns of full names; ,rslora and ,dora choose these forms",
     )
     steps: int = text(1000, integer(1), "optimizer steps of the run in total, over all resumes")
     seed: int = text(0, integer(0), "seed of the initial weights and the data order")

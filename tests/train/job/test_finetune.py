@@ -121,6 +121,22 @@ def test_peft_reads_what_a_run_leaves_with_equal_logits(tmp_path, text, base):  
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max() < 0.02 * (plain - theirs).abs().max()
 
 
+def test_dora_of_rslora_trains_resumes_and_is_read(tmp_path, text, base, monkeypatch):  # noqa: F811
+    flags = ("--init", base, "--lora", "r=4,alpha=6,rslora,dora")
+    assert train(tmp_path / "whole", text, *flags) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", text, *flags) == 130
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    last = Path("steps", "step-00000006", checkpoint.STATE)
+    assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "parts" / last).read_bytes()
+    adapted = pretrained.load_model(tmp_path / "whole")[1]
+    node, first = adapted["layers"][0]["attention"]["q_proj"], P.load_pretrained(base)[1]
+    assert node.scale == 6 / 4**0.5
+    norms = first["layers"][0]["attention"]["q_proj"].norm(dim=1)
+    assert node.magnitude.shape == norms.shape and 1e-5 < (node.magnitude - norms).abs().max() < 0.1
+
+
 def test_weights_that_changed_under_their_adapters_are_noticed(tmp_path, text, base, monkeypatch, capsys):  # noqa: F811
     stop_after(monkeypatch, 2)
     assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2") == 130
@@ -148,6 +164,8 @@ def test_weights_that_changed_under_their_adapters_are_noticed(tmp_path, text, b
         ("r=x", "'r=x' is not adapters as"),
         ("r=2,r=3", "is not adapters as"),
         ("r=2,rank=3", "is not adapters as"),
+        ("r=2,bora", "is not adapters as"),
+        ("r=2,dora,dora", "is not adapters as"),
         ("alpha=2", "is not adapters as"),
         ("r=2,alpha=-1", "is not adapters as"),
         ("r=2,targets=", "is not adapters as"),

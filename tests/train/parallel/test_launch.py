@@ -527,6 +527,7 @@ def test_what_an_error_in_a_stage_came_of_is_said() -> None:
         ("dp=4", {"compile": "whole"}, "cannot be compiled into one graph: take --compile block"),
         ("ep=4", {"compile": "block"}, "reads how many tokens each expert has: leave --compile block out"),
         ("dp=4", {"compile": "block", "remat": "selective"}, "--remat selective selects single operations"),
+        ("dp=4", {"lora": "r=2,dora"}, "--mesh dp=4: DoRA is for one process: leave dora out of --lora r=2,dora"),
         ("pp=4", {"accumulate": 2}, "a pipeline accumulates over --microbatches"),
         ("dp=4", {"batch_rows": 6}, "splits the rows of a batch over 4 ranks, and --batch-rows is 6"),
         ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
