@@ -449,6 +449,11 @@ def _targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> d
     return {path: leaves[path] for path in chosen}
 
 
+def targets(config: DecoderConfig) -> list[str]:
+    """The paths of all weights that can have an adapter: linear ones, and those of experts."""
+    return [path for path, leaf in tree.flatten(family_of(config).spec(config)).items() if _takes_adapter(path, leaf)]
+
+
 def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
     """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names."""
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
