@@ -6,9 +6,9 @@ types     data, parameters and responses        losses    the losses by name
 
 from . import types
 from .client import Client, SamplingClient, TrainingClient
-from .types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from .types import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData
 
 ServiceClient = Client  # its name in Tinker's package
 
 __all__ = ["Client", "ServiceClient", "TrainingClient", "SamplingClient", "types"]
-__all__ += ["AdamParams", "Datum", "ModelInput", "SamplingParams", "TensorData"]
+__all__ += ["AdamParams", "Datum", "EncodedTextChunk", "ModelInput", "SamplingParams", "TensorData"]

@@ -1,6 +1,6 @@
 """`Client`: Tinker's training and sampling interface in this process, over `train.engine.Engine`.
 
-    client = Client("runs")                                             # where weights are saved
+    client = Client(folder="runs")                                      # where weights are saved
     training = client.create_lora_training_client("checkpoint", rank=16)
     training.forward_backward(data, "cross_entropy").result()
     training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
@@ -8,16 +8,16 @@
     sampling.sample(prompt, 4, types.SamplingParams(max_tokens=20)).result().sequences
 
 All training and sampling clients of a base model share its weights; each has adapters of its own. A call is computed
-before it returns, so errors are raised by the call; `Future` is the form in which its result is handed out. Each method
-has a twin with `_async` at its end, whose future may be awaited.
+before it returns, so errors are raised by the call; `Future` is the form in which its result is handed out, and each
+client is its own future, for releases of Tinker return either. Methods have twins with `_async` at the end.
 """
 
 import dataclasses
-import itertools
 import os
+import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,19 @@ class Future(Generic[T]):
         return self._value
 
     def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class Ready:
+    """What is its own future: releases of Tinker before 0.38 return clients, later ones futures of clients."""
+
+    def result(self, timeout: float | None = None) -> Self:
+        return self
+
+    async def result_async(self, timeout: float | None = None) -> Self:
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
         return self.result_async().__await__()
 
 
@@ -111,15 +124,27 @@ class LoraConfig:
 
 
 class Client:
-    """The service: folder: where saved weights and states go. dtype: of base models; adapters are fp32.
+    """The service. folder: where saved weights and states go. dtype: of base models; adapters are fp32.
 
-    A base model is the folder of a checkpoint; it is loaded once.
+    A base model is the folder of a checkpoint; it is loaded once. user_metadata, project_id, display_name: labels,
+    kept as attributes. ValueError for a base_url, for there is no server.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] = "tinker", *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        folder: str | os.PathLike[str] = "tinker",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if base_url is not None:
+            raise ValueError(f"base_url is {base_url!r}; this service runs in this process and has none.")
+        self.user_metadata, self.project_id, self.display_name = user_metadata, project_id, display_name
         self.folder, self.dtype = Path(folder), dtype
         self._bases: dict[Path, Base] = {}
-        self._number = itertools.count()
 
     def base(self, base_model: str | os.PathLike[str]) -> Base:
         folder = Path(base_model)
@@ -128,9 +153,11 @@ class Client:
             self._bases[folder] = Base(folder, config, params)
         return self._bases[folder]
 
-    def create_lora_training_client(self, base_model: str | os.PathLike[str], **lora: Any) -> "TrainingClient":
-        """lora: fields of `LoraConfig`: rank, seed, train_mlp, train_attn, train_unembed."""
-        return TrainingClient(self, self.base(base_model), LoraConfig(**lora), next(self._number))
+    def create_lora_training_client(
+        self, base_model: str | os.PathLike[str], *, user_metadata: Mapping[str, str] | None = None, **lora: Any
+    ) -> "TrainingClient":
+        """lora: fields of `LoraConfig`: rank, seed, train_mlp, train_attn, train_unembed. user_metadata: unused."""
+        return TrainingClient(self, self.base(base_model), LoraConfig(**lora))
 
     async def create_lora_training_client_async(
         self, base_model: str | os.PathLike[str], **lora: Any
@@ -169,12 +196,13 @@ class Client:
         return self.create_sampling_client(**places)
 
 
-class TrainingClient:
-    """Adapters over a base model, their gradients and their optimizer state."""
+class TrainingClient(Ready):
+    """Adapters over a base model, their gradients and their optimizer state. id: names its folder of saved weights."""
 
-    def __init__(self, client: Client, base: Base, lora: LoraConfig, number: int) -> None:
-        self._client, self.base, self.lora, self._number = client, base, lora, number
-        seed = number if lora.seed is None else lora.seed
+    def __init__(self, client: Client, base: Base, lora: LoraConfig) -> None:
+        self._client, self.base, self.lora = client, base, lora
+        self.id = uuid.uuid4().hex[:12]
+        seed = int(self.id, 16) % 2**31 if lora.seed is None else lora.seed
         targets = lora.targets(base.config)
         params = P.lora.add(base.config, base.params, rank=lora.rank, alpha=ALPHA, targets=targets, seed=seed)
         params = P.lora.attach(params, tree.map(torch.Tensor.float, P.lora.adapters(params)))
@@ -243,9 +271,9 @@ class TrainingClient:
         )
         return Future(types.OptimStepResponse({"grad_norm": float(metrics["grad_norm"])}))
 
-    def save_state(self, name: str) -> Future[types.SaveWeightsResponse]:
-        """Adapters and optimizer state, in a folder of this name."""
-        path = self._client.folder / f"model-{self._number}" / "weights" / name
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
+        """Adapters and optimizer state, in a folder of this name. ttl_seconds: unused, for nothing expires."""
+        path = self._client.folder / f"model-{self.id}" / "weights" / name
         progress = {"base": str(self.base.folder), "lora": dataclasses.asdict(self.lora)}
         checkpoint.save(path, int(self.engine.state.step), self._own_state(), progress)
         return Future(types.SaveWeightsResponse(str(path)))
@@ -271,15 +299,25 @@ class TrainingClient:
         state = self.engine.state
         return State(state.step, P.lora.adapters(state.params), state.opt_state)
 
-    def save_weights_for_sampler(self, name: str) -> Future[types.SaveWeightsResponse]:
-        """The adapters in PEFT's format, in a folder of this name, for `Client.create_sampling_client`."""
-        path = self._client.folder / f"model-{self._number}" / "sampler_weights" / name
+    def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
+        """The adapters in PEFT's format, in a folder of this name, for `Client.create_sampling_client`.
+
+        ttl_seconds: unused, for nothing expires.
+        """
+        path = self._client.folder / f"model-{self.id}" / "sampler_weights" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         P.lora.save_adapters(path, self.base.config, self.engine.params, base=str(self.base.folder))
         return Future(types.SaveWeightsResponse(str(path)))
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> "SamplingClient":
-        """A client that samples from the weights as they are now; with a name they are saved too."""
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, *, record_stability_info: bool = False
+    ) -> "SamplingClient":
+        """A client that samples from the weights as they are now; with a name they are saved too.
+
+        ValueError for record_stability_info, which the loss "stable_reinforce" of Tinker's servers alone reads.
+        """
+        if record_stability_info:
+            raise ValueError('record_stability_info is for the loss "stable_reinforce", whose maths is not published.')
         if name is not None:
             self.save_weights_for_sampler(name)
         adapters = tree.map(torch.clone, P.lora.adapters(self.engine.params))  # the next update overwrites them
@@ -300,11 +338,11 @@ class TrainingClient:
     async def optim_step_async(self, adam_params: Any) -> Future[types.OptimStepResponse]:
         return self.optim_step(adam_params)
 
-    async def save_state_async(self, name: str) -> Future[types.SaveWeightsResponse]:
-        return self.save_state(name)
+    async def save_state_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        return self.save_state(name, **unused)
 
-    async def save_weights_for_sampler_async(self, name: str) -> Future[types.SaveWeightsResponse]:
-        return self.save_weights_for_sampler(name)
+    async def save_weights_for_sampler_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        return self.save_weights_for_sampler(name, **unused)
 
     async def load_state_async(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
         return self.load_state(path)
@@ -326,7 +364,7 @@ class TrainingClient:
         return self._losses[key]
 
 
-class SamplingClient:
+class SamplingClient(Ready):
     """Draws answers from weights that no update changes. params: the base's, with adapters of their own."""
 
     def __init__(self, base: Base, params: Tree) -> None:
@@ -361,7 +399,7 @@ class SamplingClient:
             tokenizer=self.get_tokenizer().inner if texts else None,
         )
         sequences = [
-            types.SampledSequence("length" if reason == "max_new" else "stop", answer, logp.tolist())
+            types.SampledSequence("length" if reason == "max_new" else "stop", answer, logp.tolist(), uuid.uuid4().hex)
             for reason, answer, logp in zip(found.reasons, found.tokens, found.logp, strict=True)
         ]
         prompt_logprobs = self.compute_logprobs(prompt).result() if include_prompt_logprobs else None

@@ -47,28 +47,38 @@ class TensorData:
 
 
 @dataclass(frozen=True)
-class ModelInput:
-    """A sequence of token ids; images are not supported."""
+class EncodedTextChunk:
+    """Token ids of a piece of text."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A sequence of token ids, in pieces; images are not supported."""
+
+    chunks: Sequence[EncodedTextChunk]
 
     @staticmethod
     def from_ints(tokens: Sequence[int]) -> "ModelInput":
-        return ModelInput(tuple(int(token) for token in tokens))
+        return ModelInput([EncodedTextChunk([int(token) for token in tokens])])
 
     @staticmethod
     def empty() -> "ModelInput":
-        return ModelInput(())
+        return ModelInput([])
 
     def to_ints(self) -> list[int]:
-        return list(self.tokens)
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    def append(self, chunk: EncodedTextChunk) -> "ModelInput":
+        return ModelInput([*self.chunks, chunk])
 
     def append_int(self, token: int) -> "ModelInput":
-        return ModelInput((*self.tokens, int(token)))
+        return self.append(EncodedTextChunk([int(token)]))
 
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """Tokens, the one that stopped the answer included, and the log-probability of each at the temperature."""
+    """Tokens, the one that stopped the answer included, and the log-probability of each at the temperature.
+
+    sequence_id: another one for each answer, which comparisons leave out.
+    """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float]
+    sequence_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(tmp_path: Path) -> tinker.ServiceClient:
-    return tinker.ServiceClient(tmp_path / "runs")
+    return tinker.ServiceClient(folder=tmp_path / "runs")
 
 
 def _data(**entries: Callable[[int], Any]) -> list[types.Datum]:
@@ -72,7 +72,7 @@ def _loop(training: tinker.TrainingClient, data: list[types.Datum], of: Callable
         given = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
         logp = F.log_softmax(logits[0].float(), -1).gather(1, given["target_tokens"][:, None])[:, 0]
         total = total + of(logp, given)
-    return float(total), torch.autograd.grad(total, tree.leaves(adapters))
+    return float(total.detach()), torch.autograd.grad(total, tree.leaves(adapters))
 
 
 def _ratio(logp: Tensor, given: dict[str, Tensor]) -> Tensor:
@@ -178,7 +178,7 @@ def test_an_update_is_adamw_of_the_clipped_sum(client: tinker.Client, base: Path
 def test_clients_over_one_base_do_not_disturb_each_other(client: tinker.Client, base: Path) -> None:
     weights = client.base(base).params
     kept = [leaf.clone() for leaf in tree.leaves(weights)]
-    alone = tinker.Client(client.folder).create_lora_training_client(base, rank=2, seed=1)
+    alone = tinker.Client(folder=client.folder).create_lora_training_client(base, rank=2, seed=1)
     _move(alone)
     first, second = (client.create_lora_training_client(base, rank=rank, seed=1) for rank in (2, 4))
     _move(second)
@@ -199,7 +199,7 @@ def test_a_saved_state_resumes_to_the_bit(client: tinker.Client, base: Path) -> 
     saved = training.save_state("one").result().path
     _move(training)
     wanted = tree.leaves(training._own_state())
-    other = tinker.Client(client.folder)
+    other = tinker.Client(folder=client.folder)
     resumed = other.create_training_client_from_state_with_optimizer(saved)
     assert resumed.lora == training.lora
     _move(resumed)
@@ -276,6 +276,8 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
         ),
         (lambda t: t._client.create_sampling_client(), "needs one of model_path and base_model"),
         (lambda t: t._client.create_lora_training_client("nowhere"), "nowhere"),
+        (lambda t: t.save_weights_and_get_sampling_client(record_stability_info=True), "maths is not published"),
+        (lambda t: tinker.ServiceClient(base_url="http://a.b"), "base_url is 'http://a.b'; this service runs in this"),
         (lambda t: types.TensorData([1.0], "float16"), "has int64 or float32"),
     ],
 )
@@ -289,7 +291,7 @@ def test_a_published_loop_of_supervised_training_learns(client: tinker.ServiceCl
     """The loop of Tinker's own tutorial: pairs of texts, six updates, then answers; asynchronous as there."""
 
     async def main() -> None:
-        training = await client.create_lora_training_client_async(base_model=base, rank=8)
+        training = await client.create_lora_training_client_async(base_model=base, rank=8, seed=0)
         tokenizer = training.get_tokenizer()
         data = []
         for question, answer in (("abc", "cba"), ("def", "fed")):
@@ -322,8 +324,8 @@ def test_a_published_loop_of_supervised_training_learns(client: tinker.ServiceCl
 
 def test_a_published_loop_of_policy_gradients_learns(client: tinker.ServiceClient, base: Path) -> None:
     """The loop of the cookbook: groups of answers, rewards centred in each group, importance sampling."""
-    training = client.create_lora_training_client(base_model=base, rank=8, seed=0)
-    prompt, rewards = types.ModelInput.from_ints([5, 3, 9]), []
+    training = client.create_lora_training_client(base_model=base, rank=8, seed=0).result()
+    prompt, rewards = types.ModelInput.from_ints([5, 3]).append(types.EncodedTextChunk([9])), []
     for step in range(15):
         path = training.save_weights_for_sampler(name=f"{step:06d}").result().path
         sampler = client.create_sampling_client(model_path=path)
