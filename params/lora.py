@@ -15,11 +15,12 @@ the shards of both make up the shard of the weight, and nothing here communicate
 """
 
 import fnmatch
+import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from .initialize import draw
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAGNITUDE = "magnitude_vector.weight"
 _PREFIX = "base_model.model."
+_ENDINGS = {"a": "A.weight", "b": "B.weight", "magnitude": MAGNITUDE}
 
 
 class _AppliedByLinear:
@@ -283,6 +285,51 @@ def spec(config: DecoderConfig, params: Tree) -> Tree:
     return map_leaves(frozen, params)
 
 
+def export_adapters(
+    config: DecoderConfig, trained: Tree, fetch: Callable[[str], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in PEFT's file, tensor) of the adapters in `trained`, a tree from `adapters`; each expert has its own.
+
+    Tensors share memory with `trained`. fetch: as in `params.export`, by the paths of tree.flatten(trained).
+    UnsupportedError, at once, where a weight is a slice of a fused tensor on disk, for which PEFT has no adapter.
+    """
+    flat: dict[str, Tensor] = tree.flatten(trained)
+    modules = _modules(config, dict.fromkeys(path.rpartition(".")[0] for path in flat))
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for path, leaf in flat.items():
+            where, _, part = path.rpartition(".")
+            value = (leaf if fetch is None else fetch(path)).detach()
+            for module, one in zip(modules[where], value if value.ndim == 3 else [value], strict=True):
+                yield f"{_PREFIX}{module}.lora_{_ENDINGS[part]}", one
+
+    return named()
+
+
+def peft_config(config: DecoderConfig, params: Tree, *, base: str = "") -> dict[str, Any]:
+    """The values of PEFT's adapter_config.json for the adapters in `params`, of all layers. Errors: `save_adapters`."""
+    adapters = _adapters(params)
+    if not adapters:
+        raise ValueError("params hold no adapters; params.lora.add makes them.")
+    forms = {(node.a.shape[-2], node.scale, node.magnitude is not None) for node in adapters.values()}
+    if len(forms) > 1:
+        raise ValueError(f"The adapters have several (rank, scale, is DoRA), {sorted(forms)}; one file holds one.")
+    rank, scale, dora = forms.pop()
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if (alpha := scale * rank) == int(alpha) else alpha,
+        "target_modules": sorted(itertools.chain(*_modules(config, adapters).values())),
+        "use_dora": dora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
 def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, base: str = "") -> None:
     """Write the adapters into the folder `path` in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
@@ -290,35 +337,14 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     ValueError. rsLoRA is saved as plain LoRA of the same scale. Each expert has an adapter of its own on disk.
     UnsupportedError where a weight is a slice of a fused tensor on disk, for which PEFT has no adapter.
     """
-    adapters = _adapters(params)
-    if not adapters:
-        raise ValueError("params hold no adapters; params.lora.add makes them.")
-    sharded = next((path for path, node in adapters.items() if sharding_of(node.a) is not None), None)
+    sharded = next((path for path, node in _adapters(params).items() if sharding_of(node.a) is not None), None)
     if sharded is not None:
         raise ValueError(f"{sharded} is a DTensor; only plain tensors can be saved (`full_tensor` makes one).")
-    forms = {(node.a.shape[-2], node.scale, node.magnitude is not None) for node in adapters.values()}
-    if len(forms) > 1:
-        raise ValueError(f"The adapters have several (rank, scale, is DoRA), {sorted(forms)}; one file holds one.")
-    (rank, scale, dora), names = forms.pop(), _modules(config, adapters)
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": int(alpha) if (alpha := scale * rank) == int(alpha) else alpha,
-        "target_modules": sorted(itertools.chain(*names.values())),
-        "use_dora": dora,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
+    values = peft_config(config, params, base=base)
+    tensors = {
+        name: LazyTensor(value.dtype, tuple(value.shape), functools.partial(_itself, value))
+        for name, value in export_adapters(config, adapters(params))
     }
-    tensors: dict[str, LazyTensor] = {}
-    for where, node in adapters.items():
-        for module, part in zip(names[where], _per_module(node), strict=True):
-            for ending, value in part.items():
-                name = f"{_PREFIX}{module}.lora_{ending}"
-                tensors[name] = LazyTensor(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
     folder = Path(path)
     with reserved_staging_path(folder) as temporary:
         with (
@@ -393,12 +419,8 @@ def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     return map_leaves(adapted, params)
 
 
-def _per_module(node: Lora) -> list[dict[str, Tensor]]:
-    """{ending of the name on disk: tensor} of a weight's adapter, or of each expert's."""
-    if node.a.ndim == 3:
-        return [{"A.weight": a, "B.weight": b} for a, b in zip(node.a, node.b, strict=True)]
-    magnitude = {} if node.magnitude is None else {MAGNITUDE: node.magnitude}
-    return [{"A.weight": node.a, "B.weight": node.b, **magnitude}]
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _shapes(leaf: Leaf, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ loss_call    one call of a loss on one microbatch         gradients   sums over 
 update       from summed gradients to the next State      state       `State`: step, params, optimizer state
 remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
 offload      tensors of a tree to host memory and back  verl/     the engine as a backend of verl
+exports      weights for a rollout                       deltas    what changed in them
 
 generation/                             drawing tokens, with a cache
 losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
@@ -25,6 +26,7 @@ from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
 from train.data.token_budget import token_budget, unpacked
+from train.deltas import Delta, apply_deltas, deltas
 from train.generation.beam import beam_search
 from train.generation.loops import generate, serve, stream
 from train.generation.requests import Generations, Request, best_of
@@ -73,7 +75,7 @@ __all__ += ["answer_loss", "classification_loss", "contrastive_loss", "document_
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]
-__all__ += ["token_budget", "unpacked"]
+__all__ += ["token_budget", "unpacked", "Delta", "deltas", "apply_deltas"]
 __all__ += ["chain", "clip_norm", "masked", "partition", "averaged", "with_ema", "with_master"]
 __all__ += ["with_stochastic_rounding", "stochastic_round"]
 __all__ += ["Saver", "checkpoint", "sharded", "random_state", "set_random_state"]

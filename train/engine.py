@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-import params as P
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
@@ -46,6 +45,7 @@ from train.parallel.step import batch_check, check_compile, sums_over
 from train.parallel.update import ShardedUpdate, optimizer_of_shards, over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
+from .exports import Shard, full_tensors, shards
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .loss_call import Batch, microbatches
 from .offload import offload
@@ -279,17 +279,26 @@ class Engine:
             check_same((), devices, whole_groups(devices))
         return []
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, *, adapters: bool = False, copy: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`.
 
-        Tensors may be the live parameters, which the next update overwrites: clone what is read later.
+        Adapters are merged into their weights; adapters: they alone, under PEFT's names (`params.lora.peft_config` has
+        the values beside). Over a mesh tensors are full, on every rank, and all ranks iterate alike. Tensors may be the
+        live parameters, which the next update overwrites; copy: they are the caller's. `train.deltas` of this iterator
+        keeps what changed since the last export.
         """
         self._check_here()
-        if self.mesh is None:
-            return P.export(self.config, self.state.params)
+        found = full_tensors(self.config, self.state.params, adapters=adapters)
+        return ((name, tensor.clone()) for name, tensor in found) if copy else found
 
-        leaves, fetch = fetching(self.state.params)
-        return P.export(self.config, tree.unflatten(leaves), fetch)
+    def export_shards(self) -> Iterator[tuple[str, Shard]]:
+        """(name, `Shard`) of what this rank holds of each tensor; nothing is communicated.
+
+        Adapters are merged. Tensors may be the live parameters. UnsupportedError for a family whose files have fused
+        tensors (of q, k and v, for example).
+        """
+        self._check_here()
+        return shards(self.config, self.state.params)
 
     def save(self, folder: str | os.PathLike[str], progress: Any = None, *, keep: int | None = None) -> None:
         """Save the state as step `engine.state.step` in `folder`, by `train.checkpoint` or over a mesh `train.sharded`.

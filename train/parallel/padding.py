@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,6 +27,8 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     def larger(name: str, tensor: Any) -> Any:
         if isinstance(tensor, dict):  # FULL_ROWS, whose positions are not sharded
             return padded(tensor, tensor["tokens"].shape[1], wanted[0])
+        if is_per_row(tensor, sizes[0]):
+            return torch.cat((tensor, tensor[-1:].expand(wanted[0] - sizes[0])))  # a valid value, such as a temperature
         if tuple(tensor.shape[:2]) != sizes:
             raise ValueError(
                 f"{name} is {list(tensor.shape)} beside tokens {list(sizes)}, so it cannot be padded to {list(wanted)}."
@@ -34,6 +37,11 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
         return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + behind, value=_PADDING.get(name, 0))
 
     return {name: larger(name, tensor) for name, tensor in batch.items()}
+
+
+def is_per_row(tensor: Tensor, rows: int) -> bool:
+    """Whether an entry of a batch is [B], a number per row."""
+    return tensor.ndim == 1 and len(tensor) == rows
 
 
 def clear_length(length: int, multiple: int, config: DecoderConfig) -> int:
@@ -66,9 +74,12 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
 
 
 def check_shapes(batch: Batch) -> None:
-    """ValueError unless all entries are tensors [B, S, ...] with the tokens' B and S."""
+    """ValueError unless all entries are tensors [B, S, ...], or [B], with the tokens' B and S."""
     size = list(batch["tokens"].shape[:2])
     for path, tensor in tree.flatten(batch).items():
         check_entry(path, tensor)
-        if tensor.ndim < 2 or list(tensor.shape[:2]) != size:
-            raise ValueError(f"{path} is {list(tensor.shape)} beside tokens {size}; it must begin with these two.")
+        if list(tensor.shape[:2]) != size and not is_per_row(tensor, size[0]):
+            raise ValueError(
+                f"{path} is {list(tensor.shape)} beside tokens {size}; it must begin with these two, or be a number "
+                f"per row, [{size[0]}]."
+            )

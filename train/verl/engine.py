@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import params as P
-from fnmodels import family_of, tree
+from fnmodels import family_of
 from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.load import check_folder
@@ -29,7 +29,6 @@ from train.offload import offload
 from train.parallel.mesh import DataParallel, data_parallel
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of
-from train.parallel.whole_model import fetching
 
 from . import settings
 from .batches import NUMBER, TEMPERATURE, entry, jagged, packed_row
@@ -309,18 +308,7 @@ class VerlEngine:
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("model"):
-            if self._base is None:
-                yield from self.engine.export()
-            else:
-                leaves, fetch = self._merged()
-                yield from P.export(self.config, leaves, fetch)
-
-    def _merged(self) -> tuple[Tree, Any]:
-        merged = P.lora.merge(self.engine.params)
-        if self.devices is None:
-            return merged, None
-        leaves, fetch = fetching(merged)
-        return tree.unflatten(leaves), fetch
+            yield from self.engine.export()
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -417,8 +417,10 @@ def test_batches_that_do_not_divide_are_refused() -> None:
         context.shard_batch(batch, 0, 3)
     with pytest.raises(ValueError, match="rank is 2 of 2"):
         context.shard_batch(batch, 2, 2)
-    with pytest.raises(ValueError, match=r"weights is \[4\]; a batch of rows of 32 tokens holds \[B, 32\]"):
-        context.shard_batch({**batch, "weights": torch.ones(4)}, 0, 2)
+    with pytest.raises(ValueError, match=r"weights is \[5\]; a batch of rows of 32 tokens holds \[B, 32\]"):
+        context.shard_batch({**batch, "weights": torch.ones(5)}, 0, 2)
+    of_rows = torch.arange(4)
+    assert context.shard_batch({**batch, "weights": of_rows}, 1, 2)["weights"] is of_rows
     with pytest.raises(ValueError, match="order is 'tail'"):
         context.shard_batch(batch, 0, 2, order="tail", config=config_of("llama_tied"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass config= too"):

@@ -174,6 +174,7 @@ def own(text: str) -> dict[str, float]:
         [place.distribute(leaves[path][place.local_box()].clone()) for path, place in tree.flatten(plan).items()]
     )
     given = tree.map(lambda _: next(made), plan)
+    scores = train.logprob_loss(of_rows, config=config, temperature="temperature", kernel="math")
     loss = functools.partial(train.next_token_loss, config=config, kernel="math")
     logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
     parts = [
@@ -193,6 +194,9 @@ def own(text: str) -> dict[str, float]:
     found["norm"] = abs(float(ours.optim_step()["grad_norm"] / theirs.optim_step()["grad_norm"]) - 1)
     for (logp, *_), (expected, *_) in zip(ours.infer(mine, logprobs), theirs.infer(mine, logprobs), strict=True):
         found["logp"] = float((logp - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    warm = [with_row_data(part, i) for i, part in enumerate(parts)]
+    totals = [ours.forward_backward(warm[2 * row :][:2], scores), theirs.forward_backward(warm, scores)]
+    found["total"] = abs(float(totals[0]["total"] / totals[1]["total"]) - 1)
     odd = {name: t.index_fill(1, torch.tensor([3]), 64) if name == "tokens" else t for name, t in mine[0].items()}
     last = row == mesh.fsdp - 1
     for wrong, said in (
@@ -204,6 +208,15 @@ def own(text: str) -> dict[str, float]:
         ([mine[0] | {"labels": mine[0]["labels"].tolist()}] if last else mine[:1], "labels.0.0. is of type int"),
         ([mine[0] | {"labels": mine[0]["labels"].float()}] if last else mine[:1], "of the same kinds|must be int64"),
         ([mine[0] | {"more": mine[0]["labels"]}] if last else mine[:1], "must have the same entries"),
+        (
+            [mine[0] | {"temperature": 0.7}] if last else mine[:1],
+            "Process .: The batch's 'temperature' is of type float",
+        ),
+        ([mine[0] | {"more": jagged_pair()}] if last else mine[:1], "Process .: The batch's 'more' is a nested"),
+        (
+            [mine[0] | {"gain": torch.ones(3)}] if last else mine[:1],
+            r"gain is \[3\] beside tokens .* or be a number per row",
+        ),
         (parts[dist.get_rank() :][:1], f"Processes 0 and {1 if mesh.cp > 1 else 2} share rows"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -219,6 +232,19 @@ def own(text: str) -> dict[str, float]:
         with pytest.raises(ValueError, match=f"Process {dist.get_world_size() // 2 - 1}: KeyError: 'advantages'"):
             ours.forward_backward(mine[:1], picky)
     return found
+
+
+def jagged_pair() -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
+
+
+def with_row_data(batch: dict[str, Tensor], start: int = 0) -> dict[str, Tensor]:
+    """With a number per token, and one per row: its temperature."""
+    place = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"]) + start
+    return batch | {
+        "gain": 1 + 0.3 * place.double().sin(),
+        "temperature": 0.6 + 0.1 * torch.arange(len(place)) + 0.07 * start,
+    }
 
 
 def placed_params(config: Any, mesh: Mesh, whole: Any) -> Any:
@@ -362,10 +388,9 @@ def scored(name: str, text: str, strategy: dict[str, Any]) -> dict[str, float]:
         given, how = placed_params(config, mesh, whole), Strategy(**strategy)
         ours = Engine(config, given, train.sgd(0.01, spec=spec), mesh=mesh, strategy=how)
         theirs = Engine(config, whole, train.sgd(0.01, spec=spec))
-    batch = batch_of(config, 4)
-    place = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
-    batch |= {"gain": 1 + 0.3 * place.double().sin(), "temperature": 0.6 + 0.1 * (place // 12)}
-    parts = [{n: t[:2] for n, t in batch.items()}, {n: t[2:, : 12 - 2 * mesh.pp] for n, t in batch.items()}]
+    batch, rows = batch_of(config, 4), 3 if mesh.rows == 1 else 2  # a pipeline pads those of the second to 3
+    shorter = {name: tensor[rows:, : 12 - 2 * mesh.pp] for name, tensor in batch.items()}
+    parts = [with_row_data({name: tensor[:rows] for name, tensor in batch.items()}), with_row_data(shorter, 5)]
     found: dict[str, float] = {}
     for _ in range(2):
         added, expected = ours.forward_backward(parts, loss), theirs.forward_backward(parts, loss)

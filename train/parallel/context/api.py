@@ -45,6 +45,7 @@ from fnmodels.options import Kernel
 from train.dist import collectives
 from train.losses.moe_balance import Balance
 from train.parallel.mesh import DATA, mesh_of
+from train.parallel.padding import is_per_row
 
 from . import ring
 from .once import remembered
@@ -67,9 +68,9 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """The positions of the global batch that `rank` of `ranks` computes, after one permutation of all positions.
 
-    batch: tokens, positions, segment_ids and labels [B, S], and any other entries [B, S, ...]; positions [B, S, 3]
-    become [B, S, 4], because a rank cannot count the tokens before its own. order: "mask"
-    distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s layers;
+    batch: tokens, positions, segment_ids and labels [B, S], any other entries [B, S, ...], and entries [B], which all
+    ranks keep; positions [B, S, 3] become [B, S, 4], because a rank cannot count the tokens before its own. order:
+    "mask" distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s layers;
     "head_tail" gives each rank one chunk from the head and one from the tail of each row; a tensor [S] or [B, S] is a
     permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads); "auto" is
     "mask", or None for a model whose layers read tokens in their order. ValueError unless `ranks` divides S, and for
@@ -77,7 +78,9 @@ def shard_batch(
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}: ranks count from 0.")
-    length = batch["tokens"].shape[1]
+    count, length = batch["tokens"].shape[:2]
+    of_rows = {name: tensor for name, tensor in batch.items() if is_per_row(tensor, count)}
+    batch = {name: tensor for name, tensor in batch.items() if name not in of_rows}
     for name, tensor in batch.items():
         if tensor.ndim < 2 or tensor.shape[1] != length:
             raise ValueError(f"{name} is {list(tensor.shape)}; a batch of rows of {length} tokens holds [B, {length}].")
@@ -98,7 +101,7 @@ def shard_batch(
         batch = {**batch, "positions": torch.cat((counted[..., None], batch["positions"]), -1)}
     whole = dict(batch) if order is None else fnmodels.permute(dict(batch), order)
     share = length // ranks
-    return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()}
+    return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()} | of_rows
 
 
 def resolved_order(order: Order | Tensor, config: DecoderConfig | None) -> Order | Tensor:
