@@ -22,6 +22,7 @@ from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, project_qkv
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
@@ -179,4 +180,4 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
     logits, cap = decoder.project(params, normed, config), config.final_softcap
-    return cap * torch.tanh(logits / cap) if cap is not None and decoder.is_lm(config) else logits
+    return cap * elementwise(torch.tanh, logits / cap) if cap is not None and decoder.is_lm(config) else logits

@@ -36,6 +36,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, look_up, project_out, rotary_table, split_heads
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
@@ -298,7 +299,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         fed = normed(fed, "post_feedforward_layernorm_1") + normed(routed, "post_feedforward_layernorm_2")
     x = x + ctx.tap("mlp", normed(fed, "post_feedforward_layernorm"))
     if config.hidden_size_per_layer_input:
-        gate = ACTIVATIONS[config.hidden_act](linear(x, layer["per_layer_input_gate"]))
+        gate = elementwise(ACTIVATIONS[config.hidden_act], linear(x, layer["per_layer_input_gate"]))
         added = linear(gate * ctx.layer_input(), layer["per_layer_projection"])
         x = x + ctx.tap("per_layer", normed(added, "post_per_layer_input_norm"))
     return x * layer["layer_scalar"]
@@ -330,4 +331,4 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
     logits, cap = decoder.project(params, normed, config), config.final_softcap
-    return cap * torch.tanh(logits / cap) if cap is not None and decoder.is_lm(config) else logits
+    return cap * elementwise(torch.tanh, logits / cap) if cap is not None and decoder.is_lm(config) else logits

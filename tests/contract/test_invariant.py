@@ -177,7 +177,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LLAMA.config
+    config = replace(LLAMA.config, num_key_value_heads=LLAMA.config.num_attention_heads)  # one query is one row
     params = generic_params(config)
     module, name, wrong = BUGS[bug]
     monkeypatch.setattr(module, name, wrong)
