@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from fnmodels import _shadowing
-from fnmodels.apply import forward, hidden, prepare, run_layers
+from fnmodels.apply import forward, hidden, prepare, run_layers, stack_params
 from fnmodels.cache import (
     Cache,
     DecodingStep,
@@ -67,11 +67,12 @@ from fnmodels.inputs.segments import (
 )
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.invariance import explain_invariance
-from fnmodels.models.common.registry import families, family_for, family_of, towers
+from fnmodels.models.common.registry import encoder_decoders, families, family_for, family_of, towers
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
 from fnmodels.module import as_module
 from fnmodels.ops.attention.select import explain_kernel
+from fnmodels.pairs import pair_batch, prepare_pair
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.taps import tap_names
 
@@ -80,7 +81,7 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    for package in ("fnmodels.models", "fnmodels.models.vision"):
+    for package in ("fnmodels.models", "fnmodels.models.vision", "fnmodels.models.encoder_decoder"):
         if find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
     raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
@@ -93,6 +94,7 @@ __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
 __all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]
+__all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
 __all__ += ["patch_rows"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]

@@ -44,7 +44,7 @@ from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse
 
 from .options import Block, Edit, ForwardKwargs, ForwardOptions
-from .run_params import RunParams
+from .run_params import RunParams, with_run
 from .taps import AROUND, ENDS, FINAL, tap_names
 from .tree import Tree, flatten, leaves
 
@@ -91,6 +91,10 @@ def prepare(
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
     check_fields(config)
+    if may_have(family, "stacks")(config):
+        raise ValueError(
+            "This model has an encoder and a decoder, each with its own tokens: take fnmodels.prepare_pair."
+        )
     inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     if token_types is not None:
         inputs["token_types"] = _per_token("token_types", token_types, shape)
@@ -154,6 +158,8 @@ def forward(
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
+        if stacks := may_have(family_of(config), "stacks")(config):
+            return _through_stacks(params, inputs, masks, freqs_cis, stacks, taps, options)
         given = ForwardOptions(**options)
         _check_tuple(taps)
         final, edits = tuple(tap for tap in taps if tap in FINAL), given.edits or {}
@@ -170,6 +176,41 @@ def forward(
         _name_missing_leaf(params, config, error)
         raise
     return (logits, tapped | ends) if taps else logits
+
+
+def _through_stacks(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, Any],
+    freqs_cis: Mapping[str, Any],
+    stacks: Mapping[str, Any],
+    taps: tuple[str, ...],
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Logits [B, S, V] of the decoder, whose layers read what the encoder returns; see `fnmodels.pairs`."""
+    if taps or options.get("edits"):
+        raise ValueError(
+            "Taps and edits are of one stack: run fnmodels.stack_params(params, name) with config.encoder, and then "
+            'config.decoder with the encoder\'s result as inputs["memory"].'
+        )
+    layouts, rest = options.get("layout"), {name: value for name, value in options.items() if name != "layout"}
+    if layouts is not None and not isinstance(layouts, Mapping):
+        raise TypeError(
+            'layout is of one stack; here it is {"encoder": ..., "decoder": ...}, either of which may be None.'
+        )
+    memory: Tensor | None = None
+    for name, config in stacks.items():
+        given = inputs[name] if memory is None else {**inputs[name], "memory": memory, "memory_mask": masks["cross"]}
+        rest["layout"] = None if layouts is None else layouts.get(name)
+        memory = forward(stack_params(params, name), given, masks[name], freqs_cis[name], config=config, **rest)
+    assert memory is not None
+    return memory
+
+
+def stack_params(params: Tree, name: str) -> Tree:
+    """The params of the "encoder" or the "decoder" of a model of both, for `forward` with that stack's config."""
+    shared = {key: value for key, value in params.items() if key not in ("encoder", "decoder")}
+    return with_run(params, shared | params[name])
 
 
 def unembedded(
@@ -284,7 +325,9 @@ def _hidden(
     extra = None
     if field_of(config, "hidden_size_per_layer_input"):
         extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
-    batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra)
+    shared = may_have(family, "shared")
+    common = None if shared is None else shared(params, given, config=config)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra, common)
     for tap in taps:
         if tap not in ENDS and tap not in in_layers:
             why = "; only forward, prefill and decode pass it" if tap in FINAL else ""
@@ -308,6 +351,7 @@ def run_layers(
     routing: Tensor | None = None,
     choices: Tensor | None = None,
     layer_inputs: Tensor | None = None,
+    shared: Tree | None = None,
     taps: tuple[str, ...] = (),
     cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
@@ -322,13 +366,14 @@ def run_layers(
     routing, choices: those of the full model. taps, options: as in `forward`.
     layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
         with hidden_size_per_layer_input.
+    shared: what the family's function of this name returns, where it has one.
 
     ValueError for a layer that reads keys and values of an earlier one which is not run here.
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     step = CacheStep(cache) if isinstance(cache, Mapping) else cache
-    batch = _Batch(masks, freqs_cis, valid, routing, choices, step, layer_inputs)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared)
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         how = params.run.adapted(how, masks)
@@ -365,6 +410,7 @@ class _Batch:
     """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P].
+    shared: what every layer reads, see `registry.FAMILY_DEFAULTS`.
     """
 
     masks: Mapping[str, MaskLike]
@@ -374,6 +420,7 @@ class _Batch:
     choices: Tensor | None
     cache: CacheStep | None = None
     layer_inputs: Tensor | None = None
+    shared: Tree | None = None
 
 
 def _run(
@@ -413,6 +460,11 @@ def _run(
             "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
             "[B, S, layers, P], which the family's function of this name computes."
         )
+    if may_have(family, "shared") is not None and batch.shared is None:
+        raise ValueError(
+            "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, which "
+            "the family's function of this name makes of the params and inputs."
+        )
     lent: dict[str, Entry] = {}
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
@@ -430,6 +482,8 @@ def _run(
             tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
         if batch.layer_inputs is not None:
             tensors["layer_input"] = batch.layer_inputs[:, :, index]
+        if batch.shared is not None:
+            tensors["shared"] = batch.shared
         if source := source_kind(kind):
             tensors["kv"] = _lent(lent, source, index, lo)
         block, own = bind(kind, here)
@@ -479,7 +533,8 @@ def _ready_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
     softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
-    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
+    asks: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": may_have(family, "BIASED")}
+    form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
         if options.invariant and (isinstance(mask, Segments) or attention_part(mask) is not mask):

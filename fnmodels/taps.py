@@ -83,6 +83,12 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     options = ForwardOptions("math", context=_Recorder)
     x = torch.empty(batch, tokens, config.hidden_size, device="meta")
     width = field_of(config, "hidden_size_per_layer_input")
+    common: dict[str, Any] = {}
+    if (shared := may_have(family, "shared")) is not None:
+        spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
+        weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
+        given = {"positions": positions, "memory": x, "memory_mask": next(iter(masks.values()))}
+        common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}
     found = []
@@ -97,7 +103,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             more |= {"kv": lent[source]} if (source := source_kind(kind)) else {}
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
-            _, aux = family.block(weights, x, masks[kind], tables[kind], **how, **more)
+            _, aux = family.block(weights, x, masks[kind], tables[kind], **how, **more, **common)
             shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
             seen[key] = shapes | {"output": x.shape}
             lent[kind] = aux.get("kv")

@@ -51,6 +51,7 @@ from train.losses.moe_balance import Balance, balance_loss, router_z_loss, updat
 from train.losses.multi_token import look_ahead, mtp_loss
 from train.losses.next_token import next_token_loss
 from train.losses.output_loss import OutputLoss
+from train.losses.pairs import pair_loss
 from train.losses.policy import dpo_loss, group_advantages, policy_loss
 from train.losses.values import advantages, reward_loss, token_values, value_loss
 from train.optim.adafactor import adafactor
@@ -72,6 +73,7 @@ __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
 __all__ += ["logprob_loss", "logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
 __all__ += ["OutputLoss", "token_values", "value_loss", "reward_loss", "advantages"]
 __all__ += ["answer_loss", "classification_loss", "contrastive_loss", "document_batch", "token_classification_loss"]
+__all__ += ["pair_loss"]
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]

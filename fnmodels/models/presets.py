@@ -10,7 +10,7 @@ import difflib
 import importlib
 from typing import Any, cast
 
-from fnmodels.models.common.registry import Family, claim, families, family_for, may_have, towers
+from fnmodels.models.common.registry import Family, claim, encoder_decoders, families, family_for, may_have, towers
 
 
 def preset(name: str) -> Any:
@@ -32,7 +32,7 @@ def presets() -> tuple[str, ...]:
 def published() -> dict[str, dict[str, Any]]:
     """{name: config.json} of this file and of each family's PRESETS; UserError where two of them claim one name."""
     owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
-    for module in dict.fromkeys([*families().values(), *towers().values()]):
+    for module in dict.fromkeys([*families().values(), *towers().values(), *encoder_decoders().values()]):
         family = cast(Family, importlib.import_module(module))
         for name, values in may_have(family, "PRESETS").items():
             claim(owners, name, module, "preset")

@@ -16,7 +16,9 @@ ARGUMENTS = 8  # of a function, besides self; more only in these public ones, wh
 LONGER = {
     "fnmodels.apply.run_layers",
     "fnmodels.mtp.hidden",
+    "fnmodels.models.common.context.attend",
     "fnmodels.models.common.context.run",  # a family's block, as `with_context` makes it
+    "fnmodels.ops.attention.math.math_attention",
     "fnmodels.ops.attention.select.attention",
     "fnmodels.ops.moe.layer.moe",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",

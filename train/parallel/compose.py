@@ -16,6 +16,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of
+from fnmodels.models.common.registry import may_have
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from train.dist.collectives import all_gather
@@ -54,6 +55,11 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     """The `Composed` of a mesh and strategy. remat, compile: as in `train.make_step`; counts: see `RunOptions`."""
     devices, strategy, config = placed.devices, placed.strategy, placed.config
     mesh = mesh_of(devices)
+    if config is not None and may_have(family_of(config), "shared") is not None and mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ValueError(
+            f"The layers of a {config.model_type} read a table of relative position biases for whole rows and all "
+            f"heads, so the mesh {mesh} must not have tp, cp or pp above 1; fsdp and dp work."
+        )
     tensor: TensorParallel | None = None
     if mesh.tp > 1:
         shards = placed.shards

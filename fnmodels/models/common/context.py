@@ -25,6 +25,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of, to_dense
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of
 from fnmodels.ops.invariant import invariant_rows
@@ -105,20 +106,29 @@ class Context:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        bias: RelativeBias | None = None,
         lend: bool = False,
     ) -> Tensor:
         """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`.
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
+        bias: a family that gives one says `BIASED = True`; not with a cache.
         """
         q, k, v = self._tapped(q, k, v)
         if "cache" in self.tensors:
+            if bias is not None:
+                raise NotImplementedError("Attention with a relative position bias has no cache: run full rows.")
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
-        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
+        return self.tap("attention.z", self._attention(q, k, v, mask, **how))
+
+    def shared(self, name: str) -> Any:
+        """What the family's `shared` made for the layers of this call under this name."""
+        return self.tensors["shared"][name]
 
     def _tapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.tap("attention.q", q), self.tap("attention.k", k), self.tap("attention.v", v)
@@ -227,11 +237,12 @@ class Context:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        bias: RelativeBias | None = None,
     ) -> Tensor:
         kernel, layout = self.options.kernel, self.options.layout
         tap = self.tap if self.wants_any(PATTERN_TAPS) else None
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout, "tap": tap}
-        return attention(q, k, v, mask, kernel=kernel, **how)
+        return attention(q, k, v, mask, kernel=kernel, bias=bias, **how)
 
     def state(self) -> Entry | None:
         """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""

@@ -22,6 +22,7 @@ from fnmodels.tree import Tree, contains
 
 _PACKAGE = "fnmodels.models"
 _TOWERS = "fnmodels.models.vision"
+_ENCODER_DECODERS = "fnmodels.models.encoder_decoder"
 
 
 class DecoderConfig(Protocol):
@@ -165,6 +166,11 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
     # reads beside the residual stream. x [B, S, D]: what `embed` returns.
     "layer_inputs": None,
+    "BIASED": False,  # whether its attention has a `RelativeBias`
+    # (params, inputs, config=) -> a tree of tensors that every layer reads beside the residual stream: `Context.shared`
+    "shared": None,
+    # (config) -> {"encoder": Config, "decoder": Config} of a model that has both, else {}; see `fnmodels.pairs`
+    "stacks": lambda config: {},
     "INPUTS": "tokens",  # or "patches": a vision tower, see `common.vision`
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
@@ -288,6 +294,11 @@ def towers() -> dict[str, str]:
     return _found_in(_TOWERS)
 
 
+def encoder_decoders() -> dict[str, str]:
+    """{Hugging Face model type: name of the module} for models of an encoder and a decoder; see `families`."""
+    return _found_in(_ENCODER_DECODERS)
+
+
 def _found_in(package: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in _modules(package, tuple(importlib.import_module(package).__path__)):
@@ -309,7 +320,7 @@ def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
 
 def family_for(model_type: str) -> Family:
     """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types."""
-    known = families() | towers()
+    known = families() | towers() | encoder_decoders()
     if model_type not in known:
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")
     return cast(Family, importlib.import_module(known[model_type]))

@@ -21,6 +21,7 @@ from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 
 from .math import math_attention
+from .relative_bias import RelativeBias
 from .sdpa import sdpa_attention
 from .tiled import causal_tiles, tiles_are_faster
 
@@ -68,7 +69,15 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
 
 
 def blocks_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: RelativeBias | None = None,
 ) -> Tensor:
     """Shapes as in `ops.attention.select`. ValueError if B or S is not that of the plan."""
     batch, length = plan.shape
@@ -80,14 +89,19 @@ def blocks_attention(
     # One split and one concatenation per tensor: the gradient of a slice would be a tensor of the full length.
     qs, ks, vs = (t.reshape(1, -1, *t.shape[2:]) if plan.merged else t for t in (q, k, v))
     qs, ks, vs = (t.split(plan.sizes, dim=1) for t in (qs, ks, vs))
+    places = None if bias is None else bias.pieces(plan.sizes, merged=plan.merged, rows=batch)
     out = []
-    for piece, step in zip(qs, plan.steps, strict=True):
+    for index, (piece, step) in enumerate(zip(qs, plan.steps, strict=True)):
         if step is None:
             out.append(piece.new_zeros(*piece.shape[:-1], v.shape[-1]))
             continue
         keys, values = (_join(pieces[step.start : step.stop]) for pieces in (ks, vs))
         allowed = None if step.mask is None else plan.masks[step.mask]
-        if step.causal and softcap is None and sinks is None and tiles_are_faster(piece):
+        if bias is not None and places is not None:
+            seen = _join([keys_at for _, keys_at in places[step.start : step.stop]])
+            added = RelativeBias(bias.values, places[index][0], seen).dense()
+            out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, bias=added))
+        elif step.causal and softcap is None and sinks is None and tiles_are_faster(piece):
             out.append(causal_tiles(piece, keys, values, scale=scale))
         elif softcap is None:
             out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, sinks=sinks))

@@ -16,12 +16,13 @@ def math_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K].
+    """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K]; bias [B or 1, N, Q, K].
 
-    tap: called with "attention.scores" (scaled and soft-capped, before the mask, which thus holds for edited scores
-    too) and "attention.pattern" (the weights of the values), both [B, N, Q, K] in fp32 at least.
+    tap: called with "attention.scores" (scaled, soft-capped and with their bias, before the mask, which thus holds for
+    edited scores too) and "attention.pattern" (the weights of the values), both [B, N, Q, K] in fp32 at least.
     Masked keys have weight 0, and 0 times NaN is NaN: the caller must zero values that may not be finite.
     """
     groups, repeats = k.shape[-2], q.shape[-2] // k.shape[-2]
@@ -34,6 +35,8 @@ def math_attention(
     scores = upcast((q @ k.mT).unflatten(2, (repeats, -1))) * scale  # [B, G, R, Q, K]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + upcast(bias).unflatten(1, (groups, repeats))
     scores = scores if tap is None else _tapped(tap, "attention.scores", scores)
     per_head = allowed.shape[1] > 1
     allowed = allowed.unflatten(1, (groups, repeats)) if per_head else allowed[:, :, None]

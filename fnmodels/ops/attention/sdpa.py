@@ -17,8 +17,14 @@ def sdpa_attention(
     causal: bool = False,
     scale: float,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: mask by index."""
+    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: mask by index.
+
+    bias [B or 1, N, Q, K]: added to the scores; not with sinks.
+    """
+    if bias is not None:
+        return _biased(q, k, v, allowed, causal, scale, bias)
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width, grouped = v.shape[-1], False
@@ -47,6 +53,22 @@ def sdpa_attention(
     if allowed is not None and not q.is_cpu:  # CUDA in half precision gives the mean of values to a query without keys
         out = out.where(allowed.any(-1).transpose(1, 2)[..., None], 0)
     return out[:, 1:] if sinks is not None and causal else out
+
+
+def _biased(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, causal: bool, scale: float, bias: Tensor
+) -> Tensor:
+    bias = bias.to(q.dtype)
+    if causal:
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None, None]
+    some = None if allowed is None else allowed.any(-1, keepdim=True)
+    if allowed is not None and some is not None:  # a query without keys sees all, and is cleared: -inf alone gives NaN
+        bias = bias.masked_fill(~(allowed | ~some), -torch.inf)
+    width, (q, k, v) = v.shape[-1], _pad_to_equal_width(q, k, v)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)[..., :width]
+    return (out if some is None else out.where(some, 0)).transpose(1, 2)
 
 
 def _pad_to_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,7 @@ from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
 from .invariant import Tiles, invariant_attention, plan_tiles
 from .math import math_attention
+from .relative_bias import RelativeBias
 from .sdpa import sdpa_attention
 from .varlen import varlen_attention, varlen_window
 
@@ -60,13 +61,15 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     layout: Layout | None = None,
+    bias: RelativeBias | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T, masked) v.
+    """softmax(scale q k^T + bias, masked) v.
 
     mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may attend, or the result of
     `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per head that
     takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see KERNELS and `Kernel`.
+    bias: for "math", "sdpa" and "blocks", and without softcap and sinks; a function of your own gets it as a keyword.
     tap: shows scores and weights, see `math_attention`; for kernel="math" only.
     ValueError for a mask or option that the kernel does not support, NotImplementedError for a transform that it does
     not support; both name a kernel that does.
@@ -77,14 +80,19 @@ def attention(
             'not: take kernel="math".'
         )
     if callable(kernel):
-        return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
+        more = {} if bias is None else {"bias": bias}
+        return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
     if kernel == "auto":
         compiled = torch.compiler.is_compiling()
-        kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None, compiled)
+        asks = Asks(softcap is not None, sinks is not None, bias is not None)
+        kernel, _ = _choose(mask, layout, q.device.type, q.dtype, asks, compiled)
+    if bias is not None:
+        _check_bias(kernel, softcap, sinks)
     form = materialize(mask, kernel, layout)
     _check_shapes(q, k, v, form if isinstance(form, Plan | Tiles) else mask)
     if kernel == "math":
-        return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks, tap=tap)
+        added = None if bias is None else bias.dense()
+        return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks, bias=added, tap=tap)
     if kernel == "varlen":
         return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
     q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")
@@ -94,12 +102,23 @@ def attention(
                 'kernel="sdpa" has no softcap; "blocks" (with a layout), "flex" and kernel="math" have it.'
             )
         rule, allowed = (form.rule, None) if isinstance(form, ByIndex) else (None, form)
-        return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks)
+        added = None if bias is None else bias.dense()
+        return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks, bias=added)
     if kernel == "invariant":
         return invariant_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     if kernel == "blocks":
-        return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+        return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
     return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _check_bias(kernel: str, softcap: float | None, sinks: Tensor | None) -> None:
+    if kernel not in ("math", "sdpa", "blocks"):
+        raise ValueError(
+            f'kernel="{kernel}" has no relative position bias; "auto", "sdpa", "blocks" (with a layout) and '
+            'kernel="math" have it.'
+        )
+    if softcap is not None or sinks is not None:
+        raise ValueError("No kernel has a relative position bias together with a softcap or with sinks.")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
@@ -136,11 +155,12 @@ def materialize(
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     sinks: bool = False,
+    bias: bool = False,
 ) -> Any:
     """The mask in the form that the kernel reads, made once for all layers; such a form is returned unchanged.
 
-    device, dtype, softcap, sinks: those of the attention calls, for "auto". ValueError for an unknown kernel and for
-    the layout of another batch.
+    device, dtype, softcap, sinks, bias: those of the attention calls, for "auto". ValueError for an unknown kernel and
+    for the layout of another batch.
     """
     if callable(kernel):
         return mask
@@ -161,7 +181,8 @@ def materialize(
         _check_documents(mask, layout)
     if kernel == "auto":
         compiled = torch.compiler.is_compiling()
-        kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, sinks, compiled)
+        asks = Asks(softcap is not None, sinks, bias)
+        kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, asks, compiled)
     if kernel == "blocks":
         return plan_blocks(*_with_layout(mask, layout, kernel))
     if kernel == "invariant":
@@ -208,28 +229,43 @@ def explain_kernel(
     chosen before, in eager mode.
     """
     kind = torch.device(device).type
-    return _choose(mask, layout, kind, dtype, softcap is not None, sinks is not None, compiled)
+    return _choose(mask, layout, kind, dtype, Asks(softcap is not None, sinks is not None), compiled)
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Which changes of the scores a call of attention has."""
+
+    softcap: bool = False
+    sinks: bool = False
+    bias: bool = False
 
 
 def _choose(
-    mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, softcap: bool, sinks: bool, compiled: bool
+    mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, asks: Asks, compiled: bool
 ) -> tuple[str, str]:
     if isinstance(mask, Plan | ByIndex):
         return "blocks" if isinstance(mask, Plan) else "sdpa", "the mask was made ready for it"
     cuda = device == "cuda"
+    if cuda and asks.bias:
+        return "sdpa", "a relative position bias: one fused call that reads it"
     if cuda and is_block_mask(mask):
         return "flex", "a BlockMask is its form of a mask"
     if not isinstance(mask, Mask) or layout is None:
         why = "no layout gives the document ranges" if isinstance(mask, Mask) else "the mask holds no rule"
-        if softcap:
+        if asks.softcap:
             return "math", f"softcap, and {why}: the scores are written out"
         return "sdpa", f"{why}: one fused call with a dense mask"
-    plain = by_index(mask, layout) is not None and not softcap
+    plain = by_index(mask, layout) is not None and not asks.softcap
     if plain and (cuda or compiled):
         return "sdpa", "every row is one document, and its rule is plain causality or none: a fused call without a mask"
     if not cuda:
         return "blocks", "the layout and the rule say which parts of the mask are empty"
-    if varlen_window(mask.rule) is not None and dtype in (torch.float16, torch.bfloat16) and not (softcap or sinks):
+    if (
+        varlen_window(mask.rule) is not None
+        and dtype in (torch.float16, torch.bfloat16)
+        and not (asks.softcap or asks.sinks)
+    ):
         return "varlen", "documents one after another under causality or a window, in half precision"
     return "flex", "a rule, or a change of the scores, that only FlexAttention fuses on this device"
 

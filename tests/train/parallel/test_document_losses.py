@@ -9,7 +9,7 @@ import torch
 import fnmodels
 import params as P
 import train
-from fnmodels import bert, tree
+from fnmodels import bert, t5, tree
 from tests.support.cases import generic_params
 from tests.support.one_process import error, worst
 from tests.support.ranks_pool import Ranks, devices
@@ -33,11 +33,21 @@ def setting(head: str) -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     return config, functools.partial(train.contrastive_loss, config=config, embedder=embedder), halves
 
 
+def pair_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of T5."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, **sizes)
+    pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10, 11, 12])]
+    halves = [[([t + 20 * i for t in a], [t + 20 * i for t in b]) for a, b in pairs] for i in range(2)]
+    made = [fnmodels.pair_batch(half, 6, 6, start=0) for half in halves]
+    return config, functools.partial(train.pair_loss, config=config), made
+
+
 def stepped(head: str) -> dict[str, float]:
-    config, loss, halves = setting(head)
+    config, loss, halves = pair_setting() if head == "pairs" else setting(head)
     optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse("fsdp=2"), generic_params(config)
     one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), halves)
-    plan = P.plan(bert.spec(config), rules_of(mesh, config), devices(mesh))
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, params)
     batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
     step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh)
@@ -48,7 +58,7 @@ def stepped(head: str) -> dict[str, float]:
     return found | {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
 
 
-@pytest.mark.parametrize("head", list(HEADS))
+@pytest.mark.parametrize("head", [*HEADS, "pairs"])
 def test_a_step_over_fsdp_is_that_of_one_process(ranks: Ranks, head: str) -> None:
     found = ranks(2)(stepped, head)
     assert worst(found)[0] < 1e-5, worst(found)

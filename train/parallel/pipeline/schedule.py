@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, own_choices, source_kind
+from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, may_have, own_choices, source_kind
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -98,6 +98,11 @@ def _check_between_layers(config: DecoderConfig, bounds: Sequence[int]) -> None:
         raise ValueError(
             "Each layer of this model reads embeddings of the token ids, which stages of a pipeline do not pass on: "
             "pp must be 1."
+        )
+    if len(bounds) > 2 and may_have(fnmodels.family_of(config), "shared") is not None:
+        raise ValueError(
+            "All layers of this model read a table of relative position biases, which stages of a pipeline do not pass "
+            "on: pp must be 1."
         )
     kinds = fnmodels.family_of(config).kinds(config)
     for lo, hi in itertools.pairwise(bounds):

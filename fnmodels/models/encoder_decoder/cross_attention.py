@@ -1,0 +1,61 @@
+"""Cross attention (arXiv 1706.03762): queries of a decoder, keys and values of what its encoder returns.
+
+The memory and its mask come from the tree that `family.shared` makes: {"memory": [B, K, D], "memory_mask": a Mask of
+the decoder's tokens as queries and the encoder's as keys, in which equal segment ids see each other}.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Everything
+from fnmodels.models.common.context import Context
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.linear import linear
+from fnmodels.ops.qkv import project_out, split_heads
+
+TAPS = tuple(f"cross_attention.{name}" for name in "qkvz")
+
+
+def cross_mask(positions: Tensor, segments: Tensor, memory_positions: Tensor, memory_segments: Tensor) -> Mask:
+    """The mask of a decoder's tokens [B, S] and an encoder's [B, K]: a document sees the document of the same id."""
+    return Mask(positions, segments, memory_positions, memory_segments, None, None, Everything())
+
+
+def memory_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """{"memory", "memory_mask"} of a decoder's inputs, zeros at padding, the mask bool [B, 1, S, K] for all layers.
+
+    ValueError where they are missing or do not fit.
+    """
+    if missing := [name for name in ("memory", "memory_mask") if name not in inputs]:
+        raise ValueError(
+            f"The decoder's inputs have no {' and no '.join(missing)}: memory is what the encoder returns, [B, K, D], "
+            'and memory_mask is masks["cross"] of fnmodels.prepare_pair.'
+        )
+    # Zeros, because a masked key has weight 0, but 0 times NaN is NaN.
+    memory, mask = inputs["memory"], inputs["memory_mask"]
+    if isinstance(mask, Mask):
+        if memory.shape[1] != mask.kv_segments.shape[1]:
+            raise ValueError(
+                f"memory has {memory.shape[1]} tokens [B, K, D], but memory_mask is made for "
+                f"{mask.kv_segments.shape[1]} keys."
+            )
+        memory, mask = memory.where((mask.kv_segments > 0)[..., None], 0), mask.dense()
+    return {"memory": memory, "memory_mask": mask}
+
+
+def attend_to_memory(weights: Mapping[str, Tensor], x: Tensor, ctx: Context, *, head_dim: int, scale: float) -> Tensor:
+    """The output projection of attention of x [B, S, D] to the memory: [B, S, D]. The biases are optional leaves.
+
+    The kernel is "math" where that of the call is, else "sdpa" with a dense mask.
+    """
+    memory = ctx.shared("memory")
+    q = linear(x, weights["q_proj"], weights.get("q_bias"))
+    k, v = (linear(memory, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "kv")
+    heads = (split_heads(t, head_dim) for t in (q, k, v))
+    q, k, v = (ctx.tap(name, t) for name, t in zip(TAPS, heads, strict=False))
+    kernel = "math" if ctx.options.kernel == "math" else "sdpa"
+    mixed = attention(q, k, v, ctx.shared("memory_mask"), kernel=kernel, scale=scale)
+    return project_out(weights, ctx.tap(TAPS[3], mixed))

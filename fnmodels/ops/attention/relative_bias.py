@@ -1,0 +1,70 @@
+"""`RelativeBias`: what a head adds to a score, by the distance of key and query (T5, arXiv 1910.10683, section 2.1).
+
+Distances come from positions, which are tensors of the batch, and never from indices: a row may be packed, padded or
+permuted. The table has a value for each bucket of distances and each head; all layers of a stack share it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+
+
+def buckets(count: int, max_distance: int, *, bidirectional: bool) -> list[int]:
+    """The bucket of each distance key - query from -max_distance to max_distance; those beyond have that of the ends.
+
+    bidirectional: half of the `count` buckets are for keys after the query; else all keys after it share bucket 0.
+    Of the buckets of one direction the first half hold one distance each, the others grow with its logarithm.
+    """
+    own = count // 2 if bidirectional else count
+    exact = own // 2
+
+    def of(length: int) -> int:
+        if length < exact:
+            return length
+        # A power lies on a boundary exactly, and belongs to the bucket that begins there.
+        share = math.log(length / exact) / math.log(max_distance / exact)
+        return min(exact + int(share * (own - exact) + 1e-9), own - 1)
+
+    behind = [of(length) for length in range(max_distance, -1, -1)]
+    ahead = [own + of(length) if bidirectional else 0 for length in range(1, max_distance + 1)]
+    return behind + ahead
+
+
+def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Tensor:
+    """[2 max_distance + 1, N]: the row of `table` [buckets, N] for each distance from -max_distance to max_distance."""
+    found = buckets(table.shape[0], max_distance, bidirectional=bidirectional)
+    return table[torch.tensor(found, device=table.device)]
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class RelativeBias:
+    """What is added to the scores of queries [B or 1, Q] and keys [B or 1, K], by their positions.
+
+    values [2 D + 1, N]: for each head and distance key - query from -D to D, see `by_distance`; longer distances have
+    the value of D.
+    """
+
+    values: Tensor
+    q_positions: Tensor
+    kv_positions: Tensor
+
+    def dense(self) -> Tensor:
+        """[B or 1, N, Q, K]."""
+        most = self.values.shape[0] // 2
+        distance = (self.kv_positions[:, None, :] - self.q_positions[:, :, None]).clamp(-most, most) + most
+        found = self.values.mT.contiguous().index_select(1, distance.flatten())
+        return found.unflatten(1, distance.shape).transpose(0, 1)
+
+    def pieces(self, sizes: tuple[int, ...], *, merged: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """The positions of queries and keys of each of the pieces of a row; see `block_sparse.Plan`.
+
+        merged: the `rows` rows are concatenated into one, else they all have the positions of the first.
+        """
+        both = (self.q_positions, self.kv_positions)
+        joined = [(t.expand(rows, -1).reshape(1, -1) if merged else t[:1]).split(sizes, dim=1) for t in both]
+        return list(zip(*joined, strict=True))

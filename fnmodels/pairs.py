@@ -1,0 +1,112 @@
+"""Models of an encoder and a decoder: `prepare_pair`, for `fnmodels.forward` with the config of both.
+
+    inputs, masks, freqs_cis = prepare_pair(config, tokens, decoder_tokens, segment_ids=..., decoder_segment_ids=...)
+    logits = fnmodels.forward(params, inputs, masks, freqs_cis, config=config)       # [B, S, V] of the decoder
+
+Each of the three is {"encoder": ..., "decoder": ...}, what `prepare` makes for that stack, and masks["cross"] says
+which tokens of the encoder a token of the decoder sees: those of its document, which has the same segment id in both
+rows. So packed pairs are as each alone. The encoder runs once with `config.encoder` and `stack_params(params,
+"encoder")`, the decoder with its result as inputs["memory"].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.packing import IGNORE, Document
+from fnmodels.inputs.segments import integers, positions_from_segments
+from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.encoder_decoder.cross_attention import cross_mask
+
+from .apply import prepare
+
+Pair = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def prepare_pair(
+    config: Any,
+    tokens: Tensor,
+    decoder_tokens: Tensor,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    decoder_positions: Tensor | None = None,
+    decoder_segment_ids: Tensor | None = None,
+) -> Pair:
+    """(inputs, masks, freqs_cis) of a batch of both stacks, each {"encoder", "decoder"}.
+
+    tokens [B, K]: what the encoder reads; decoder_tokens [B, S]: what the decoder reads, already shifted. The others
+    are those of `prepare` for each. ValueError for a model without two stacks, and for other numbers of rows.
+    """
+    stacks = may_have(family_of(config), "stacks")(config)
+    if not stacks:
+        raise ValueError(
+            f"A model of type {config.model_type!r} with this config has one stack: take fnmodels.prepare."
+        )
+    if tokens.shape[:1] != decoder_tokens.shape[:1]:
+        raise ValueError(
+            f"The encoder has {tokens.shape[0]} rows and the decoder {decoder_tokens.shape[0]}: row i of one is for "
+            "row i of the other."
+        )
+    source = prepare(stacks["encoder"], tokens, positions=positions, segment_ids=segment_ids)
+    target = prepare(stacks["decoder"], decoder_tokens, positions=decoder_positions, segment_ids=decoder_segment_ids)
+    inputs, masks, freqs_cis = ({"encoder": one, "decoder": other} for one, other in zip(source, target, strict=True))
+    where: list[Tensor] = []
+    for made, ids in ((target, decoder_segment_ids), (source, segment_ids)):
+        at = made[0]["positions"]
+        where += [at, made[0]["valid"].long() if ids is None else integers("segment_ids", ids).expand(at.shape)]
+    return inputs, {**masks, "cross": cross_mask(*where)}, freqs_cis
+
+
+def pair_batch(
+    pairs: Sequence[tuple[Document, Document]], length: int, decoder_length: int, *, start: int
+) -> dict[str, Tensor]:
+    """Packed pairs (source, target) of token ids, unsplit: the batch of `train.pair_loss`.
+
+    tokens, positions, segment_ids [B, length] of the sources, and decoder_tokens, decoder_positions,
+    decoder_segment_ids, labels [B, decoder_length] of the targets: labels are the targets, and decoder_tokens the same
+    one later, each beginning with `start` (`config.decoder_start_token_id`). The longest pairs first, each in the first
+    row with room in both. ValueError for an empty or too long source or target, with its number.
+    """
+    limits = (length, decoder_length)
+    made: list[tuple[list[int], list[int]]] = []
+    for index, pair in enumerate(pairs):
+        made.append(([int(t) for t in pair[0]], [int(t) for t in pair[1]]))
+        for what, found, limit in zip(("source", "target"), made[-1], limits, strict=True):
+            if not 0 < len(found) <= limit:
+                raise ValueError(
+                    f"The {what} of pair {index} has {len(found)} tokens; a row has room for 1 to {limit}."
+                )
+    if not made:
+        raise ValueError("There are no pairs.")
+    rows: list[list[int]] = []
+    free: list[list[int]] = []
+    for index in sorted(
+        range(len(made)), key=lambda i: -max(len(made[i][0]) / length, len(made[i][1]) / decoder_length)
+    ):
+        need = [len(part) for part in made[index]]
+        at = next((r for r, room in enumerate(free) if all(n <= f for n, f in zip(need, room, strict=True))), len(rows))
+        if at == len(rows):
+            rows.append([])
+            free.append(list(limits))
+        rows[at].append(index)
+        free[at] = [f - n for n, f in zip(need, free[at], strict=True)]
+    batch = {name: torch.zeros(len(rows), length, dtype=torch.long) for name in ("tokens", "segment_ids")}
+    names = ("decoder_tokens", "decoder_segment_ids", "labels")
+    batch |= {name: torch.zeros(len(rows), decoder_length, dtype=torch.long) for name in names}
+    batch["labels"].fill_(IGNORE)
+    for row, members in enumerate(rows):
+        ends = [0, 0]
+        for segment, index in enumerate(sorted(members), 1):
+            source, target = made[index]
+            first, second = (slice(end, end + len(part)) for end, part in zip(ends, (source, target), strict=True))
+            values = {"tokens": source, "decoder_tokens": [start, *target[:-1]], "labels": target}
+            for name, value in values.items():
+                batch[name][row, first if name == "tokens" else second] = torch.tensor(value)
+            batch["segment_ids"][row, first] = batch["decoder_segment_ids"][row, second] = segment
+            ends = [first.stop, second.stop]
+    for prefix in ("", "decoder_"):
+        batch[f"{prefix}positions"] = positions_from_segments(batch[f"{prefix}segment_ids"])
+    return batch

@@ -1,0 +1,310 @@
+"""T5: parity with transformers of every parameter, packed pairs as each alone, files, sizes, gradients, training."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import tree
+from fnmodels.models.encoder_decoder import t5
+from fnmodels.ops.attention.relative_bias import buckets
+from tests.support.cases import generic, positions_of, segments
+from tests.support.oracle import assert_close
+from tests.variants.t5 import TINY, TOTALS, variants
+
+VARIANTS = variants()
+SOURCES = segments((-2, 17, 4, 1), (9, 14, -1))
+TARGETS = segments((5, 3, 7), (1, 13, -1))
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+pairs = pytest.mark.parametrize("name", [name for name in VARIANTS if name != "t5_encoder"])
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    """transformers' model, every parameter generic. v1.1 files have a head of their own."""
+    values = VARIANTS[name]
+    cls = getattr(transformers, values["architectures"][0])
+    model = cls._from_config(transformers.T5Config(**values), attn_implementation="eager").eval()
+    if values.get("tie_word_embeddings") is False:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    with torch.no_grad():
+        for path, leaf in model.named_parameters():
+            leaf.copy_(generic(path, leaf))
+    return model
+
+
+def config_of(name: str) -> t5.Config:
+    return t5.Config.from_hf(VARIANTS[name])
+
+
+@functools.cache
+def params_of(name: str) -> Any:
+    """The reference's parameters, by name and by nothing else."""
+    state, config = dict(reference(name).named_parameters()), config_of(name)
+    stored = t5.hf_names(config)
+    assert set(stored.values()) == state.keys()
+    return tree.unflatten({path: state[name].detach().clone() for path, name in stored.items()})
+
+
+def tokens_like(ids: Tensor, seed: int) -> Tensor:
+    return torch.randint(61, ids.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def prepared_pair(name: str) -> tuple[Any, Any]:
+    """(packed inputs, (source, target) of each document by row and segment)."""
+    tokens, decoder_tokens = tokens_like(SOURCES, 0), tokens_like(TARGETS, 1)
+    given = {"segment_ids": SOURCES, "positions": positions_of(SOURCES)}
+    given |= {"decoder_segment_ids": TARGETS, "decoder_positions": positions_of(TARGETS)}
+    prepared = fnmodels.prepare_pair(config_of(name), tokens, decoder_tokens, **given)
+    found = {}
+    for row, ids in enumerate(TARGETS.tolist()):
+        for segment in sorted(set(ids) - {0}):
+            found[row, segment] = (tokens[row, SOURCES[row] == segment], decoder_tokens[row, TARGETS[row] == segment])
+    return prepared, found
+
+
+@pytest.mark.parametrize(("count", "most"), [(32, 128), (8, 12), (16, 100)])
+@pytest.mark.parametrize("both", [True, False])
+def test_buckets(count: int, most: int, both: bool) -> None:
+    """Equal to transformers' of each distance, and longer distances share the last."""
+    module = transformers.models.t5.modeling_t5.T5Attention
+    wanted = module._relative_position_bucket(torch.arange(-3 * most, 3 * most + 1), both, count, most).tolist()
+    own = buckets(count, most, bidirectional=both)
+    assert wanted == own[:1] * 2 * most + own + own[-1:] * 2 * most
+
+
+@pairs
+def test_packed_pairs_are_as_each_alone_in_transformers(name: str) -> None:
+    """Documents of a row, padding on both sides: logits of each target given its own source."""
+    prepared, found = prepared_pair(name)
+    layouts = {stack: fnmodels.layout(prepared[1][stack]) for stack in ("encoder", "decoder")}
+    assert len(found) == 5
+    options: dict[str, dict[str, Any]] = {"math": {"kernel": "math"}, "sdpa": {"kernel": "sdpa"}}
+    options["blocks"] = {"kernel": "blocks", "layout": layouts}
+    for how in options.values():
+        got = fnmodels.forward(params_of(name), *prepared, config=config_of(name), **how)
+        for (row, segment), (source, target) in found.items():
+            with torch.no_grad():
+                theirs = reference(name)(
+                    input_ids=source[None], decoder_input_ids=target[None], use_cache=False
+                ).logits[0]
+            assert_close(got[row, TARGETS[row] == segment], theirs)
+
+
+def test_the_encoder_alone() -> None:
+    """T5EncoderModel: packed, in each kernel; and the encoder of both stacks by itself."""
+    tokens = tokens_like(SOURCES, 0)
+    for name in ("t5_encoder", "t5"):
+        whole = config_of(name)
+        config = whole if whole.stack == "encoder" else whole.encoder
+        weights = params_of(name) if whole.stack == "encoder" else fnmodels.stack_params(params_of(name), "encoder")
+        prepared = fnmodels.prepare(config, tokens, positions=positions_of(SOURCES), segment_ids=SOURCES)
+        for kernel in ("math", "sdpa", "blocks"):
+            layout = fnmodels.layout(prepared[1]) if kernel == "blocks" else None
+            got = fnmodels.forward(weights, *prepared, config=config, kernel=kernel, layout=layout)
+            for row, ids in enumerate(SOURCES):
+                for segment in set(ids.tolist()) - {0}:
+                    model = reference(name) if whole.stack == "encoder" else reference(name).encoder
+                    with torch.no_grad():
+                        theirs = model(input_ids=tokens[row, ids == segment][None]).last_hidden_state[0]
+                    assert_close(got[row, ids == segment], theirs)
+
+
+@pairs
+def test_every_parameter_is_read(name: str) -> None:
+    """A change of 2% of any parameter changes the logits."""
+    prepared, _ = prepared_pair(name)
+    run = functools.partial(fnmodels.forward, config=config_of(name), kernel="math")
+    weights, wanted = tree.flatten(params_of(name)), run(params_of(name), *prepared)
+    for path in weights:
+        changed = run(tree.unflatten(weights | {path: weights[path] * 1.02}), *prepared)
+        assert (changed - wanted).abs().max() > 1e-5, path
+
+
+def test_mistakes_would_be_seen() -> None:
+    """Wrong buckets, a target that sees another source, a lost scale: each is far outside of the tolerance."""
+    (inputs, masks, freqs), _ = prepared_pair("t5")
+    config = config_of("t5")
+
+    def off(masks: Any, inputs: Any = inputs, **changes: Any) -> float:
+        other = replace(config, **changes)
+        got = fnmodels.forward(params_of("t5"), inputs, masks, freqs, config=other, kernel="math")
+        return float((got - wanted)[TARGETS > 0].abs().max())
+
+    wanted = fnmodels.forward(params_of("t5"), inputs, masks, freqs, config=config, kernel="math")
+    assert off(masks, scale_outputs=False) > 1e-2
+    assert off(masks, relative_attention_max_distance=30) > 1e-2
+    shown = replace(masks["cross"], q_segments=TARGETS.clamp(max=1))
+    assert off(masks | {"cross": shown}) > 1e-2
+    moved = inputs | {"decoder": inputs["decoder"] | {"positions": torch.arange(TARGETS.shape[1]).expand(2, -1) * 2}}
+    assert off(masks, moved) > 1e-2
+
+
+def test_order_of_the_encoder_does_not_matter() -> None:
+    """Positions and segments say where a token stands, so permuted rows give permuted results."""
+    config, weights = config_of("t5_encoder"), params_of("t5_encoder")
+    tokens, order = (
+        tokens_like(SOURCES, 0),
+        torch.randperm(SOURCES.shape[1], generator=torch.Generator().manual_seed(0)),
+    )
+    prepared = fnmodels.prepare(config, tokens, positions=positions_of(SOURCES), segment_ids=SOURCES)
+    wanted = fnmodels.forward(weights, *prepared, config=config)
+    got = fnmodels.forward(weights, *fnmodels.permute(prepared, order), config=config)
+    torch.testing.assert_close(got, wanted[:, order], atol=1e-5, rtol=0)
+
+
+def test_what_stands_at_padding_does_not_matter() -> None:
+    """NaN in a pad token's row changes no bit and has gradient 0."""
+    config, (prepared, _) = config_of("t5_v1_1"), prepared_pair("t5_v1_1")
+    for ids, stack in ((SOURCES, "encoder"), (TARGETS, "decoder")):
+        prepared[0][stack]["tokens"] = torch.where(ids > 0, prepared[0][stack]["tokens"].clamp(min=1), 0)
+    weights = dict(params_of("t5_v1_1"))
+    for kernel in ("math", "sdpa"):
+        results = []
+        for value in (0.0, torch.nan):
+            table = weights["embed_tokens"].clone()
+            table[0] = value
+            table.requires_grad_()
+            got = fnmodels.forward(weights | {"embed_tokens": table}, *prepared, config=config, kernel=kernel)[
+                TARGETS > 0
+            ]
+            (grad,) = torch.autograd.grad(got.square().sum(), table)
+            assert not grad[0].any() and grad[1:].any()
+            results.append(torch.cat([got.flatten(), grad[1:].flatten()]))
+        assert torch.equal(*results)
+
+
+@pairs
+def test_gradients_of_every_parameter(name: str) -> None:
+    """Of the loss on packed pairs, in each kernel, against transformers' on the pairs one by one."""
+    config, model = config_of(name), reference(name)
+    _, found = prepared_pair(name)
+    documents = list(found.values())
+    batch = fnmodels.pair_batch(documents, 24, 16, start=config.decoder_start_token_id)
+    assert len(batch["tokens"]) < len(documents)
+    losses = []
+    for source, target in documents:
+        logits = model(input_ids=source[None], labels=target[None], use_cache=False).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
+    state = dict(model.named_parameters())
+    theirs = dict(zip(state, torch.autograd.grad(torch.stack(losses).sum(), list(state.values())), strict=True))
+    for kernel in ("math", "auto"):
+        weights = tree.map(lambda leaf: leaf.clone().requires_grad_(), params_of(name))
+        total, count = train.pair_loss(weights, batch, config=config, kernel=kernel)
+        assert int(count) == sum(len(target) for _, target in documents)
+        torch.testing.assert_close(total, torch.stack(losses).sum(), rtol=1e-5, atol=0)
+        flat = tree.flatten(weights)
+        for path, grad in zip(flat, torch.autograd.grad(total, list(flat.values())), strict=True):
+            wanted = theirs[t5.hf_names(config)[path]]
+            assert (grad - wanted).abs().max() <= 3e-5 * max(1.0, float(wanted.abs().max())), path
+
+
+@pytest.mark.parametrize(("remat", "compiled"), [("full", "none"), ("none", "block")])
+def test_a_train_step(remat: str, compiled: str) -> None:
+    """make_step with microbatches takes the loss, and it falls."""
+    config = config_of("t5")
+    documents = list(prepared_pair("t5")[1].values())
+    batch = fnmodels.pair_batch(documents, 24, 14, start=0)
+    loss = functools.partial(train.pair_loss, config=config)
+    optimizer = train.adamw(1e-2, spec=t5.spec(config))
+    step = train.make_step(loss, optimizer, clip=1.0, remat=remat, compile=compiled)
+    state = train.init_state(params_of("t5"), optimizer)
+    wanted, count = loss(params_of("t5"), batch)
+    seen = []
+    for _ in range(4):
+        state, metrics = step(state, list(fnmodels.split(batch, len(batch["tokens"]))))
+        seen.append(float(metrics["loss"]))
+    assert abs(seen[0] - float(wanted / count)) < 1e-4 and seen[-1] < seen[0] - 0.1
+
+
+@every_variant
+def test_files(name: str, tmp_path: Path) -> None:
+    """A folder of transformers is read without leftovers; ours is read by transformers, and both are bit-equal."""
+    model = reference(name)
+    model.save_pretrained(tmp_path / "theirs")
+    config, weights = P.load_pretrained(tmp_path / "theirs")
+    assert config == config_of(name)
+    wanted = tree.flatten(params_of(name))
+    found = tree.flatten(weights)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[path], wanted[path]) for path in wanted)
+    P.save_pretrained(tmp_path / "ours", config, weights)
+    again = type(model).from_pretrained(tmp_path / "ours")
+    state = dict(model.named_parameters())
+    assert again.config.scale_decoder_outputs == model.config.scale_decoder_outputs
+    assert all(torch.equal(leaf, state[path]) for path, leaf in again.named_parameters())
+    if name != "t5_encoder":
+        tokens = tokens_like(SOURCES, 0)
+        both = [m(input_ids=tokens, decoder_input_ids=tokens[:, :5], use_cache=False).logits for m in (model, again)]
+        torch.testing.assert_close(*both, atol=1e-5, rtol=0)
+
+
+def test_the_encoder_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A v1.0 file repeats its embedding; a copy that differs is refused."""
+    from safetensors.torch import load_file, save_file
+
+    reference("t5").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    copies = {name: tensors["shared.weight"].clone() for name in t5.hf_copies(config_of("t5"))}
+    save_file(tensors | copies, file, metadata={"format": "pt"})
+    P.load_pretrained(tmp_path)
+    save_file(tensors | copies | {"decoder.embed_tokens.weight": torch.ones(61, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(P.CheckpointError, match="embed_tokens"):
+        P.load_pretrained(tmp_path)
+
+
+def test_sizes() -> None:
+    """transformers counts the same on meta; tests/fnmodels/models/test_presets.py holds all presets to TOTALS."""
+    for name in ("t5-small", "t5-v1_1-xxl-encoder"):
+        values = t5.PRESETS[name]
+        with torch.device("meta"):
+            model = getattr(transformers, values["architectures"][0])(transformers.T5Config(**values))
+        assert model.num_parameters() == TOTALS[name]
+
+
+def test_bad_use_is_a_sentence() -> None:
+    config, weights = config_of("t5"), params_of("t5")
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="prepare_pair"):
+        fnmodels.prepare(config, tokens)
+    with pytest.raises(ValueError, match="one stack"):
+        fnmodels.prepare_pair(config.encoder, tokens, tokens)
+    with pytest.raises(ValueError, match="2 rows and the decoder 1"):
+        fnmodels.prepare_pair(config, tokens, tokens[:1])
+    prepared = fnmodels.prepare_pair(config, tokens, tokens)
+    with pytest.raises(ValueError, match="one stack"):
+        fnmodels.forward(weights, *prepared, config=config, taps=("embed",))
+    with pytest.raises(ValueError, match="no relative position bias"):
+        fnmodels.forward(weights, *prepared, config=config, kernel="flex")
+    one = [made["decoder"] for made in prepared]
+    with pytest.raises(ValueError, match="memory"):
+        fnmodels.forward(fnmodels.stack_params(weights, "decoder"), *one, config=config.decoder)
+    part, encoder = fnmodels.stack_params(weights, "encoder"), fnmodels.prepare(config.encoder, tokens)
+    with pytest.raises(ValueError, match="positions"):
+        fnmodels.forward(part, tokens, *encoder[1:], config=config.encoder)
+    with pytest.raises(ValueError, match="shared="):
+        fnmodels.run_layers(part, torch.zeros(2, 3, 32), *encoder[1:], 0, 1, config=config.encoder)
+    with pytest.raises(P.UnsupportedError, match="T5ForQuestionAnswering"):
+        t5.Config.from_hf(TINY | {"architectures": ["T5ForQuestionAnswering"]})
+    with pytest.raises(ValueError, match="multiple of 4"):
+        t5.Config.from_hf(TINY | {"relative_attention_num_buckets": 6})
+    with pytest.raises(ValueError, match="The target of pair 1 has 0"):
+        fnmodels.pair_batch([([1], [2]), ([1], [])], 4, 4, start=0)
+    with pytest.raises(ValueError, match="decoder_tokens"):
+        train.pair_loss(weights, {"tokens": tokens}, config=config)
+
+
+def test_taps_of_a_stack() -> None:
+    """The names of taps, and those of cross attention."""
+    config = config_of("t5").decoder
+    names = fnmodels.tap_names(config)
+    assert "layers.0.cross_attention.z" in names and "layers.2.cross_attention" in names
+    assert "layers.0.cross_attention" not in fnmodels.tap_names(config_of("t5").encoder)
