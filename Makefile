@@ -48,15 +48,16 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python benchmarks/train_step.py
 
-# verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn and
-# fastapi are what verl imports for its rollout servers. conftest.py is left out: verl installs a package `tests`.
+# verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn,
+# fastapi, TransferQueue and cachetools are what verl imports for its rollouts. conftest.py is left out: verl installs a
+# package `tests`.
 verl: .venv-verl/installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/test_verl.py
 
 .venv-verl/installed: $(INSTALLED)
 	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-	  'verl==0.9.1' uvicorn fastapi pytest pytest-timeout
+	  'verl==0.9.1' uvicorn fastapi TransferQueue cachetools pytest pytest-timeout
 	touch $@
 
 clean:

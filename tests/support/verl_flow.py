@@ -107,8 +107,8 @@ def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
     from verl.workers.engine_workers import TrainingWorker
 
     settings = dict(settings)
-    changes = {"load_tokenizer": False, "enable_gradient_checkpointing": False, **settings.pop("model", {})}
-    changes["override_config"] = {"attn_implementation": "eager"}
+    changes: dict[str, Any] = {"load_tokenizer": False, "enable_gradient_checkpointing": False}
+    changes |= {"override_config": {"attn_implementation": "eager"}, **settings.pop("model", {})}
     optimizer = {"lr": 1e-3, "lr_warmup_steps": 3, "total_training_steps": 40, "weight_decay": 0.1, "clip_grad": 1.0}
     if settings["strategy"] == "fnmodels":
         from train.verl import EngineConfig

@@ -9,13 +9,14 @@ Nothing here imports verl before the names below are used; without verl they rai
 
 engine    `VerlEngine`, the methods that verl calls       settings    from verl's configurations to ours
 batches   from verl's microbatches to packed rows         cpu         a verl platform for machines without accelerator
+rollout   `train.serve` as a rollout of verl
 """
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["EngineConfig", "LanguageModelEngine", "ValueModelEngine"]
+__all__ = ["ActorConfig", "CriticConfig", "EngineConfig", "LanguageModelEngine", "ValueModelEngine"]
 
 if find_spec("verl") is None:
 
@@ -32,10 +33,15 @@ else:
 
     register_cpu()  # before verl's engines are imported, which look up the platform
 
+    from verl.workers.config import ActorConfig as _ActorConfig
+    from verl.workers.config import CriticConfig as _CriticConfig
     from verl.workers.config import EngineConfig as _EngineConfig
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     from train.verl.engine import VerlEngine, logprob_outputs, value_outputs
+    from train.verl.rollout import register_rollout
+
+    register_rollout()
 
     _REGISTERED: dict[str, Any] = {"backend": "fnmodels", "device": ["cpu", "cuda"]}
 
@@ -53,6 +59,30 @@ else:
         mesh: str = ""
         sharing: dict[str, Any] = field(default_factory=dict)
         kernel: str = ""
+
+    @dataclass
+    class ActorConfig(_ActorConfig):
+        """The sections `actor` and `ref` with `model_engine=fnmodels`; the engine's is `fnmodels` within."""
+
+        strategy: str = "fnmodels"
+        fnmodels: EngineConfig = field(default_factory=EngineConfig)
+        use_remove_padding: bool = True
+        use_rollout_log_probs: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.engine = self.fnmodels
+
+    @dataclass
+    class CriticConfig(_CriticConfig):
+        """The section `critic` with `model_engine=fnmodels`; the engine's is `fnmodels` within."""
+
+        strategy: str = "fnmodels"
+        fnmodels: EngineConfig = field(default_factory=EngineConfig)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.engine = self.fnmodels
 
     @EngineRegistry.register(model_type="language_model", **_REGISTERED)
     class LanguageModelEngine(VerlEngine, BaseEngine):

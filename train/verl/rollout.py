@@ -1,0 +1,230 @@
+"""A rollout of verl by `train.serve`: `actor_rollout_ref.rollout.name=fnmodels`, for machines without vLLM.
+
+Each replica is one process (a Ray actor) with its own copy of the weights, which answers requests by continuous
+batching. Trainer processes send it the weights after every update.
+"""
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+import params as P
+from train.eval.pretrained import end_ids
+from train.generation.loops import serve
+from train.generation.requests import Request
+from train.generation.sampling import Sampling
+
+from .settings import DTYPES
+
+NAME = "fnmodels"
+SLOTS = 64  # answers that are generated at once
+BUCKET = 256 << 20  # bytes of weights in one message
+PENALTIES = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}  # sampling_params: NAME_penalty
+KNOWN = {"temperature", "top_k", "top_p", "min_p", "max_tokens", "max_new_tokens", "stop_token_ids", "logprobs"}
+
+
+class Arrivals:
+    """An iterator over requests that have come; it stops where there is none, and goes on where there is one again."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Request, Future[TokenOutput]]] = deque()
+        self.taken: list[Future[TokenOutput]] = []  # in the order in which `serve` counts them
+        self.changed = threading.Condition()
+
+    def add(self, request: Request) -> Future[TokenOutput]:
+        future: Future[TokenOutput] = Future()
+        with self.changed:
+            self._waiting.append((request, future))
+            self.changed.notify()
+        return future
+
+    def wait(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: bool(self._waiting))
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        with self.changed:
+            if not self._waiting:
+                raise StopIteration
+            request, future = self._waiting.popleft()
+            self.taken.append(future)
+            return request
+
+
+class Server:
+    """One replica: answers to prompts by the weights that were sent last."""
+
+    def __init__(self, folder: str, config: Any, seed: int) -> None:
+        self.settings, self.seed, self.count = config, seed, 0
+        self.config = P.load_config(folder)
+        self.stop_ids = end_ids(Path(folder))
+        self.params: Any = None
+        self.version: int | None = None
+        self._arriving: dict[str, Tensor] = {}
+        self._requests = Arrivals()
+        threading.Thread(target=self._serve_forever, daemon=True).start()
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: Any = None,
+        video_data: Any = None,
+        **more: Any,
+    ) -> TokenOutput:
+        """The answer to a prompt; log_probs are those of the full softmax at the temperature, as the actor's."""
+        if image_data or video_data or more.get("audio_data"):
+            raise NotImplementedError("The request has images, videos or sounds; the rollout takes text.")
+        request = self._request(list(prompt_ids), sampling_params)
+        return await asyncio.wrap_future(self._requests.add(request))
+
+    def _request(self, prompt: list[int], given: Mapping[str, Any]) -> Request:
+        penalties = {name: float(given.get(f"{name}_penalty", none)) for name, none in PENALTIES.items()}
+        for name in given.keys() - KNOWN - {f"{name}_penalty" for name in PENALTIES}:
+            raise NotImplementedError(f"sampling_params has {name}={given[name]!r}, which the rollout does not have.")
+        limit = given.get("max_tokens") or given.get("max_new_tokens") or self.settings.response_length
+        top_k = given.get("top_k", -1)
+        sampling = Sampling(
+            temperature=float(given.get("temperature", 1.0)),
+            top_k=None if top_k in (None, -1, 0) else int(top_k),
+            top_p=float(given.get("top_p", 1.0)),
+            min_p=float(given.get("min_p", 0.0)),
+            **penalties,
+        )
+        stop_ids = () if self.settings.ignore_eos else (*self.stop_ids, *given.get("stop_token_ids", ()))
+        self.count += 1
+        room = self._capacity() - len(prompt)
+        if room < 1:
+            raise ValueError(f"The prompt has {len(prompt)} tokens; the rollout has room for {self._capacity()}.")
+        return Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids)
+
+    def _capacity(self) -> int:
+        return int(self.settings.max_model_len or self.settings.prompt_length + self.settings.response_length)
+
+    def _serve_forever(self) -> None:
+        while True:
+            self._requests.wait()
+            self._requests.taken.clear()
+            try:
+                self._serve()
+            except Exception as error:  # whoever waits is told
+                list(self._requests)
+                for future in self._requests.taken:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _serve(self) -> None:
+        """Answers requests until there are none; one call uses one version of the weights."""
+        if self.params is None:
+            raise RuntimeError("The rollout has no weights yet: update_weights comes first.")
+        answers: dict[int, tuple[list[int], list[float]]] = {}
+        version, taken = self.version, self._requests.taken
+        slots = min(self.settings.max_num_seqs, SLOTS)
+        for event in serve(self.params, self.config, self._requests, slots=slots, capacity=self._capacity()):
+            tokens, logp = answers.setdefault(event.row, ([], []))
+            tokens.append(event.token)
+            logp.append(event.logp)
+            if event.reason is not None:
+                fields: dict[str, Any] = {"global_steps": version, "finish_reason": event.reason}
+                del answers[event.row]
+                taken[event.row].set_result(
+                    TokenOutput(token_ids=tokens, log_probs=logp, stop_reason="completed", extra_fields=fields)
+                )
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]], last: bool, version: int | None) -> None:
+        """Some of a checkpoint's tensors; with the last of them the weights are replaced."""
+        dtype = DTYPES[self.settings.dtype]
+        self._arriving |= {name: tensor.to(dtype) for name, tensor in tensors}
+        if last:
+            self.params = P.from_tensors(self.config, self._arriving.items())
+            self.version, self._arriving = version, {}
+
+    def sleep(self) -> None:
+        """Frees the weights, where the configuration says so: new ones come before the next request."""
+        if self.settings.free_cache_engine:
+            self.params = None
+
+    def idle(self) -> None:
+        """Calls for the memory of caches, which lasts as long as an answer, or for weights that are in place."""
+
+    wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = resume_generation = start_profile = idle
+
+
+class ServerAdapter(BaseRollout):
+    """A trainer process' end: sends weights to the server of its replica."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self.is_leader_rank = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **more: Any
+    ) -> None:
+        """All ranks iterate alike, because the tensors are gathered; each sends them to its own replica."""
+        if wire_format != "named_tensors":
+            raise NotImplementedError(f"wire_format is {wire_format!r}; the rollout takes 'named_tensors'.")
+        server, version = ray.get_actor(_actor_name(self.replica_rank)), more.get("global_steps")
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            bucket.append((name, tensor.detach().to("cpu", DTYPES[self.config.dtype], copy=True)))
+            size += bucket[-1][1].nbytes
+            if size >= BUCKET:
+                await server.receive.remote(bucket, False, version)
+                bucket, size = [], 0
+        await server.receive.remote(bucket, True, version)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing to do: weights come by `update_weights`, caches are made for each batch."""
+
+    async def release(self) -> None:
+        await ray.get_actor(_actor_name(self.replica_rank)).sleep.remote()
+
+
+class Replica(RolloutReplica):
+    """A server for each process of the trainer. ValueError for replicas of several processes."""
+
+    async def launch_servers(self) -> None:
+        if self.world_size != 1:
+            raise ValueError(
+                f"The rollout's tensor_model_parallel_size x data x pipeline is {self.world_size}, and a replica of "
+                f"{NAME} is one process."
+            )
+        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        name = _actor_name(self.replica_rank)
+        made = ray.remote(Server).options(
+            name=name, scheduling_strategy=here, max_concurrency=self.max_concurrency, num_cpus=0
+        )
+        folder = os.path.expanduser(self.model_config.path)
+        server = made.remote(folder, self.config, self.config.seed + self.replica_rank)
+        self.servers = [server]
+        self._server_handle, self._server_address = server, name
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        raise NotImplementedError("The rollout ends no answer early: take trainer.v1.trainer_mode=sync.")
+
+
+def _actor_name(rank: int) -> str:
+    return f"fnmodels_rollout_{rank}"
+
+
+def register_rollout() -> None:
+    """Registers the rollout "fnmodels"."""
+    _ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{ServerAdapter.__name__}"
+    RolloutReplicaRegistry.register(NAME, lambda: Replica)
