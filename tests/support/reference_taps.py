@@ -1,0 +1,164 @@
+"""Where models of transformers have the values of our taps: hooks of modules, and their eager attention function.
+
+`sites_of(model, case)` finds them by the names of modules and parameters; `Site.edited(change)` is a scope in which the
+model goes on with change(value).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import fnmodels
+from params.compare import _layers, _sublayers
+from tests.support.cases import Case, sparse_layers, tap_names
+
+Change = Callable[[Tensor], Tensor]
+EAGER = "eager_attention_forward"  # a function of each modeling file: (module, q, k, v, mask, **how) -> (z, pattern)
+ATTENTION = ("attention.q", "attention.k", "attention.v", "attention.scores", "attention.pattern", "attention.z")
+MIXERS = ("self_attn", "attn", "attention", "self_attention")
+LAST_OF_MIXER = ("o_proj", "dense", "out_proj", "c_proj", "Wo")
+MLPS = ("mlp", "feed_forward", "ffn", "intermediate", "output")
+LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "c_proj", "Wo", "w2", "lin2")
+
+
+class KeepsDoubles(TorchFunctionMode):
+    """What a model computes in float32 "for accuracy" from float64 tensors stays float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}  # what GPT-2 adds float64 products to
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
+            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A value in a model of transformers: the output or first input of a module, or one of its attention function."""
+
+    module: Any
+    which: str  # "output", "input", or one of ATTENTION
+
+    @contextlib.contextmanager
+    def edited(self, change: Change) -> Iterator[None]:
+        if self.which in ATTENTION:
+            with self._attention_edited(change):
+                yield
+            return
+
+        def after(_: Any, args: Any, output: Any) -> Any:
+            return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (change(args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+        if self.which == "output":
+            handle = self.module.register_forward_hook(after)
+        else:
+            handle = self.module.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def _attention_edited(self, change: Change) -> Iterator[None]:
+        """Heads are in dimension 2, as in our taps."""
+        code = sys.modules[type(self.module).__module__]
+        eager = getattr(code, EAGER)
+
+        def attention(module: Any, *given: Any, **how: Any) -> tuple[Tensor, Any]:
+            if module is not self.module:
+                return eager(module, *given, **how)
+            *qkv, mask = given
+            if self.which in ATTENTION[:3]:
+                at = ATTENTION.index(self.which)
+                qkv[at] = change(qkv[at].transpose(1, 2)).transpose(1, 2)
+            with self._weights_edited(change):
+                z, pattern = eager(module, *qkv, mask, **how)
+            return change(z) if self.which == "attention.z" else z, pattern
+
+        with mock.patch.object(code, EAGER, attention):
+            yield
+
+    def _weights_edited(self, change: Change) -> Any:
+        """Scores are what the softmax reads, here after the mask; the pattern is what dropout reads."""
+        if self.which not in ("attention.scores", "attention.pattern"):
+            return contextlib.nullcontext()
+        name = "softmax" if self.which == "attention.scores" else "dropout"
+        function = getattr(nn.functional, name)
+
+        def changed(x: Tensor, *args: Any, **more: Any) -> Tensor:
+            with mock.patch.object(nn.functional, name, function):
+                return function(change(x), *args, **more)
+
+        return mock.patch.object(nn.functional, name, changed)
+
+
+def sites_of(model: Any, case: Case) -> dict[str, Site]:
+    """{tap: site} of the first layer of each kind and of the model's ends, in the order of `fnmodels.tap_names`."""
+    names, family = tap_names(case.config), fnmodels.family_of(case.config)
+    kinds, layers = family.kinds(case.config), _layers(model)
+    found = {"embed": Site(layers[0], "input")}
+    here = [i for i in range(len(kinds)) if kinds[i] not in kinds[:i]]  # others have the same code
+    for i in here:
+        inner = _of_layer(model, layers[i], i in sparse_layers(case.config))
+        found |= {f"layers.{i}.{tap}": site for tap, site in inner.items()}
+    modules = dict(model.named_modules())
+    for tap, path in ((tap, "norm" if tap == "final.norm" else tap) for tap in names):
+        stored = family.hf_names(case.config).get(path)
+        if isinstance(stored, str) and "norm" in tap and (tap == "final.norm" or int(tap.split(".")[1]) in here):
+            owner = stored.rpartition(".")[0]
+            rest = owner.partition(".")[2]  # where files name the base otherwise
+            owners = [m for name, m in modules.items() if name == owner or name.partition(".")[2] == rest != ""]
+            if owners:
+                found[tap] = Site(owners[0], "output")
+    if "final.norm" in found:
+        found["hidden"] = Site(found["final.norm"].module, "input")
+    return {tap: found[tap] for tap in names if tap in found}
+
+
+def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
+    found = {"input": Site(layer, "input"), "output": Site(layer, "output")}
+    # where a multiplier or a sum follows, the module's output is another value than what is added to the stream
+    multiplied = getattr(model.config, "residual_multiplier", 1.0) != 1.0 or hasattr(model.config, "ssm_out_multiplier")
+    if not hasattr(layer, "mixer") and not hasattr(layer, "residual_multiplier") and not multiplied:
+        found |= {tap: Site(module, "output") for tap, module in _sublayers(layer)}
+    for path, module in layer.named_modules():
+        first, _, last = path.partition(".")
+        if _attends(module):
+            found |= {tap: Site(module, tap) for tap in ATTENTION}
+        elif first in MIXERS and last in LAST_OF_MIXER:
+            found.setdefault("attention.z", Site(module, "input"))
+        elif first in MLPS and not sparse and "." not in last:
+            if type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+                found["mlp.pre"] = Site(module, "input")
+            elif last in LAST_OF_MLP or path == "output.dense":
+                found["mlp.neurons"] = Site(module, "input")
+        elif (
+            sparse
+            and first in (*MLPS, "block_sparse_moe", "moe")
+            and last in ("experts", "shared_experts", "shared_mlp")
+        ):
+            found["experts" if last == "experts" else "shared_expert"] = Site(module, "output")
+    return found
+
+
+def _attends(module: Any) -> bool:
+    """Whether the module calls the attention function of its file."""
+    return EAGER in type(module).forward.__code__.co_names and hasattr(sys.modules[type(module).__module__], EAGER)
