@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.apply import forward
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.apply import forward, hidden, run_layers, unembedded
+from fnmodels.edits import edit_end, edits_of_stage
+from fnmodels.models.common.heads import PER_DOCUMENT
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, source_kind
 from fnmodels.options import Edit
-from fnmodels.taps import tap_names
+from fnmodels.taps import FINAL, tap_names
 from fnmodels.tree import Tree
 
-from .common import Prepared, along_sequence, differentiable, names_of
+from .common import Prepared, along_sequence, differentiable, layer_count, names_of
 
 Metric = Callable[[Tensor], Tensor]
 
@@ -36,24 +38,75 @@ def patch_grid(
 ) -> Tensor:
     """[layers with the tap, S]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
 
-    tap: a name within a layer with the sequence in dimension 1. edits: further ones of the corrupt run. chunk: cells
-    that run at a time under vmap; None: all. Runs kernel="math".
+    tap: a name within a layer, sequence in dimension 1. edits: further ones of the corrupt run. chunk: the positions
+    that run at a time under vmap; None: all. Each cell runs the layers from the patched one on. Runs kernel="math".
     """
     names = names_of(config, tap)
     with torch.no_grad():
         _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
-    length = values[names[0]].shape[1]
+    cells = torch.eye(values[names[0]].shape[1], dtype=torch.bool, device=values[names[0]].device)
+    rows = []
+    for name, run in _runs_from(params, corrupt, names, config, dict(edits or {})).items():
+        put = functools.partial(_patched, run, metric, name, value_there=values[name])
+        rows.append(torch.func.vmap(put, chunk_size=chunk)(cells))
+    return torch.stack(rows)
 
-    def cell(chosen: Tensor) -> Tensor:  # bool [layers, S], True in one place
-        patches = {
-            name: functools.partial(_put, chosen=row, value_there=values[name])
-            for name, row in zip(names, chosen, strict=True)
-        }
-        return metric(forward(params, *corrupt, config=config, kernel="math", edits={**(edits or {}), **patches}))
 
-    cells = torch.eye(len(names) * length, dtype=torch.bool, device=values[names[0]].device)
-    grid = torch.func.vmap(cell, chunk_size=chunk)(cells.view(-1, len(names), length))
-    return grid.view(len(names), length)
+Run = Callable[[dict[str, Edit]], Tensor]  # logits by further edits
+
+
+def _patched(run: Run, metric: Metric, name: str, chosen: Tensor, *, value_there: Tensor) -> Tensor:
+    return metric(run({name: functools.partial(_put, chosen=chosen, value_there=value_there)}))
+
+
+def _runs_from(
+    params: Tree, prepared: Prepared, names: Sequence[str], config: DecoderConfig, edits: dict[str, Edit]
+) -> dict[str, Run]:
+    """{tap: the run with `edits` and further ones of this tap}, which begins at its layer, with the state kept there.
+
+    From the first layer where layers read more of earlier ones than their output, or the head reads documents.
+    """
+
+    def whole(further: dict[str, Edit]) -> Tensor:
+        logits: Tensor = forward(params, *prepared, config=config, kernel="math", edits={**edits, **further})
+        return logits
+
+    kinds = family_of(config).kinds(config)
+    more = any(is_indexed(kind) or source_kind(kind) for kind in kinds) or field_of(config, "head") in PER_DOCUMENT
+    if more or field_of(config, "hidden_size_per_layer_input"):
+        return dict.fromkeys(names, whole)
+    layers = {name: int(name.split(".", 2)[1]) for name in names}
+    begins = tuple(f"layers.{index}.input" for index in layers.values())
+    _, kept = hidden(
+        params,
+        *prepared,
+        config=config,
+        kernel="math",
+        taps=begins,
+        edits={name: edit for name, edit in edits.items() if name not in FINAL} or None,
+    )
+    rest = functools.partial(_rest, params, prepared, config, edits)
+    return {name: functools.partial(rest, index, kept[f"layers.{index}.input"]) for name, index in layers.items()}
+
+
+def _rest(
+    params: Tree,
+    prepared: Prepared,
+    config: DecoderConfig,
+    edits: dict[str, Edit],
+    first: int,
+    x: Tensor,
+    further: dict[str, Edit],
+) -> Tensor:
+    """Logits of the run from layer `first` on, whose input is x, after the edit of this input."""
+    inputs, masks, freqs_cis = prepared
+    layers = range(first, layer_count(config))
+    own = edits_of_stage(edits, tap_names(config), layers) or {}
+    own.pop(f"layers.{first}.input", None)  # x has it
+    given: Any = {key: inputs.get(key) for key in ("valid", "routing")} if isinstance(inputs, Mapping) else {}
+    span = layers.start, layers.stop
+    x = run_layers(params, x, masks, freqs_cis, *span, config=config, kernel="math", edits={**own, **further}, **given)
+    return unembedded(params, edit_end(edits, "hidden", x), config, (), edits)[0]
 
 
 def causal_trace(

@@ -77,6 +77,8 @@ def doubled(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # with a padding_idx, torch gives that row no gradient
+        if hasattr(module, "reorder_and_upcast_attn"):
+            module.reorder_and_upcast_attn = False  # GPT-2's form for half precision, which insists on float32
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     return model

@@ -35,8 +35,6 @@ class KeepsDoubles(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("dtype") is torch.float32:
-            kwargs = kwargs | {"dtype": torch.float64}  # what GPT-2 adds float64 products to
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]

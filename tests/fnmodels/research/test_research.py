@@ -12,7 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import research
 from fnmodels.models.common.decoder import head
-from tests.support.cases import batch_of, cases, generic_params, off, segments
+from tests.support.cases import Case, batch_of, cases, causal, covering, generic_params, off, segments, tap_names
 
 LLAMA = next(case.config for case in cases() if case.name == "llama")
 PARAMS = generic_params(LLAMA)
@@ -128,6 +128,40 @@ def test_patch_grid_and_causal_trace() -> None:
         abs(grid[-1, -1] - metric(run(*CLEAN))) < 1e-5
         and off(trace[:, 0], metric(run(*CLEAN, edits=noisy)).expand(LAYERS)) < 1e-5
     )
+
+
+DECODERS = [case for case in covering() if causal(case)]
+PATCHED = [(case, ("input", "mlp", "output")[index % 3]) for index, case in enumerate(DECODERS)]
+
+
+@pytest.mark.parametrize(("case", "tap"), PATCHED, ids=[f"{case}-{tap}" for case, tap in PATCHED])
+def test_a_patch_of_a_later_layer_equals_the_run_of_all(case: Case, tap: str) -> None:
+    """Whatever layers read of earlier ones; with edits before, at and after the layer, and of the ends."""
+    names = [name for name in tap_names(case.config) if name.startswith("layers.") and name.split(".", 2)[2] == tap]
+    if not names:
+        return
+    params, rows = generic_params(case.config, torch.float64), segments((4,))
+    clean, corrupt = (batch_of(case.config, rows, seed=seed).prepared() for seed in (0, 1))
+    edits = {"embed": _scaled, "layers.*.middle": _scaled, "layers.*.input": _scaled, "hidden": _scaled}
+    known = {name.split(".", 2)[-1] for name in tap_names(case.config)}
+    edits = {name: edit for name, edit in edits.items() if name.split(".", 2)[-1] in known}
+    edits = edits if tap != "input" else {"embed": _scaled, "final.norm": _scaled}
+    full = functools.partial(fnmodels.forward, params, config=case.config, kernel="math")
+    grid = research.patch_grid(params, clean, corrupt, metric, config=case.config, tap=tap, edits=edits)
+    _, values = full(*clean, taps=tuple(names))
+    assert grid.shape == (len(names), 4)
+    for row, name in zip(grid, names, strict=True):
+        for position in (0, 2):
+            put = functools.partial(_put_one, there=values[name], position=position)
+            assert off(row[position], metric(full(*corrupt, edits={**edits, name: put}))) < 1e-10, (name, position)
+
+
+def _scaled(value: Tensor, name: str) -> Tensor:
+    return 0.9 * value
+
+
+def _put_one(value: Tensor, name: str, *, there: Tensor, position: int) -> Tensor:
+    return torch.cat((value[:, :position], there[:, position : position + 1], value[:, position + 1 :]), 1)
 
 
 def test_attribution_patching() -> None:
