@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnmodels.ops.norm import upcast
 
-from .scan import decay_in_document, decay_of_pairs, earlier_of_document
+from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
 
 # The arguments along the sequence: q, k, v, g, beta, run, before.
 Along = tuple[Tensor, ...]
@@ -62,8 +62,8 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     q, k, v = (_by_head(x, heads) for x in (q, k, v))
     same = earlier_of_document(run)
     cum = decay_in_document(g, same)
-    since = _column(cum.to(k.dtype).exp().where((run == before[:, :1])[..., None], 0))
-    until = _column((cum[:, -1:] - cum).to(k.dtype).clamp_(max=0).exp().where((run == run[:, -1:])[..., None], 0))
+    since = _column(decay_of(cum.to(k.dtype)).where((run == before[:, :1])[..., None], 0))
+    until = _column(decay_of((cum[:, -1:] - cum).to(k.dtype)).where((run == run[:, -1:])[..., None], 0))
     cum = cum.transpose(1, 2)
     decay = decay_of_pairs(cum, same[:, None], k.dtype)
     norm_q, norm_k, decay = _norm(q, normalize, scale), _norm(k, normalize, 1.0), decay.flatten(0, 1)

@@ -25,7 +25,7 @@ from fnmodels.ops.norm import upcast
 
 from . import delta_per_head
 from .before import Before, before_of
-from .scan import decay_in_document, decay_of_pairs, earlier_of_document, scan
+from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -123,8 +123,8 @@ def _chunk(
     q, k, v, beta = (_per_head(x, heads) for x in (*_prepared(q, k, normalize, scale), v, beta[..., None]))
     # The decay since the chunk began, 0 where the state is of another document; and until the chunk ends, 0 for tokens
     # of documents that end before.
-    since = cum.to(k.dtype).exp().where((run == before[:, :1])[:, None, :, None], 0)
-    until = (cum[:, :, -1:] - cum).to(k.dtype).clamp(max=0).exp().where((run == run[:, -1:])[:, None, :, None], 0)
+    since = decay_of(cum.to(k.dtype)).where((run == before[:, :1])[:, None, :, None], 0)
+    until = decay_of((cum[:, :, -1:] - cum).to(k.dtype)).where((run == run[:, -1:])[:, None, :, None], 0)
     same = same[:, None, None]
     both = torch.stack((k, q), dim=2)
     if g.ndim == 4:
@@ -157,7 +157,7 @@ def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
     C = k.shape[-2]
     if C <= _BLOCK:
         cum = (cum - cum[..., :1, :]).to(k.dtype)
-        decay = (cum[..., :, None, :] - cum[..., None, :, :]).clamp(max=0).exp()
+        decay = decay_of(cum[..., :, None, :] - cum[..., None, :, :])
         return ((k[..., None, :, :] * decay)[..., None, :, :, :] * both[..., :, None, :]).sum(-1)
     if C % 2:
         more = (0, 0, 0, 1)
@@ -165,8 +165,8 @@ def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
         return _decayed_products(F.pad(both, more), F.pad(k, more), last)[..., :C, :C]
     half = C // 2
     border = cum[..., half - 1 : half, :]
-    queries = both[..., half:, :] * (cum[..., half:, :] - border).to(k.dtype).clamp(max=0).exp()[..., None, :, :]
-    keys = k[..., :half, :] * (border - cum[..., :half, :]).to(k.dtype).clamp(max=0).exp()
+    queries = both[..., half:, :] * decay_of((cum[..., half:, :] - border).to(k.dtype))[..., None, :, :]
+    keys = k[..., :half, :] * decay_of((border - cum[..., :half, :]).to(k.dtype))
     across = queries @ keys[..., None, :, :].transpose(-1, -2)
     halves = [t.unflatten(-2, (2, half)) for t in (both, k, cum)]
     inside = _decayed_products(halves[0].transpose(-3, -4), *halves[1:])  # [..., 2 halves, 2, half, half]

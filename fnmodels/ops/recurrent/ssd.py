@@ -19,7 +19,7 @@ from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
-from .scan import decay_in_document, decay_of_pairs, earlier_of_document, scan
+from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 
 def ssd(
@@ -71,7 +71,7 @@ def _continued(
     segments = segment_ids.expand(x.shape[:2])
     goes_on = (runs(segments, before.segment(segment_ids))[0] == 0)[..., None]  # the first tokens of a row
     decay = (upcast(dt) * upcast(A)).where(goes_on & (segments > 0)[..., None], 0)
-    since = decay.double().cumsum(1).to(y.dtype).exp().where(goes_on, 0)  # [R, S, H]
+    since = decay_of(decay.double().cumsum(1).to(y.dtype)).where(goes_on, 0)  # [R, S, H]
     transition = since[:, -1, :, None, None]
     state = before.state(transition, own.flatten(2)[:, :, None]).view(own.shape)
     read = upcast(C).transpose(1, 2) @ _of_groups(state, B.shape[2]).transpose(-1, -2)
@@ -99,8 +99,8 @@ def _parts(state: Tensor, along: tuple[Tensor, ...], A: Tensor) -> _Parts:
     B, C = (upcast(t).transpose(1, 2) for t in (B, C))
     same = earlier_of_document(run)
     cum = decay_in_document(dt * A, same)  # [R, C, H]
-    since = cum.to(wide.dtype).exp().where((run == before[:, :1])[..., None], 0)[..., None]
-    until = (cum[:, -1:] - cum).to(wide.dtype).clamp(max=0).exp().where((run == run[:, -1:])[..., None], 0)[..., None]
+    since = decay_of(cum.to(wide.dtype)).where((run == before[:, :1])[..., None], 0)[..., None]
+    until = decay_of((cum[:, -1:] - cum).to(wide.dtype)).where((run == run[:, -1:])[..., None], 0)[..., None]
     cum = cum.transpose(1, 2).unflatten(1, (groups, -1))
     decay = decay_of_pairs(cum, same[:, None, None], wide.dtype)
     pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)
