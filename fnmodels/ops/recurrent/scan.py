@@ -53,16 +53,16 @@ def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decay_of(log: Tensor) -> Tensor:
-    """exp(log), at most 1, and 0 where it is less than 1e-28 (fp32).
+    """exp(log), at most 1, and 0 where it is less than 1e-19 (fp32).
 
-    Such factors change no result, but they and their products are subnormal numbers, on which processors compute about
+    Such factors change no result, but they or products of two are subnormal numbers, on which processors compute about
     a hundred times as long.
     """
     return F.threshold(log.clamp(max=0), _least(log.dtype), -torch.inf).exp()
 
 
 def _least(dtype: torch.dtype) -> float:
-    return 0.75 * math.log(torch.finfo(dtype).tiny)
+    return 0.5 * math.log(torch.finfo(dtype).tiny)
 
 
 def scan(
