@@ -356,3 +356,15 @@ def test_the_fused_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS:
         call(OPS["ssd"], along, constants, ROWS, kernel=kernel)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decays_and_their_products_are_no_subnormal_numbers(dtype: torch.dtype) -> None:
+    """A product of two decays is 0 or a normal number; what is left out is less than 1e-18; no gradient is NaN."""
+    log = torch.linspace(-800, 0, 4001, dtype=dtype, requires_grad=True)
+    decays = scan.decay_of(log)
+    tiny = torch.finfo(dtype).tiny
+    assert all(((x == 0) | (x >= tiny)).all() for x in (decays, decays.square()))
+    assert (decays - log.exp()).abs().max() < 1e-18
+    decays.sum().backward()
+    assert log.grad is not None and torch.equal(log.grad, decays)
