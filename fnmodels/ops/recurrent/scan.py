@@ -49,7 +49,7 @@ def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
     apart = (cum[..., :, None] - cum[..., None, :]).to(dtype)
     if torch.is_grad_enabled() or not alone(apart, same):
         return decay_of(apart).where(same, 0)
-    return F.threshold_(apart.clamp_(max=0), _least(dtype), -torch.inf).exp_().mul_(same)
+    return torch.threshold_(apart.clamp_(max=0), _least(dtype), -torch.inf).exp_().mul_(same)
 
 
 def decay_of(log: Tensor) -> Tensor:
