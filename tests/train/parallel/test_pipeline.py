@@ -383,8 +383,8 @@ def recorded_of(config: Any, function: Any) -> None:
         ),
         (lambda c: recorded_of(c, lambda *of: states_of(c, *of, taps=("layers.1.output",))), "cannot read the tap"),
         (
-            lambda c: padding.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2)}, 4),
-            r"weights is \[2\] beside tokens \[2, 3\]",
+            lambda c: padding.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2, 4)}, 4),
+            r"weights is \[2, 4\] beside tokens \[2, 3\]",
         ),
     ],
 )
