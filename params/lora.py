@@ -185,8 +185,15 @@ def merge(params: Tree) -> Tree:
 
 
 def adapters(params: Tree) -> Tree:
-    """The adapters of `params` alone: the same tree with None for every weight, e.g. to save what was trained."""
-    return map_leaves(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
+    """The adapters of `params` alone, at their paths: what is trained and saved, and what torch.func differentiates."""
+    return _present(map_leaves(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params))
+
+
+def _present(node: Tree) -> Tree:
+    """The tree without the entries of dicts that are None, which torch.func refuses as leaves."""
+    if isinstance(node, dict):
+        return {key: _present(value) for key, value in node.items() if value is not None}
+    return [_present(value) for value in node] if isinstance(node, list) else node
 
 
 def weights(params: Tree) -> Tree:

@@ -308,3 +308,27 @@ def test_gradients_of_each_row() -> None:
     assert {path.rpartition(".")[2] for path in tree.flatten(grads)} == {"a", "b", "magnitude"}
     for got, want in zip(tree.leaves(grads), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_transforms_of_adapters_alone(dora: bool) -> None:
+    """grad, jvp and vmap take a tree of adapters, which has no entry for what has none."""
+    plain = generic_params(CONFIG, torch.float64)
+    added = lora.adapters(lora.add(CONFIG, plain, rank=2, targets=("q_proj", "down_proj"), dora=dora))
+    trained = tree.map_with_path(lambda p, t: t + 0.1 * generic(p, t).double(), added)
+    batch = batch_of(CONFIG, segments((4,), (3, -1)))
+
+    def loss(adapters: Any) -> torch.Tensor:
+        total: torch.Tensor = batch.forward(lora.attach(plain, adapters), kernel="math").square().sum()
+        return total
+
+    leaves = tree.map(lambda t: t.detach().requires_grad_(), trained)
+    wanted = torch.autograd.grad(loss(leaves), tree.leaves(leaves))
+    found = torch.func.grad(loss)(trained)
+    for got, want in zip(tree.leaves(found), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    direction = tree.map(torch.ones_like, trained)
+    torch.testing.assert_close(torch.func.jvp(loss, (trained,), (direction,))[1], tree.vdot(found, direction))
+    both = torch.func.vmap(torch.func.grad(loss))(tree.stack([trained, direction]))
+    for got, want in zip(tree.leaves(both), tree.leaves(found), strict=True):
+        torch.testing.assert_close(got[0], want)
