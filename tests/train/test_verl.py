@@ -255,3 +255,13 @@ def test_main_ppo_learns_with_this_engine_and_rollout(tmp_path: Path) -> None:
     assert len(scores) == len(apart) == 8
     assert scores[-1] > scores[0] + 0.1  # of the answers' words, a tenth more are digits
     assert max(apart) < 1e-5  # probabilities of the rollout and of the actor
+
+
+@with_verl
+def test_the_benchmark_runs() -> None:
+    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.verl"}
+    command = [sys.executable, str(ROOT / "benchmarks/engine.py"), "--quick", "--threads", "1"]
+    environment |= {"PYTHONPATH": str(ROOT), "MASTER_PORT": "29533"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "\ntrain, with entropy\n  fnmodels " in done.stdout
