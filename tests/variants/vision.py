@@ -76,4 +76,5 @@ TOTALS: dict[str, int | str] = {
     "dinov3-vitb16": 85_660_416,
     "siglip-base-patch16-224": 203_155_970,
     "clip-vit-base-patch32": 151_277_313,
+    "llava-1.5-7b": 7_063_427_072,
 }

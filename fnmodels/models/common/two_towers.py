@@ -17,6 +17,7 @@ from fnmodels.tree import Tree
 from .config_json import Fields
 from .decoder import expressible
 from .registry import family_of
+from .storage import renamed
 
 _IGNORED = ("text_config_dict", "vision_config_dict", "initializer_factor", "projection_dim", "logit_scale_init_value")
 
@@ -64,6 +65,11 @@ def towers_names(config: Any) -> dict[str, Any]:
     """{path of a parameter: its name on disk} of both towers."""
     named = {key: family_of(inner).hf_names(inner) for key, inner in towers(config).items()}
     return {f"{key}.{path}": name for key, names in named.items() for path, name in names.items()}
+
+
+def with_prefix(names: dict[str, Any], path: str, prefix: str) -> dict[str, Any]:
+    """{path of a parameter: its name on disk} of a part whose parameters are at `path` and begin with `prefix`."""
+    return {f"{path}.{key}": renamed(stored, "^", prefix) for key, stored in names.items()}
 
 
 def kinds(config: Any) -> tuple[str, ...]:

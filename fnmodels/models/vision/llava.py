@@ -1,0 +1,181 @@
+"""LLaVA 1.5 (arXiv 2310.03744): CLIP's patches through a two-layer MLP into the embeddings of any text model.
+
+The parameters are {"text", "vision", "projector"}. The last layers and norms of the tower that the config's feature
+layer does not reach are kept, since files hold them.
+
+seen, tower_config = llava.tower(params, config)
+x = fnmodels.hidden(seen, *fnmodels.prepare(tower_config, patches, positions=..., segment_ids=...), config=tower_config)
+inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=..., segment_ids=...)
+places = llava.image_places(tokens, config.image_token, patches_read)
+inputs = llava.with_images(params, inputs, llava.project(params, x), places, config=config)
+logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.inputs.image_places import image_places, place  # noqa: F401
+from fnmodels.models.common import two_towers
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.decoder import expressible
+from fnmodels.models.common.registry import families, family_for, family_of
+from fnmodels.models.common.spec import bias, weight
+from fnmodels.models.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.ops.linear import linear
+from fnmodels.run_params import with_run
+from fnmodels.tree import Tree
+
+from . import clip_vision
+
+MODEL_TYPES = ("llava",)
+# transformers 5 writes the tower without the component that published files have.
+RESAVED = {r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"}
+LEFTOVERS = (r"vision_tower\.(vision_model\.)?embeddings\.position_ids",)
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llava-1.5-7b": {
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+        | {"rms_norm_eps": 1e-5, **_LLAMA},
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096}
+        | {"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+    }
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace. feature_layers: layers of the tower that run.
+
+    projector_bias: whether the projector has biases.
+    """
+
+    text: Any
+    vision: clip_vision.Config
+    image_token: int
+    feature_layers: int
+    projector_bias: bool = True
+    # kept for saving only
+    model_type: str = field(default="llava", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", MODEL_TYPES)
+        outer.expect("projector_hidden_act", "gelu")
+        outer.expect("vision_feature_select_strategy", "default")
+        outer.expect("tie_word_embeddings", False)
+        vision = clip_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "clip_vision_model"))
+        config = Config(
+            text=_text(outer),
+            vision=vision,
+            image_token=outer.integer("image_token_index", 32000, low=0),
+            feature_layers=_feature_layers(outer.take("vision_feature_layer", -2), vision.num_hidden_layers),
+            projector_bias=outer.boolean("multimodal_projector_bias", True),
+        )
+        outer.expect("is_encoder_decoder", False)
+        # vocab_size and pad_token_id repeat the text's; image_seq_length is for the processor
+        object.__setattr__(config, "extra", outer.finish(("vocab_size", "image_seq_length")))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        layers = self.vision.num_hidden_layers
+        own = {
+            "image_token_index": self.image_token,
+            "image_seq_length": self.vision.side**2,
+            "vision_feature_layer": self.feature_layers - layers - 1,
+            "vision_feature_select_strategy": "default",
+            "multimodal_projector_bias": self.projector_bias,
+            "projector_hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": self.model_type,
+        }
+        parts = {f"{name}_config": part.to_hf() for name, part in towers(self).items()}
+        for part in parts.values():
+            part.pop("architectures", None)
+        return expressible(self, {name: json.loads(value) for name, value in self.extra} | own | parts)
+
+
+def _text(outer: Fields) -> Any:
+    """The Config of the text model, of any family that reads text and has a head for it."""
+    values = outer.take("text_config", {})
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{outer.where}: 'text_config' must be an object.")
+    model_type = values.get("model_type", "llama")
+    if model_type not in families():
+        raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
+    # Old files leave out what equals the defaults of Llama.
+    defaults = _LLAMA if model_type == "llama" else {}
+    config = family_for(model_type).Config.from_hf({**defaults, "model_type": model_type, **values})
+    if config.tie_word_embeddings:
+        raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
+    return config
+
+
+def _feature_layers(index: Any, layers: int) -> int:
+    """How many layers of the tower run for hidden state `index`, where 0 is the embeddings and -1 the last layer's."""
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise UnsupportedError(f"'vision_feature_layer' is {index!r}; only one layer is supported.")
+    if not -layers - 1 <= index <= layers:
+        raise ConfigError(f"'vision_feature_layer' is {index}, but the tower has {layers} layers.")
+    return index if index >= 0 else layers + 1 + index
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, and the projector's weights [out, in]."""
+    narrow, wide, std = config.vision.hidden_size, config.text.hidden_size, config.text.initializer_range
+    projector: Tree = {
+        "up": weight((wide, narrow), ("projection", "embed"), std),
+        "out": weight((wide, wide), ("embed", "projection"), std),
+    }
+    if config.projector_bias:
+        projector |= {"up_bias": bias(wide, "projection"), "out_bias": bias(wide, "embed")}
+    return two_towers.towers_spec(config) | {"projector": projector}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names: dict[str, Any] = {}
+    for path, prefix in (("text", "language_model."), ("vision", "vision_tower.")):
+        part = towers(config)[path]
+        names |= two_towers.with_prefix(family_of(part).hf_names(part), path, prefix)
+    for path, name in (("up", "linear_1"), ("out", "linear_2")):
+        names[f"projector.{path}"] = f"multi_modal_projector.{name}.weight"
+        if config.projector_bias:
+            names[f"projector.{path}_bias"] = f"multi_modal_projector.{name}.bias"
+    return names
+
+
+def tower(params: Tree, config: Config) -> tuple[Tree, clip_vision.Config]:
+    """(params, Config) of the tower up to the feature layer, for `fnmodels.hidden`."""
+    layers = config.feature_layers
+    seen = {**params["vision"], "layers": params["vision"]["layers"][:layers]}
+    return with_run(params, seen), replace(config.vision, num_hidden_layers=layers)
+
+
+def project(params: Tree, x: Tensor, /) -> Tensor:
+    """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
+    weights = params["projector"]
+    return linear(F.gelu(linear(x, weights["up"], weights.get("up_bias"))), weights["out"], weights.get("out_bias"))
+
+
+def with_images(
+    params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Config
+) -> dict[str, Any]:
+    """The inputs that `prepare` made of config.text and token ids, with features [rows, slots, D] at their places.
+
+    places: int64 [B, S, 2], the (row, slot) of each token's feature, (-1, -1) for text; see `image_places`.
+    """
+    x = family_of(config.text).embed(params["text"], inputs, config=config.text)
+    return {**inputs, "tokens": place(x, features, places)}

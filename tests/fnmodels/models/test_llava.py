@@ -1,0 +1,177 @@
+"""LLaVA equals transformers with every parameter perturbed; packed documents with images equal each alone."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.inputs.image_places import place
+from fnmodels.models.common import storage
+from fnmodels.models.vision import llava
+from params.checkpoint.tensor_map import missing_prefix, published_names, stored_leaves
+from tests.support.cases import generic
+from tests.support.oracle import assert_close, on_disk
+
+IMAGE = 60  # the id of image tokens
+_VISION = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+_VISION |= {"num_attention_heads": 4, "image_size": 18, "patch_size": 6, "layer_norm_eps": 1e-2}
+_TEXT = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT |= {"num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "rms_norm_eps": 7e-3}
+_OUTER = {"model_type": "llava", "image_token_index": IMAGE, "image_seq_length": 9, "vision_config": _VISION}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": _OUTER | {"text_config": _TEXT | {"model_type": "llama"}},
+    "qwen2": _OUTER
+    | {"text_config": _TEXT | {"model_type": "qwen2", "head_dim": 6, "tie_word_embeddings": False}}
+    | {"vision_feature_layer": 1, "multimodal_projector_bias": False},
+}
+# Per document, the numbers of text tokens before, between and after its images.
+DOCUMENTS = ((2, 3), (5, 1, 4), (3,), (0, 2))
+
+
+@functools.cache
+def _reference(name: str) -> Any:
+    config = LlavaConfig(**VARIANTS[name])
+    config._attn_implementation = "eager"
+    model = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for path, tensor in model.named_parameters():
+            tensor.copy_(generic(path, tensor))
+    return model
+
+
+def _config(name: str) -> llava.Config:
+    return llava.Config.from_hf(VARIANTS[name])
+
+
+def _ours_of(state: dict[str, Tensor], config: llava.Config) -> Any:
+    """Tensors by their names on disk as our tree; no tensor may be left over."""
+    stored = stored_leaves(config, missing_prefix(stored_leaves(config), state))
+    expected = {found for one in stored for found in storage.disk_names(one.stored)}
+    state = dict(zip(published_names(config, expected, state), state.values(), strict=True))
+    assert state.keys() == expected
+    return tree.unflatten({one.path: storage.extract_parameter(one.stored, state).detach().clone() for one in stored})
+
+
+@functools.cache
+def _params(name: str) -> Any:
+    return _ours_of(on_disk(_reference(name)), _config(name))
+
+
+def _documents() -> tuple[list[Tensor], list[list[Tensor]]]:
+    """(tokens of each document, its images [3, 18, 18])."""
+    generator = torch.Generator().manual_seed(0)
+    texts, images = [], []
+    for lengths in DOCUMENTS:
+        runs = [torch.randint(1, IMAGE, (n,), generator=generator) for n in lengths]
+        parts = [part for run in runs for part in (run, torch.full((9,), IMAGE))][:-1]
+        texts.append(torch.cat(parts))
+        images.append([torch.randn(3, 18, 18, generator=generator) for _ in runs[1:]])
+    return texts, images
+
+
+def _batch() -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(tokens [2, 48], segment ids, images in the order of their tokens): two documents in each row, and padding."""
+    texts, images = _documents()
+    segment_ids = fnmodels.segments_from_lengths([[len(text) for text in row] for row in (texts[:2], texts[2:])], 48)
+    tokens = torch.ones_like(segment_ids)
+    tokens[segment_ids > 0] = torch.cat(texts)
+    return tokens, segment_ids, [image for own in images for image in own]
+
+
+def _ours(name: str, params: Any, *, shift: int = 0) -> tuple[Tensor, Tensor]:
+    """(logits [2, 48, V], segment ids) of the batch; shift: of the slot of each feature, a planted bug."""
+    config = _config(name)
+    tokens, segment_ids, images = _batch()
+    patches, positions, image_ids = fnmodels.patch_rows(images, config.vision, length=25)  # two images in a row
+    seen, tower = llava.tower(params, config)
+    x = fnmodels.hidden(
+        seen, *fnmodels.prepare(tower, patches, positions=positions, segment_ids=image_ids), config=tower
+    )
+    places = llava.image_places(tokens, config.image_token, (image_ids > 0) & (positions[..., 0] >= 0))
+    places[..., 1] += shift * (places[..., 1] > 1)
+    own = fnmodels.positions_from_segments(segment_ids)
+    inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=own, segment_ids=segment_ids)
+    inputs = llava.with_images(params, inputs, llava.project(params, x), places, config=config)
+    logits: Tensor = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, kernel="math")
+    return logits, segment_ids
+
+
+def _theirs(model: Any) -> Tensor:
+    """[tokens, V]: every document alone, one after the other."""
+    out = []
+    for text, images in zip(*_documents(), strict=True):
+        pixels = {"pixel_values": torch.stack(images)} if images else {}
+        out.append(model(input_ids=text[None], **pixels).logits[0])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_documents_with_images_equal_transformers_alone(name: str) -> None:
+    with torch.no_grad():
+        wanted = _theirs(_reference(name))
+        logits, segment_ids = _ours(name, _params(name))
+        assert_close(logits[segment_ids > 0], wanted)
+        wrong = _ours(name, _params(name), shift=-1)[0][segment_ids > 0]
+    assert (wrong - wanted).abs().max() > 1e-2
+
+
+def test_gradients_equal_transformers() -> None:
+    """Of every parameter; 0 for those of the tower behind its feature layer."""
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params("llama"))
+    logits, segment_ids = _ours("llama", params)
+    logits[segment_ids > 0].square().sum().backward()
+    model = _reference("llama")
+    model.zero_grad()
+    _theirs(model).square().sum().backward()
+    grads = {
+        path: torch.zeros_like(value) if value.grad is None else value.grad for path, value in model.named_parameters()
+    }
+    values = {path: value.detach().clone() for path, value in model.named_parameters()}
+    with torch.no_grad():
+        try:
+            for path, value in model.named_parameters():
+                value.copy_(grads[path])
+            theirs = tree.flatten(_ours_of(on_disk(model), _config("llama")))
+        finally:
+            for path, value in model.named_parameters():
+                value.copy_(values[path])
+    floor = 1e-2 * max(float(wanted.abs().max()) for wanted in theirs.values())  # a key's bias has a gradient of 0
+    for path, leaf in tree.flatten(params).items():
+        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        worst = float((found - theirs[path]).abs().max())
+        assert worst <= 5e-5 * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
+    model = _reference(name)
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = P.load_pretrained(tmp_path / "theirs")
+    assert config == _config(name)
+    mine = tree.flatten(_params(name))
+    assert all(torch.equal(leaf, mine[path]) for path, leaf in tree.flatten(params).items())
+    P.save_pretrained(tmp_path / "ours", config, params)
+    again, told = LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
+
+
+def test_errors_name_what_does_not_fit() -> None:
+    tokens = torch.tensor([[1, IMAGE, IMAGE]])
+    with pytest.raises(ValueError, match=r"2 image tokens \(id 60\), but the images have 1 patches"):
+        llava.image_places(tokens, IMAGE, torch.tensor([[True, False]]))
+    with pytest.raises(ValueError, match=r"places must be int64 \[1, 3, 2\], .* not int64 \[1, 3\]"):
+        place(torch.zeros(1, 3, 4), torch.zeros(1, 2, 4), tokens)
+    with pytest.raises(ValueError, match="features have width 5, the text's embeddings 4"):
+        place(torch.zeros(1, 3, 4), torch.zeros(1, 2, 5), torch.zeros(1, 3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="'vision_feature_layer' is -5, but the tower has 3 layers"):
+        llava.Config.from_hf(VARIANTS["llama"] | {"vision_feature_layer": -5})
+    with pytest.raises(ValueError, match=r"'vision_feature_select_strategy' is .*full"):
+        llava.Config.from_hf(VARIANTS["llama"] | {"vision_feature_select_strategy": "full"})
