@@ -146,6 +146,22 @@ def check_norms(case: Case, tapped: dict[str, Tensor]) -> None:
         assert off(weight[0], weight[1]) < 1e-2, name
 
 
+def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
+    """Each layer begins with the output of the one before; in Llama's blocks all between them is written out."""
+    count = sum(name.endswith(".input") for name in tapped)
+    states = ["embed", *(f"layers.{index}.output" for index in range(count))]
+    begins = [*(f"layers.{index}.input" for index in range(count)), "hidden"]
+    for before, after in zip(states, begins, strict=True):
+        assert off(tapped[before], tapped[after]) == 0, after
+    for index in range(count if case.name == "llama" else 0):
+        tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
+        layer = generic_params(case.config)["layers"][index]
+        assert off(tap["middle"], tap["input"] + tap["attention"]) < 1e-5
+        assert off(tap["output"], tap["middle"] + tap["mlp"]) < 1e-5
+        for norm, x in (("input_layernorm", "input"), ("post_attention_layernorm", "middle")):
+            assert off(tap[norm], tap[x] * tap[f"{norm}.scale"] * layer[norm]) < 1e-5, norm
+
+
 def field_or_none(config: Any, name: str) -> Any:
     """A field, or None."""
     return getattr(config, name, None)
@@ -161,6 +177,7 @@ CHECKS: tuple[Callable[[Case, dict[str, Tensor]], None], ...] = (
     check_outputs,
     check_experts,
     check_norms,
+    check_stream,
 )
 
 
@@ -194,7 +211,8 @@ def test_the_state_of_a_recurrent_layer_is_what_a_cache_holds() -> None:
 WRONG = (
     *(f"attention.{name}" for name in ("q", "k", "v", "scores", "pattern", "z")),
     *("attention", "mlp.pre", "mlp.neurons", "mlp", "experts", "shared_expert", "expert_indices"),
-    *("input_layernorm.scale", "final.norm.scale", "hidden"),
+    *("input_layernorm.scale", "final.norm.scale", "hidden", "embed", "input", "middle", "output"),
+    *("input_layernorm", "post_attention_layernorm", "post_attention_layernorm.scale"),
 )
 
 
