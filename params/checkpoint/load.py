@@ -73,6 +73,7 @@ def load_pretrained(
     check_finite: bool = False,
     drop: Collection[str] = (),
     head: Literal["none"] | None = None,
+    part: str | None = None,
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
@@ -93,8 +94,9 @@ def load_pretrained(
     leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
     drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
     config.json says. The returned config reflects that. head="none" reads the model without its head, which the files
-    may have or not, so that `forward` returns hidden states after the final norm. report: is called with a LoadReport
-    (`report=print`).
+    may have or not, so that `forward` returns hidden states after the final norm. part="text" or "vision": of a model
+    of several parts, such as CLIP or LLaVA, that one alone: (its Config, its params); all headers are checked, and only
+    its tensors are read. A text model is its own part "text". report: is called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
@@ -102,7 +104,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = check_folder(folder, stack, drop, family, head)
+        checked = _part(folder, check_folder(folder, stack, drop, family, head), part)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {
@@ -198,6 +200,22 @@ def check_folder(
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
     return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
+
+
+def _part(folder: Path, checked: CheckedFolder, part: str | None) -> CheckedFolder:
+    """The folder with the parameters of one part only; ValueError for a part that the model does not have."""
+    if part is None:
+        return checked
+    config, family = checked.config, family_of(checked.config)
+    own = {"text" if may_have(family, "INPUTS") == "tokens" else "vision": config}
+    parts: dict[str, Any] = getattr(family, "towers", lambda config: own)(config)
+    if part not in parts:
+        raise ValueError(f"{folder}: the model has no part {part!r}; it has {', '.join(parts)}.")
+    if parts[part] is config:
+        return checked
+    chosen = [one for one in checked.parameters if one.path.startswith(f"{part}.")]
+    inner = tuple(replace(one, path=one.path.removeprefix(f"{part}.")) for one in chosen)
+    return replace(checked, config=parts[part], parameters=inner)
 
 
 def _compare(

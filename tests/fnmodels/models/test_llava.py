@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 import fnmodels
 import params as P
@@ -161,6 +161,32 @@ def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     again, told = LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(told.values()), told
     assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
+
+
+def test_one_part_is_loaded_alone(tmp_path: Path) -> None:
+    """The text part reads no tensor of the others, and is a model of its own that transformers loads."""
+    _reference("llama").save_pretrained(tmp_path / "whole")
+    reports: list[Any] = []
+    config, text = P.load_pretrained(tmp_path / "whole", part="text", report=reports.append)
+    whole = tree.flatten(_params("llama")["text"])
+    flat = tree.flatten(text)
+    assert config == _config("llama").text
+    assert flat.keys() == whole.keys()
+    assert all(torch.equal(leaf, whole[path]) for path, leaf in flat.items())
+    assert reports[0].mapped == sum(leaf.nbytes for leaf in whole.values())
+    P.save_pretrained(tmp_path / "text", config, text)
+    again, told = LlamaForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert not any(told.values()), told
+    tokens = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        logits = fnmodels.forward(text, *fnmodels.prepare(config, tokens), config=config)
+        assert_close(logits, again(tokens).logits)
+    same, _ = P.load_pretrained(tmp_path / "text", part="text")
+    assert same == config
+    with pytest.raises(ValueError, match="the model has no part 'vision'; it has text"):
+        P.load_pretrained(tmp_path / "text", part="vision")
+    with pytest.raises(ValueError, match="the model has no part 'audio'; it has text, vision"):
+        P.load_pretrained(tmp_path / "whole", part="audio")
 
 
 def test_errors_name_what_does_not_fit() -> None:
