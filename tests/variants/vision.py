@@ -77,4 +77,7 @@ TOTALS: dict[str, int | str] = {
     "siglip-base-patch16-224": 203_155_970,
     "clip-vit-base-patch32": 151_277_313,
     "llava-1.5-7b": 7_063_427_072,
+    "dinov2-with-registers-base": 86_583_552,
+    "siglip2-base-patch16-224": 375_187_970,
+    "siglip2-base-patch16-naflex": 375_234_050,
 }

@@ -19,8 +19,11 @@ from fnmodels.tree import Tree, flatten
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")
 INPUTS = "patches"
 CAUSAL = False
+_SIZES = {"image_size": 518, "patch_size": 14}
 PRESETS = {
-    "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], "image_size": 518, "patch_size": 14},
+    "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], **_SIZES},
+    "dinov2-with-registers-base": _SIZES
+    | {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"], "num_register_tokens": 4},
 }
 
 _LAYER = {

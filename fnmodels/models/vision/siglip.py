@@ -16,7 +16,12 @@ from . import siglip_text, siglip_vision
 MODEL_TYPES = ("siglip", "siglip2")
 CAUSAL = False
 LEFTOVERS = (r"(text|vision)_model\.embeddings\.position_ids",)
-PRESETS = {"siglip-base-patch16-224": {"model_type": "siglip"}}
+_WORDS = {"text_config": {"vocab_size": 256000}}
+PRESETS: dict[str, dict[str, Any]] = {
+    "siglip-base-patch16-224": {"model_type": "siglip"},
+    "siglip2-base-patch16-224": {"model_type": "siglip", **_WORDS},
+    "siglip2-base-patch16-naflex": {"model_type": "siglip2", **_WORDS},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
