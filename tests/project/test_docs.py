@@ -23,6 +23,7 @@ PAGES = [
     "generation.md",
     "interpretability.md",
     "parallel.md",
+    "tensor-contract.md",
     "testing.md",
     "training.md",
     pytest.param("transforms.md", marks=pytest.mark.slow),
