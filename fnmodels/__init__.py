@@ -47,6 +47,7 @@ from fnmodels.errors import (
     UnsafePathError,
     UnsupportedError,
 )
+from fnmodels.inputs.audio import frame_rows, log_mel
 from fnmodels.inputs.block_mask import to_block_mask
 from fnmodels.inputs.convert import to_cu_seqlens, to_dense
 from fnmodels.inputs.documents import Documents, documents, pool
@@ -95,7 +96,7 @@ __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
 __all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]
 __all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
-__all__ += ["patch_rows"]
+__all__ += ["patch_rows", "frame_rows", "log_mel"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
 __all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]

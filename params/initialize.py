@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
-from fnmodels.models.common.spec import Constant, Leaf, LogUniform
+from fnmodels.models.common.spec import Constant, Leaf, LogUniform, Sinusoids
 from fnmodels.tree import Tree
 from params.sharding import plan_by_path
 
@@ -89,6 +89,8 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
     shape = tuple(s.stop - s.start for s in box)
     if isinstance(leaf.init, Constant):
         return torch.full(shape, leaf.init.value)
+    if isinstance(leaf.init, Sinusoids):
+        return _sinusoids(leaf.shape, leaf.init.longest)[box].clone()
     out = torch.empty(shape)
     rows, first = max(1, BLOCK // max(1, math.prod(leaf.shape[1:]))), box[0]
     for block in range(first.start // rows, -(-first.stop // rows)):
@@ -104,6 +106,14 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
         low, high = max(start, first.start), min(stop, first.stop)
         out[low - first.start : high - first.start] = drawn[low - start : high - start][(slice(None), *box[1:])]
     return out
+
+
+def _sinusoids(shape: tuple[int, ...], longest: float) -> Tensor:
+    """fp32 [positions, D] of `Sinusoids`, from angles in fp64."""
+    half = shape[1] // 2
+    rates = torch.exp(-math.log(longest) / (half - 1) * torch.arange(half, dtype=torch.float64))
+    angles = torch.arange(shape[0], dtype=torch.float64)[:, None] * rates
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 def abstract(config: DecoderConfig, *, dtype: torch.dtype | None = None) -> Tree:

@@ -33,6 +33,13 @@ class LogUniform:
 
 
 @dataclass(frozen=True)
+class Sinusoids:
+    """Fills a table [positions, D] with sines, then cosines, of periods from 2 pi to `longest` 2 pi."""
+
+    longest: float = 10000.0
+
+
+@dataclass(frozen=True)
 class Leaf:
     """One parameter.
 
@@ -40,7 +47,7 @@ class Leaf:
     dtype: the default dtype; initialization and loading can choose another.
     axes: one logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
         to mesh dimensions.
-    init: `Normal`, `Constant` or `LogUniform`.
+    init: `Normal`, `Constant`, `LogUniform` or `Sinusoids`.
     trainable: False for checkpoint state without a gradient (a router's selection bias).
     decay: whether weight decay applies (not to norms, biases and embeddings).
     keep_dtype: the parameter stays in `dtype` when the model is cast, and is not loaded in a narrower one.
@@ -50,7 +57,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[str, ...]
-    init: Normal | Constant | LogUniform
+    init: Normal | Constant | LogUniform | Sinusoids
     trainable: bool = True
     decay: bool = True
     keep_dtype: bool = False

@@ -1,0 +1,109 @@
+"""Sound as rows of frames: `log_mel`, the front end of Whisper (arXiv 2212.04356), and `frame_rows`, which packs clips.
+
+mel = log_mel(samples, bins=80, length=30 * 16000)
+frames, positions, segment_ids = frame_rows([mel], config)
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SAMPLE_RATE = 16000
+WINDOW, HOP = 400, 160  # samples of a Fourier transform, and between two of them
+REACH = 5  # mel frames that one token of the encoder reads
+
+
+class AudioConfig(Protocol):
+    """The field of an encoder's Config that says what its frames are."""
+
+    @property
+    def num_mel_bins(self) -> int: ...
+
+
+def mel_filters(bins: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+    """[bins, 201] triangular filters on Slaney's mel scale from 0 to 8000 Hz, each of area 1 over frequency."""
+    break_hz, per_mel, step = 1000.0, 200 / 3, math.log(6.4) / 27  # linear below the break, then logarithmic
+    break_mel = break_hz / per_mel
+    highest = break_mel + math.log(SAMPLE_RATE / 2 / break_hz) / step
+    mels = torch.linspace(0, highest, bins + 2, dtype=torch.float64)
+    edges = torch.where(mels < break_mel, mels * per_mel, break_hz * torch.exp(step * (mels - break_mel)))
+    bands = torch.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
+    low, middle, high = (edges[i : i + bins, None] for i in range(3))
+    triangles = torch.minimum((bands - low) / (middle - low), (high - bands) / (high - middle)).clamp(min=0)
+    return (triangles * 2 / (high - low)).to(device=device, dtype=dtype)
+
+
+def log_mel(samples: Tensor, *, bins: int = 80, length: int | None = None) -> Tensor:
+    """Log-mel spectrogram [..., bins, frames] of samples [..., T] at 16 kHz, floats from -1 to 1; a frame is 10 ms.
+
+    length: samples to which the sound is cut or padded with silence before; the published models read 30 s. ValueError
+    for a number of samples that is no multiple of 320, two frames, which are one token.
+    The logarithm of base 10 is at most 8 below the loudest value of its clip. In the dtype of the samples.
+    """
+    if not samples.is_floating_point():
+        raise ValueError(f"samples must be floats from -1 to 1, [..., T], not {samples.dtype}.")
+    if length is not None:
+        samples = F.pad(samples[..., :length], (0, max(length - samples.shape[-1], 0)))
+    if samples.shape[-1] % (2 * HOP) or not samples.shape[-1]:
+        raise ValueError(
+            f"There are {samples.shape[-1]} samples; their number must be a multiple of {2 * HOP}, which is one token: "
+            "pass length=."
+        )
+    window = torch.hann_window(WINDOW, dtype=samples.dtype, device=samples.device)
+    flat = samples.reshape(-1, samples.shape[-1])
+    bands = torch.stft(flat, WINDOW, HOP, window=window, return_complex=True)[..., :-1]  # the last is half a frame
+    power = bands.real.square() + bands.imag.square()
+    mel = mel_filters(bins, dtype=samples.dtype, device=samples.device) @ power
+    log = mel.clamp(min=1e-10).log10()
+    log = torch.maximum(log, log.amax((1, 2), keepdim=True) - 8)
+    return ((log + 4) / 4).reshape(*samples.shape[:-1], *log.shape[1:])
+
+
+def frame_rows(
+    clips: Sequence[Tensor], config: AudioConfig, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(frames [B, S, 5 bins], positions [B, S], segment_ids [B, S]) of mel spectrograms [bins, 2 T]: T tokens each.
+
+    A token is what two convolutions, the second of stride 2, read for one of their outputs: frames 2t - 2 to 2t + 2,
+    zeros outside of its clip. So tokens may stand in any order, and clips do not see each other.
+    length: None puts each clip in a row of its own; a number of tokens packs clips, in their order, into rows of that
+    length, so that clip i is document i of `fnmodels.documents(segment_ids)` either way. Rows are padded at the end:
+    segment 0.
+    ValueError for a clip that does not fit in a row or has an odd number of frames, and without clips.
+    """
+    tokens = [_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)]
+    if not tokens:
+        raise ValueError("frame_rows needs at least one clip.")
+    sizes = [len(one) for one in tokens]
+    if length is not None and max(sizes) > length:
+        i = sizes.index(max(sizes))
+        raise ValueError(f"Clip {i} has {sizes[i]} tokens, which is more than the {length} of a row.")
+    rows: list[list[int]] = [[0]]
+    for i in range(1, len(sizes)):
+        if length is not None and sum(sizes[j] for j in rows[-1]) + sizes[i] <= length:
+            rows[-1].append(i)
+        else:
+            rows.append([i])
+    width = max(sizes) if length is None else length
+    frames = tokens[0].new_zeros(len(rows), width, tokens[0].shape[-1])
+    positions = torch.zeros(len(rows), width, dtype=torch.long, device=frames.device)
+    segment_ids = positions.clone()
+    for b, row in enumerate(rows):
+        at = 0
+        for number, i in enumerate(row, start=1):
+            here = slice(at, at + sizes[i])
+            frames[b, here], segment_ids[b, here] = tokens[i], number
+            positions[b, here] = torch.arange(sizes[i], device=frames.device)
+            at += sizes[i]
+    return frames, positions, segment_ids
+
+
+def _tokens(mel: Tensor, index: int, bins: int) -> Tensor:
+    """The tokens [T, 5 bins] of a spectrogram [bins, 2 T]."""
+    if mel.ndim != 2 or mel.shape[0] != bins or mel.shape[1] % 2 or not mel.shape[1]:
+        raise ValueError(f"Clip {index} must be [{bins}, frames] with an even number of frames, not {list(mel.shape)}.")
+    return F.pad(mel, (2, 1)).unfold(1, REACH, 2).permute(1, 2, 0).flatten(1)
