@@ -28,6 +28,7 @@ from fnmodels.cache import (
     compiled_step,
     decode,
     decode_,
+    encode,
     init_cache,
     insert,
     insert_,
@@ -90,7 +91,7 @@ def __getattr__(name: str) -> ModuleType:
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
 __all__ += ["explain_invariance", "as_module"]
-__all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
+__all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_", "encode"]
 __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]

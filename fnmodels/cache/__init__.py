@@ -10,6 +10,7 @@ padding and no count that could disagree with what is stored.
 """
 
 from .compiled import DecodingStep, compiled_step
+from .encode import encode
 from .init import init_cache
 from .prepare import prepare_step
 from .rows import insert, insert_, resize, take, truncate
@@ -23,6 +24,7 @@ __all__ = [
     "compiled_step",
     "decode",
     "decode_",
+    "encode",
     "init_cache",
     "insert",
     "insert_",

@@ -10,7 +10,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, source_kind
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, may_have, source_kind
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
@@ -45,6 +45,8 @@ def init_cache(
         if size < 1:
             raise ValueError(f"{name} is {size}; a cache has at least one row and one slot.")
     family = family_of(config)
+    if may_have(family, "stacks")(config):
+        raise ValueError("A model of an encoder and a decoder has its cache from fnmodels.encode, which fills it.")
     first = torch.zeros(1, 1, dtype=torch.long)
     masks = family.attention_masks(config, first, first + 1)
     entries = _entries(config, dtype)
@@ -129,9 +131,12 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
     masks = family.attention_masks(config, first, first + 1)
     tables = family.freqs_cis(config, first, length=1)
     options = ForwardOptions(context=_Recorder)
-    more = {}
+    more: dict[str, Any] = {}
     if width := field_of(config, "hidden_size_per_layer_input"):
         more["layer_input"] = torch.empty(0, 1, width, dtype=dtype, device="cpu")
+    if may_have(family, "shared") is not None:  # no biases, and a memory without rows
+        memory = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
+        more["shared"] = {"memory": memory, "memory_mask": torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")}
     found: dict[Any, dict[str, Shape]] = {}
     entries: list[dict[str, Shape]] = []
     for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):

@@ -12,6 +12,7 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.segments import positions_from_segments
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.registry import DecoderConfig, source_kind
+from fnmodels.models.encoder_decoder.cross_attention import cross_mask
 
 from .value import Cache, Slots
 
@@ -47,6 +48,9 @@ def prepare_step(
     length = cache.length if length is None else length
     inputs, masks, freqs_cis = prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=length)
     _check_values(cache, masks)
+    if cache.memory is not None:
+        own, held = _mask_of(next(iter(cache.slots)), masks), cache.memory
+        inputs["memory_mask"] = cross_mask(own.q_positions, own.q_segments, held.positions, held.segments)
     made: dict[tuple[int, bool], MaskLike] = {}
     for kind, slots in cache.slots.items():
         mask = _mask_of(kind, masks)

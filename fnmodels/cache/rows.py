@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
-from fnmodels.ops.slots import SLOTTED, Entry, write
+from fnmodels.ops.slots import MEMORY, SLOTTED, Entry, write
 
 from .value import Cache, Slots, consume, is_clean, known_clean
 
@@ -53,6 +54,9 @@ def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) ->
             f"The caches were made for the lengths {cache.length} and {other.length}, which rotary scalings may read: "
             "make both with the same init_cache(..., length=)."
         )
+    places = [0 if held.memory is None else held.memory.segments.shape[1] for held in (cache, other)]
+    if places[0] != places[1]:
+        raise ValueError(f"The caches have memories of {places[0]} and {places[1]} tokens: encode rows of one length.")
     if [entry.keys() for entry in cache.layers] != [entry.keys() for entry in other.layers]:
         raise ValueError("The caches hold different tensors: make both for one model, with the same kv_dtype=.")
     return index, _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
@@ -65,13 +69,13 @@ def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     tokens that a ring needs then were overwritten (row named, where values can be read), and for recurrent layers:
     continue from the cache of that time, which is a value.
     """
-    if any(name not in SLOTTED for entry in cache.layers for name in entry):
+    if any(name not in SLOTTED | MEMORY for entry in cache.layers for name in entry):
         raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
     batch = next(iter(tree.leaves(cache))).shape[0]
     device = next(iter(tree.leaves(cache))).device
     count = torch.as_tensor(n_valid, device=device).expand(batch)[:, None]
     slots = {kind: _truncated(held, count) for kind, held in cache.slots.items()}
-    found = Cache(cache.layers, slots, cache.kinds, cache.length)
+    found = replace(cache, slots=slots)
     return known_clean(found) if is_clean(cache) and _dropped_is_finite(cache, found) else found
 
 
@@ -99,8 +103,9 @@ def _dropped_is_finite(before: Cache, after: Cache) -> bool:
         if not has_values(dropped) or not dropped.is_cpu:
             return False
         where = dropped.nonzero(as_tuple=True)
-        of_kind = (entry for at, entry in zip(before.kinds, before.layers, strict=True) if at == kind)
-        if len(where[0]) and not all(bool(t[where].isfinite().all()) for entry in of_kind for t in entry.values()):
+        of_kind = [entry for at, entry in zip(before.kinds, before.layers, strict=True) if at == kind]
+        slotted = (t for entry in of_kind for name, t in entry.items() if name in SLOTTED)
+        if len(where[0]) and not all(bool(t[where].isfinite().all()) for t in slotted):
             return False
     return True
 
@@ -128,7 +133,7 @@ def _per_kind(cache: Cache, change: Callable[[str, Slots], tuple[Slots, Callable
         return {name: changes[kind][1](t) if name in SLOTTED else t for name, t in entry.items()}
 
     layers = tuple(changed(kind, entry) for kind, entry in zip(cache.kinds, cache.layers, strict=True))
-    return Cache(layers, {kind: slots for kind, (slots, _) in changes.items()}, cache.kinds, cache.length)
+    return replace(cache, layers=layers, slots={kind: slots for kind, (slots, _) in changes.items()})
 
 
 def _same(tensor: Tensor) -> Tensor:

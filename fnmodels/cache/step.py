@@ -12,7 +12,7 @@ from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
-from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, source_kind
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, may_have, source_kind
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
@@ -104,6 +104,10 @@ def step_on(
     planned = plan_step(masks, cache, config, options, run_params=run_params, inplace=inplace, clean=clean)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
+    if may_have(family_of(config), "BIASED"):
+        (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
+        assert isinstance(read, Mask)
+        inputs = {**inputs, "key_positions": read.kv_positions}
     x, entries = hidden(params, inputs, planned.masks, freqs_cis, config=config, cache=planned.step, **given)
     return x, planned.after(cache, entries)
 
@@ -120,7 +124,7 @@ class PlannedStep:
     def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
         """The cache after the call, from the layers' new entries."""
         layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
-        return known_clean(Cache(layers, self.slots, cache.kinds, cache.length))
+        return known_clean(replace(cache, layers=layers, slots=self.slots))
 
 
 def plan_step(
@@ -148,6 +152,7 @@ def plan_step(
         key = id(mask), slots.ring
         if key not in plans:
             needs_mask = field_of(config, "attention_softcap") is not None or any(map(is_indexed, cache.slots))
+            needs_mask = needs_mask or may_have(family_of(config), "BIASED")
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             plans[key] = _plan(mask, slots, free, maskless=maskless, multiple=TILE if options.invariant else 1)
         of_kind[kind] = plans[key]

@@ -45,18 +45,20 @@ class Slots:
 class Cache:
     """layers: per layer a dict of tensors, batch first. slots: per kind of layer with slots, what stands in them.
     kinds: the kind of each layer.
+    memory: of a decoder that attends to an encoder, where the encoder's tokens stand, see `encode`.
     length: what length-dependent rotary scalings read, the same for a whole generation, so that all keys have one base.
 
     Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R],
     all of them int8 with scales k_scale [B, C, G] and so on if the cache was made with kv_dtype=torch.int8; recurrent
-    layers hold what their blocks keep, without slots. `decode_` writes into a cache and returns a new one; every use of
-    the old one raises.
+    layers hold what their blocks keep, without slots, and layers with cross attention memory_k and memory_v
+    [B, K, G, H]. `decode_` writes into a cache and returns a new one; every use of the old one raises.
     """
 
     layers: tuple[Entry, ...]
     slots: dict[str, Slots]
     kinds: tuple[str, ...] = tree.static()
     length: int = tree.static()
+    memory: Slots | None = None
 
     def __repr__(self) -> str:
         """The sizes, not the tensors: Cache(rows=2, layers=4 (full), length=64, 0.1 MB)."""
@@ -72,7 +74,7 @@ class Cache:
                 "This cache was used up by decode_, which writes into its tensors: continue with the cache that it "
                 "returned, or use decode, which leaves its argument as it is."
             )
-        raise AttributeError(f"A Cache has layers, slots, kinds and length, no {name!r}.")
+        raise AttributeError(f"A Cache has layers, slots, kinds, length and memory, no {name!r}.")
 
 
 def consume(cache: Cache) -> None:

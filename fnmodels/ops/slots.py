@@ -21,6 +21,9 @@ QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
 SLOTTED = frozenset({*QUANTIZABLE, "index", *(f"{name}_scale" for name in QUANTIZABLE)})
 
+# The tensors of an entry that a step reads and does not change: keys and values of an encoder's tokens, [B, K, G, H].
+MEMORY = frozenset({"memory_k", "memory_v"})
+
 
 @dataclass(frozen=True)
 class SlotUse:

@@ -113,12 +113,10 @@ class Context:
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
-        bias: a family that gives one says `BIASED = True`; not with a cache.
+        bias: a family that gives one says `BIASED = True`; with a cache it is of the keys that are read.
         """
         q, k, v = self._tapped(q, k, v)
         if "cache" in self.tensors:
-            if bias is not None:
-                raise NotImplementedError("Attention with a relative position bias has no cache: run full rows.")
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
         if lend:
@@ -127,8 +125,8 @@ class Context:
         return self.tap("attention.z", self._attention(q, k, v, mask, **how))
 
     def shared(self, name: str) -> Any:
-        """What the family's `shared` made for the layers of this call under this name."""
-        return self.tensors["shared"][name]
+        """What the family's `shared` made for the layers of this call under this name; None: nothing."""
+        return self.tensors.get("shared", {}).get(name)
 
     def _tapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.tap("attention.q", q), self.tap("attention.k", k), self.tap("attention.v", v)

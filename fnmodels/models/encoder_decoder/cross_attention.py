@@ -1,7 +1,8 @@
 """Cross attention (arXiv 1706.03762): queries of a decoder, keys and values of what its encoder returns.
 
 The memory and its mask come from the tree that `family.shared` makes: {"memory": [B, K, D], "memory_mask": a Mask of
-the decoder's tokens as queries and the encoder's as keys, in which equal segment ids see each other}.
+the decoder's tokens as queries and the encoder's as keys, in which equal segment ids see each other}. A cache has the
+keys and values of the memory instead, which `fnmodels.encode` projects once.
 """
 
 from collections.abc import Mapping
@@ -27,23 +28,37 @@ def cross_mask(positions: Tensor, segments: Tensor, memory_positions: Tensor, me
 def memory_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """{"memory", "memory_mask"} of a decoder's inputs, zeros at padding, the mask bool [B, 1, S, K] for all layers.
 
-    ValueError where they are missing or do not fit.
+    On a cache that `fnmodels.encode` made the inputs have the mask only. ValueError where they do not fit, and without
+    a mask.
     """
-    if missing := [name for name in ("memory", "memory_mask") if name not in inputs]:
+    if "memory_mask" not in inputs:
+        missing = [name for name in ("memory", "memory_mask") if name not in inputs]
         raise ValueError(
             f"The decoder's inputs have no {' and no '.join(missing)}: memory is what the encoder returns, [B, K, D], "
-            'and memory_mask is masks["cross"] of fnmodels.prepare_pair.'
+            'and memory_mask is masks["cross"] of fnmodels.prepare_pair. A cache has them from fnmodels.encode.'
         )
-    # Zeros, because a masked key has weight 0, but 0 times NaN is NaN.
-    memory, mask = inputs["memory"], inputs["memory_mask"]
-    if isinstance(mask, Mask):
-        if memory.shape[1] != mask.kv_segments.shape[1]:
-            raise ValueError(
-                f"memory has {memory.shape[1]} tokens [B, K, D], but memory_mask is made for "
-                f"{mask.kv_segments.shape[1]} keys."
-            )
-        memory, mask = memory.where((mask.kv_segments > 0)[..., None], 0), mask.dense()
-    return {"memory": memory, "memory_mask": mask}
+    memory, mask = inputs.get("memory"), inputs["memory_mask"]
+    if not isinstance(mask, Mask):
+        return {"memory": memory, "memory_mask": mask}
+    if memory is None:
+        return {"memory_mask": mask.dense()}
+    if memory.shape[1] != mask.kv_segments.shape[1]:
+        raise ValueError(
+            f"memory has {memory.shape[1]} tokens [B, K, D], but memory_mask is made for "
+            f"{mask.kv_segments.shape[1]} keys."
+        )
+    return {"memory": without_padding(memory, mask.kv_segments), "memory_mask": mask.dense()}
+
+
+def without_padding(memory: Tensor, segments: Tensor) -> Tensor:
+    """memory [B, K, D] with zeros where segments [B, K] are 0: a masked key has weight 0, but 0 times NaN is NaN."""
+    return memory.where((segments > 0)[..., None], 0)
+
+
+def keys_of_memory(weights: Mapping[str, Tensor], memory: Tensor, *, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(k, v), each [B, K, N, H], of memory [B, K, D]. The biases are optional leaves."""
+    k, v = (linear(memory, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "kv")
+    return split_heads(k, head_dim), split_heads(v, head_dim)
 
 
 def attend_to_memory(weights: Mapping[str, Tensor], x: Tensor, ctx: Context, *, head_dim: int, scale: float) -> Tensor:
@@ -51,11 +66,18 @@ def attend_to_memory(weights: Mapping[str, Tensor], x: Tensor, ctx: Context, *, 
 
     The kernel is "math" where that of the call is, else "sdpa" with a dense mask.
     """
-    memory = ctx.shared("memory")
-    q = linear(x, weights["q_proj"], weights.get("q_bias"))
-    k, v = (linear(memory, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "kv")
-    heads = (split_heads(t, head_dim) for t in (q, k, v))
-    q, k, v = (ctx.tap(name, t) for name, t in zip(TAPS, heads, strict=False))
+    q = split_heads(linear(x, weights["q_proj"], weights.get("q_bias")), head_dim)
+    held, memory = ctx.state() or {}, ctx.shared("memory")
+    if "memory_k" in held:
+        k, v = held["memory_k"], held["memory_v"]
+    elif memory is None:
+        raise ValueError(
+            "The decoder has no memory: inputs need what the encoder returns as memory [B, K, D], or a cache that "
+            "fnmodels.encode made."
+        )
+    else:
+        k, v = keys_of_memory(weights, memory, head_dim=head_dim)
+    q, k, v = (ctx.tap(name, t) for name, t in zip(TAPS, (q, k, v), strict=False))
     kernel = "math" if ctx.options.kernel == "math" else "sdpa"
     mixed = attention(q, k, v, ctx.shared("memory_mask"), kernel=kernel, scale=scale)
     return project_out(weights, ctx.tap(TAPS[3], mixed))

@@ -278,6 +278,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
     """What all layers of a stack read: {"bias"}, and of a decoder {"memory", "memory_mask"}, which `inputs` must hold.
 
+    On a cache inputs["key_positions"] [B, K] are those of the keys.
     ValueError for bare tokens, which have no positions.
     """
     if "positions" not in inputs:
@@ -287,7 +288,7 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
         )
     positions, most = inputs["positions"], config.relative_attention_max_distance
     values = by_distance(params["relative_bias"], most, bidirectional=config.stack == "encoder")
-    found: Tree = {"bias": RelativeBias(values, positions, positions)}
+    found: Tree = {"bias": RelativeBias(values, positions, inputs.get("key_positions", positions))}
     return found | (memory_of(inputs) if config.stack == "decoder" else {})
 
 

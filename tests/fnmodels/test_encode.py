@@ -1,0 +1,178 @@
+"""Caches of decoders with cross attention (T5, Whisper): equal to full rows; greedy tokens as transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.models.encoder_decoder import t5, whisper
+from tests.support.cases import generic_params, positions_of, segments
+from tests.support.oracle import assert_close
+from tests.variants.t5 import variants
+from tests.variants.whisper import TINY
+
+CONFIGS: dict[str, Any] = {name: t5.Config.from_hf(variants()[name]) for name in ("t5", "t5_v1_1")}
+CONFIGS["whisper"] = whisper.Config.from_hf(TINY)
+every_model = pytest.mark.parametrize("name", CONFIGS)
+SOURCES = segments((9, -1), (4, 6))  # one document and padding; two documents
+TARGETS = segments((7, -5), (5, 7))
+
+
+def weights(config: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return tree.map(lambda leaf: leaf.to(dtype), generic_params(config))
+
+
+def source(config: Any) -> Tensor:
+    """What the encoder reads in two rows of ten tokens, NaN at padding where it reads vectors."""
+    generator = torch.Generator().manual_seed(0)
+    if config.model_type == "t5":
+        return torch.randint(61, SOURCES.shape, generator=generator)
+    mels = [torch.randn(6, 2 * size, generator=generator, dtype=torch.float64) for size in (9, 4, 6)]
+    frames = fnmodels.frame_rows(mels, config, length=10)[0]
+    frames[SOURCES == 0] = torch.nan
+    return frames
+
+
+def begun(config: Any, params: Any, **how: Any) -> Any:
+    """A cache after the encoder."""
+    given = {"segment_ids": SOURCES, "positions": positions_of(SOURCES)}
+    prepared = fnmodels.prepare(config.encoder, source(config), **given)
+    return fnmodels.encode(params, *prepared, config=config, **{"capacity": 12, "kernel": "math"} | how)
+
+
+def full_rows(config: Any, params: Any, tokens: Tensor) -> Tensor:
+    given = {"segment_ids": SOURCES, "positions": positions_of(SOURCES)}
+    given |= {"decoder_segment_ids": TARGETS, "decoder_positions": positions_of(TARGETS)}
+    prepared = fnmodels.prepare_pair(config, source(config), tokens, **given)
+    return fnmodels.forward(params, *prepared, config=config, kernel="math")
+
+
+def in_pieces(config: Any, params: Any, tokens: Tensor, cache: Any, sizes: tuple[int, ...], run: Any) -> Tensor:
+    own, found, begin = fnmodels.stack_params(params, "decoder"), [], 0
+    for size in sizes:
+        part = slice(begin, begin + size)
+        step = fnmodels.prepare_step(config.decoder, tokens[:, part], cache, segment_ids=TARGETS[:, part])
+        logits, cache = run(own, *step, cache, config=config.decoder, at="all", kernel="math")
+        found.append(logits)
+        begin += size
+    return torch.cat(found, dim=1)
+
+
+@every_model
+@pytest.mark.parametrize("run", [fnmodels.prefill, fnmodels.decode_])
+@pytest.mark.parametrize("sizes", [(12,), (3, 1, 5, 3), (1,) * 12])
+def test_cached_equals_full_rows(name: str, sizes: tuple[int, ...], run: Any) -> None:
+    """Ragged, packed and padded rows, with NaN in empty slots and in what the encoder has at padding."""
+    config = CONFIGS[name]
+    params, tokens = weights(config), torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = full_rows(config, params, tokens)
+        cache = begun(config, params)
+        layers = tuple(
+            {n: t if n.startswith("memory") else torch.full_like(t, torch.nan) for n, t in entry.items()}
+            for entry in cache.layers
+        )
+        found = in_pieces(config, params, tokens, replace(cache, layers=layers), sizes, run)
+    assert (found - wanted)[TARGETS > 0].abs().max() < 1e-12 * wanted[TARGETS > 0].abs().max()
+
+
+@every_model
+def test_mistakes_would_be_seen(name: str) -> None:
+    """Another document's memory, and positions of keys that are one off where each distance has a bias."""
+    config = CONFIGS[name]
+    params, tokens = weights(config), torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted, cache = full_rows(config, params, tokens), begun(config, params)
+        memory = replace(cache.memory, segments=cache.memory.segments.clamp(max=1))
+        mixed = in_pieces(config, params, tokens, replace(cache, memory=memory), (12,), fnmodels.prefill)
+        assert (mixed - wanted)[1].abs().max() > 1e-3
+        step = fnmodels.prepare_step(config.decoder, tokens[:, :5], cache, segment_ids=TARGETS[:, :5])
+        own = fnmodels.stack_params(params, "decoder")
+        _, cache = fnmodels.prefill(own, *step, cache, config=config.decoder, kernel="math")
+        slots = {kind: replace(held, positions=held.positions - 1) for kind, held in cache.slots.items()}
+        inputs, *rest = fnmodels.prepare_step(config.decoder, tokens[:, 5:6], cache, segment_ids=TARGETS[:, 5:6])
+        right, _ = fnmodels.decode(own, inputs, *rest, cache, config=config.decoder, kernel="math")
+        moved = replace(cache, slots=slots)
+        off, _ = fnmodels.decode(own, inputs, *rest, moved, config=config.decoder, kernel="math")
+        assert_close(right[:, 0], wanted[:, 5])
+        assert bool((off - right).abs().max() > 1e-3) == (config.model_type == "t5")
+
+
+@every_model
+def test_rows_of_caches(name: str) -> None:
+    """Taken, inserted and truncated rows go on as those that were never moved."""
+    config = CONFIGS[name]
+    params, tokens = weights(config), torch.randint(61, (2, 6), generator=torch.Generator().manual_seed(1))
+    decoder, own = config.decoder, fnmodels.stack_params(params, "decoder")
+
+    def after(cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            step = fnmodels.prepare_step(decoder, tokens, cache, segment_ids=torch.ones_like(tokens))
+            return fnmodels.prefill(own, *step, cache, config=decoder, kernel="math")
+
+    _, cache = after(begun(config, params), tokens[:, :3])
+    wanted, longer = after(cache, tokens[:, 3:4])
+    swapped = fnmodels.take(cache, [1, 0])
+    assert torch.equal(after(swapped, tokens[[1, 0], 3:4])[0], wanted[[1, 0]])
+    back = fnmodels.insert(swapped, [0, 1], cache)
+    assert torch.equal(after(back, tokens[:, 3:4])[0], wanted)
+    assert torch.equal(after(fnmodels.truncate(longer, 3), tokens[:, 3:4])[0], wanted)
+    assert_close(after(fnmodels.resize(cache, 20), tokens[:, 3:4])[0], wanted)
+    memory = replace(cache.memory, **{n: getattr(cache.memory, n)[:, :9] for n in ("positions", "segments")})
+    with pytest.raises(ValueError, match="memories of 10 and 9 tokens"):
+        fnmodels.insert(cache, [0, 1], replace(cache, memory=memory))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_v1_1", "whisper"])
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Twelve tokens after the start, of two rows whose encoder reads equally many tokens."""
+    config = CONFIGS[name]
+    params = weights(config, torch.float32)
+    P.save_pretrained(tmp_path, config, params)
+    architecture = transformers.AutoConfig.from_pretrained(tmp_path).architectures[0]
+    model = getattr(transformers, architecture).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    if config.model_type == "t5":
+        tokens = torch.randint(2, 61, (2, 10), generator=generator)
+        given: Any = {"input_ids": tokens}
+    else:
+        mel = torch.randn(2, 6, 20, generator=generator)
+        tokens, given = fnmodels.frame_rows(list(mel), config)[0], {"input_features": mel}
+    ids = torch.full((2, 1), config.decoder_start_token_id)
+    wanted = transformers.GenerationMixin.generate(
+        model, **given, decoder_input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None, use_cache=False
+    )
+    decoder, own = config.decoder, fnmodels.stack_params(params, "decoder")
+    with torch.no_grad():
+        cache = fnmodels.encode(params, *fnmodels.prepare(config.encoder, tokens), config=config, capacity=13)
+        found = [ids]
+        for _ in range(12):
+            step = fnmodels.prepare_step(decoder, found[-1], cache)
+            logits, cache = fnmodels.decode_(own, *step, cache, config=decoder)
+            found.append(logits[:, -1].argmax(-1, keepdim=True))
+    assert torch.cat(found, dim=1).tolist() == wanted.tolist()
+    assert len(set(wanted.flatten().tolist())) > 3  # not one token again and again
+
+
+def test_bad_use_is_a_sentence() -> None:
+    config = CONFIGS["t5"]
+    params = weights(config)
+    with pytest.raises(ValueError, match="has its cache from"):
+        fnmodels.init_cache(config, 1, 4)
+    own, decoder = fnmodels.stack_params(params, "decoder"), config.decoder
+    cache = fnmodels.init_cache(decoder, 1, 4)
+    step = fnmodels.prepare_step(decoder, torch.ones(1, 1, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match="A cache has them from"):
+        fnmodels.decode(own, *step, cache, config=decoder)
+    prepared = fnmodels.prepare(config.encoder, torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="has one stack"):
+        fnmodels.encode(params, *prepared, config=decoder, capacity=4)
+    with pytest.raises(ValueError, match="one stack"):
+        fnmodels.encode(params, *prepared, config=config.encoder, capacity=4)
