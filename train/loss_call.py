@@ -16,6 +16,7 @@ from train.losses.model_loss import Batch as Batch
 from train.losses.model_loss import ModelLoss, as_loss, is_one_per_shape
 
 from .remat import layer_fn
+from .remat_budget import budget_of
 
 
 class LossFn(Protocol):
@@ -53,7 +54,8 @@ def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
     compiled, recomputed = layer_fn("none", compile), layer_fn(remat, "none")
-    if compile == "block" and remat == "selective":  # one graph: selective remat saves the results of its operators
+    if compile == "block" and (remat == "selective" or budget_of(remat)):
+        # One graph: selective remat saves the results of its operators, and a budget measures it.
         compiled, recomputed = layer_fn(remat, compile), None
     if compiled is None and recomputed is None:
         return loss

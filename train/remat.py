@@ -16,13 +16,20 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fnmodels.ops.torch_internals import costly_operators
 from fnmodels.options import Block, LayerFn
 
+from .remat_budget import budget_of, within
+
 
 def layer_fn(remat: str, compile: str) -> LayerFn | None:
     """The wrapper around each kind's block, arguments as in `make_step`; None if there is nothing to wrap."""
+    if (budget := budget_of(remat)) is not None:
+        return _within(budget, compile)
     kind, _, number = remat.partition(":") if isinstance(remat, str) else ("", "", "")
     counts = kind == "every" and number.isascii() and number.isdecimal()
     if remat not in ("none", "full", "selective") and not counts:
-        raise ValueError(f'remat is {remat!r}; it must be "none", "full", "selective" or "every:N" with a number N.')
+        raise ValueError(
+            f'remat is {remat!r}; it must be "none", "full", "selective", "every:N" with a number N, or "budget:SIZE" '
+            'with a size such as "2GiB".'
+        )
     every = int(number) if number else 1
     if every < 1:
         raise ValueError(f"remat is {remat!r}; N must be at least 1.")
@@ -39,6 +46,14 @@ def layer_fn(remat: str, compile: str) -> LayerFn | None:
         return _every(block, every) if remat == "full" or kind == "every" else block
 
     return wrap
+
+
+def _within(budget: int, compile: str) -> LayerFn:
+    """The wrapper of a budget; a compiled block is kept or recomputed whole, since its operators are not seen."""
+    compiled = _compile_once(lambda block: block) if compile == "block" else None
+    ways: dict[str, Callable[[Block], Block]] = {"none": lambda block: block, "full": lambda block: _every(block, 1)}
+    wrap = within(budget, _key, ways if compiled else ways | {"selective": _selective})
+    return wrap if compiled is None else lambda block: wrap(compiled(block))
 
 
 def _every(block: Block, every: int) -> Block:
@@ -75,11 +90,16 @@ def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
     made: dict[Any, Block] = {}
 
     def compiled(block: Block) -> Block:
-        key: Any = block
-        if isinstance(block, functools.partial):
-            key = (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))
+        key = _key(block)
         if key not in made:
             made[key] = torch.compile(wrap(block), fullgraph=True)
         return made[key]
 
     return compiled
+
+
+def _key(block: Block) -> Any:
+    """Equal for equal blocks: functools.partial compares by identity."""
+    if not isinstance(block, functools.partial):
+        return block
+    return (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))

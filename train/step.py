@@ -22,6 +22,7 @@ from train.parallel.step import make_step_over
 
 from .gradients import LossFn, gradient_sums, metrics_of, totals
 from .loss_call import Batch, caller, microbatches
+from .remat_budget import budget_of
 from .state import State
 from .update import Step, StepOptions, check_state, update
 
@@ -51,7 +52,9 @@ def make_step(
         the same step. Memory is that of the largest microbatch plus one copy of the gradients.
     clip: the largest global norm of the gradient; None: no clipping.
     remat: "none"; "full": a layer keeps only its input; "every:N": so does every Nth layer of each kind; "selective":
-        layers keep the results of matmuls and attention and recompute the rest.
+        layers keep the results of matmuls and attention and recompute the rest; "budget:2GiB": each layer is run in
+        one of these ways, the fastest plan whose activations fit in 2 GiB per microbatch, from measured times and
+        sizes (`train.remat_budget`; one process, compile "none" or "block").
     compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Compiled code gets a
         layout only for rows of one document from position 0, since others would recompile for each batch.
     inplace: the input State is consumed and its tensors are overwritten (see `State`). False leaves it unchanged,
@@ -73,6 +76,12 @@ def make_step(
     options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
     check_optimizer(optimizer)
     check_strategy(mesh, strategy)
+    if budget_of(remat) is not None and (mesh is not None or compile == "whole"):
+        what = "a whole graph" if mesh is None else "a mesh"
+        raise ValueError(
+            f"remat={remat!r} plans from times measured in this process, and {what} needs one plan for all: take "
+            '"full", "selective" or "every:N".'
+        )
     if mesh is not None:
         return make_step_over(Parallelism(mesh, strategy or Strategy()), loss_fn, optimizer, options)
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)

@@ -17,6 +17,7 @@ from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.placement import rules_of
 from train.parallel.step import not_compiled
 from train.parallel.update import check_whole
+from train.remat_budget import budget_of
 
 from . import initial_model, lora_flag
 from .recipe import optimizer_for
@@ -94,6 +95,10 @@ def resolve_mesh(
         raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
     if several and settings.lora and lora_flag.parse_lora(settings.lora).dora:
         raise UserError(f"{mesh_flag}: DoRA is for one process: leave dora out of --lora {settings.lora}")
+    if several and budget_of(settings.remat) is not None:
+        raise UserError(
+            f"{mesh_flag}: --remat {settings.remat} plans from times measured in one process: take full or every:N"
+        )
     if several and settings.compile == "block" and settings.remat == "selective":
         raise UserError(
             f"{mesh_flag}: --remat selective selects single operations, which compiled blocks hide: take full"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from train.remat_budget import budget_of
+
 from .lora_flag import LORA_FORM, is_lora
 
 LARGEST = 2**63
@@ -81,10 +83,13 @@ def _is_text(value: Any) -> bool:
 
 
 REMAT = SettingType(
-    "one of none, full, selective, every:N with a whole number N from 1",
-    "none|full|selective|every:N",
+    "one of none, full, selective, every:N with a whole number N from 1, budget:SIZE with a size such as 2GiB",
+    "none|full|selective|every:N|budget:SIZE",
     str,
-    lambda value: type(value) is str and re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) is not None,
+    lambda value: (
+        type(value) is str
+        and (re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) or budget_of(value)) is not None
+    ),
 )
 STRING = SettingType("a text", "TEXT", str, _is_text)
 DATA = SettingType("a path", "PATH[:WEIGHT],...", str, STRING.accepts)
