@@ -1,13 +1,11 @@
-"""Linear layers: F.linear, and oneDNN's matrix product for large products on a CPU.
+"""Linear layers: F.linear, and for large products on a CPU the way that is fastest on this machine.
 
-On a CPU torch runs bf16 products in oneDNN but fp32 products in MKL, which is slower on AMD processors: 82 to 89
-GFLOP/s per core against 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192, and 100 against 230 with
-AVX-512. These products are three quarters of a training step. So large ones, and their gradients, call the operator
-that Inductor emits for oneDNN; in compiled graphs it is wrapped in a custom operator (`linear_op`).
-`torch.backends.mkldnn.flags(enabled=False)` switches back to MKL.
-
-On a CPU without products in bf16 (x86 without AVX-512), torch's reach 9 GFLOP/s per core and fp32 products 65. There
-large bf16 products widen their arguments, a part of the weight at a time, and round each result once.
+On a CPU torch runs fp32 products in MKL and bf16 products in oneDNN. Which library is faster, and whether bf16 products
+are faster by fp32 ones, differs between processors by a factor of two and is measured once per machine
+(`product_table`, `explain_products`). These products are three quarters of a training step. So large ones, and their
+gradients, call the operator that Inductor emits for oneDNN where that is faster; in compiled graphs it is wrapped in a
+custom operator (`linear_op`). Widened bf16 arguments are converted a part at a time, and each result is rounded once.
+`torch.backends.mkldnn.flags(enabled=False)` switches back to torch's own.
 """
 
 from collections.abc import Iterator
@@ -21,13 +19,14 @@ from torch import Tensor
 
 from .invariant import invariant_linear, rows_are_invariant
 from .onednn import product
-from .torch_internals import alone, has_bf16_products, in_graph
+from .torch_internals import alone, in_graph
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
 _ONEDNN = torch.backends.mkldnn.is_available()
-_DTYPES = (torch.float32,) if has_bf16_products() else (torch.float32, torch.bfloat16)
 _MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
-_MIN_WIDENED_ROWS = 16  # below it widening the weight costs more than it gains
+# Of a bf16 product: below it conversions cost more than widening gains, on CPUs without and with bf16 instructions.
+_MIN_WIDENED_ROWS = 16
+_MIN_WIDENED_SIDE = 128
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,16 +75,42 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     compiled = torch.compiler.is_compiling()
     return (
         _ONEDNN
-        and x.dtype in _DTYPES
+        and x.dtype in (torch.float32, torch.bfloat16)
         and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
         and all(isinstance(t, Tensor) and t.dtype is x.dtype for t in tensors)
         and x.ndim > 1
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
         and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
-        and (x.dtype is torch.float32 or x.numel() >= _MIN_WIDENED_ROWS * x.shape[-1])
-        and (compiled or alone(*tensors))  # last, because it takes longer
+        and (compiled or alone(*tensors))  # late, because it takes longer
+        and _gains(x, weight)
     )
+
+
+def _gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether this large product is faster than torch's own on this machine."""
+    from . import product_table  # here, for its import measures
+
+    if x.dtype is torch.float32:
+        return bool(product_table.ONEDNN)
+    if not product_table.BF16:
+        return x.numel() >= _MIN_WIDENED_ROWS * x.shape[-1]
+    return (
+        product_table.WIDENS
+        and x.numel() >= _MIN_WIDENED_SIDE * x.shape[-1]
+        and weight.shape[0] >= _MIN_WIDENED_SIDE
+        and weight.shape[1] >= _MIN_WIDENED_SIDE
+    )
+
+
+def explain_products() -> dict[str, str]:
+    """{kind of product: the rates measured on this machine's CPU, and which one large linear layers take}.
+
+    The rates are read from a file of the machine, whose name is under "file", and measured if there is none.
+    """
+    from . import product_table
+
+    return product_table.explained()
 
 
 class _Linear(torch.autograd.Function):

@@ -1,24 +1,47 @@
-"""oneDNN's product of two matrices, eager and in a compiled graph alike."""
+"""Products of two matrices by the library that is fastest on this machine, eager and in a compiled graph alike."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .torch_internals import onednn_linear
 
-_WIDENED = 1 << 22  # elements of a weight in fp32 at a time
+_WIDENED = 1 << 22  # elements of an argument in fp32 at a time
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] weight^T + bias, fp32 or bf16, not differentiable; bf16 is widened, see `linear`."""
-    x, weight = _dense(x), _dense(weight)
-    if x.dtype is torch.float32:
+    """x [..., in] weight^T + bias, fp32 or bf16, not differentiable; bf16 is widened, see `linear`.
+
+    A weight in oneDNN's own layout (`params.packed`) is multiplied by oneDNN as it is.
+    """
+    if weight.is_mkldnn:
         return onednn_linear(x, weight, bias)
-    wide, y = x.float(), x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.dtype is torch.float32:
+        return _fp32(x, weight, bias)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    wide_bias = None if bias is None else bias.float()
     step = max(1, _WIDENED // x.shape[-1])
-    for start in range(0, weight.shape[0], step):
-        part = slice(start, start + step)
-        y[..., part] = onednn_linear(wide, weight[part].float(), None if bias is None else bias[part].float())
-    return y
+    for top in range(0, rows.shape[0], step):
+        wide = rows[top : top + step].float()
+        for left in range(0, weight.shape[0], step):
+            part = slice(left, left + step)
+            added = None if wide_bias is None else wide_bias[part]
+            y[top : top + step, part] = _fp32(wide, weight[part].float(), added)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from . import product_table  # here, for its import measures
+
+    x, weight = _dense(x), _dense(weight)
+    if (_transposed(x), _transposed(weight)) in product_table.ONEDNN:
+        return onednn_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _transposed(x: Tensor) -> bool:
+    return not x.is_contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -9,6 +9,13 @@ from torch import Tensor
 from fnmodels.ops.torch_internals import softmax_backward
 
 
+def _widens(q: Tensor) -> bool:
+    """Whether bf16 tiles are faster in fp32, see `ops.product_table`."""
+    from fnmodels.ops import product_table  # here, for its import measures
+
+    return q.dtype is torch.bfloat16 and product_table.WIDENS
+
+
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[B, S, N, H] -> [B, G, N/G, S, H], a view."""
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
@@ -33,6 +40,8 @@ def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [B, S, N, H], k [B, S, G, H], v [B, S, G, Hv] -> [B, S, N, Hv]."""
+    if _widens(q):
+        return tiles_forward(q.float(), k.float(), v.float(), scale).to(q.dtype)
     (batch, length, heads, _), groups = q.shape, k.shape[2]
     q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
     out = q.new_empty(batch, length, heads, v.shape[3])
@@ -53,6 +62,9 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), given grad_output [B, S, N, Hv]."""
+    if _widens(q):
+        dq, dk, dv = tiles_backward(q.float(), k.float(), v.float(), grad_output.float(), scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     (batch, length, _, width), groups = q.shape, k.shape[2]
     q5, grad_output5, keys, values = _grouped(q, groups), _grouped(grad_output, groups), _heads(k), _heads(v)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -64,20 +76,13 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: 
         hi = min(lo + size, length)
         tile, grad_tile = _rows(q5[:, :, :, lo:hi] * scale), _rows(grad_output5[:, :, :, lo:hi])
         p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
-        _add_product(dv[:, :hi], p.mT, grad_tile)
+        dv[:, :hi] += torch.bmm(p.mT, grad_tile)  # in fp32; baddbmm_ would take the matrices one by one
         dp = torch.bmm(grad_tile, values[:, :hi].mT)
         ds = softmax_backward(dp, p, q.dtype)
-        _add_product(dk[:, :hi], ds.mT, tile)
+        dk[:, :hi] += torch.bmm(ds.mT, tile)
         dq_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
         torch.mul(dq_tile, scale, out=dq5[:, :, :, lo:hi])
     return dq, _unheads(dk, k), _unheads(dv, v)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.baddbmm_(a, b)
-    else:  # accumulate over tiles in fp32
-        total += torch.bmm(a, b)
 
 
 def _unheads(grad: Tensor, like: Tensor) -> Tensor:

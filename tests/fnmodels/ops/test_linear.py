@@ -1,4 +1,4 @@
-"""Products through oneDNN: the same numbers as F.linear, and only where nothing but autograd looks on."""
+"""Products by another library, or widened: the numbers of F.linear, and only where nothing but autograd looks on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
-from fnmodels.ops import linear as linear_module
-from fnmodels.ops import onednn
+from fnmodels.ops import onednn, product_table
 from fnmodels.ops.linear import linear
 from fnmodels.ops.torch_internals import onednn_linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
 X, W, BIAS = torch.randn(2, ROWS // 2, IN), torch.randn(OUT, IN), torch.randn(OUT)
+
+
+@pytest.fixture(autouse=True)
+def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD processors, whatever this one is."""
+    monkeypatch.setattr(product_table, "ONEDNN", frozenset(product_table.FORMS))
+    monkeypatch.setattr(product_table, "WIDENS", False)
+    monkeypatch.setattr(product_table, "BF16", True)
 
 
 def ours(y: Tensor) -> bool:
@@ -48,9 +55,16 @@ def test_values_and_gradients_are_those_of_exact_products(bias: Tensor | None, t
         assert (got - want).norm() <= 1e-6 * want.norm()
 
 
-def test_bf16_is_widened_where_the_processor_has_no_products_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients are exact products, rounded once; the weight is widened in parts."""
-    monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("onednn_forms", [frozenset(), frozenset(product_table.FORMS)], ids=["torch", "oneDNN"])
+def test_bf16_is_widened_where_that_is_faster(
+    native: bool, onednn_forms: frozenset[product_table.Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are exact products, rounded once; both arguments are widened in parts."""
+    assert not ours(linear(X.bfloat16().requires_grad_(), W.bfloat16()))
+    monkeypatch.setattr(product_table, "ONEDNN", onednn_forms)
+    monkeypatch.setattr(product_table, "WIDENS", True)
+    monkeypatch.setattr(product_table, "BF16", native)
     monkeypatch.setattr(onednn, "_WIDENED", 100 * IN)
     leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -62,9 +76,30 @@ def test_bf16_is_widened_where_the_processor_has_no_products_of_it(monkeypatch: 
     for got, right in zip((y, *found), (want, *expected), strict=True):
         assert got.dtype is torch.bfloat16
         torch.testing.assert_close(got.double(), right, rtol=2**-8, atol=1e-3)
-    assert not ours(linear(leaves[0][:1, :15], leaves[1].repeat(10, 1)))
-    monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32,))
-    assert not ours(linear(*leaves))
+    few = 127 if native else 15
+    assert not ours(linear(leaves[0][:1, :few], leaves[1].repeat(10, 1)))
+    assert ours(linear(leaves[0][:1, : few + 1], leaves[1].repeat(10, 1)))
+
+
+def test_each_form_takes_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[bool, bool]] = []
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append((not x.is_contiguous(), not weight.is_contiguous()))
+        return onednn_linear(x, weight, bias)
+
+    monkeypatch.setattr(onednn, "onednn_linear", recorded)
+    for form in product_table.FORMS:
+        monkeypatch.setattr(product_table, "ONEDNN", frozenset({form}))
+        leaves = [t.clone().requires_grad_() for t in (X, W)]
+        y = linear(*leaves)
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        wanted = torch.autograd.grad(F.linear(*leaves), leaves, torch.ones_like(y))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+        assert calls == [form]
+        calls.clear()
+    monkeypatch.setattr(product_table, "ONEDNN", frozenset())
+    assert not ours(linear(X.clone().requires_grad_(), W))
 
 
 def test_slices_and_the_gradient_of_a_sum_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.values import aside, batched_gradient, has_values, readable, unwrapped
-from fnmodels.ops import torch_internals
+from fnmodels.ops import product_table, torch_internals
 from fnmodels.ops.attention.tiled import causal_tiles
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import glu
@@ -56,6 +56,12 @@ torch.manual_seed(0)
 X, W = torch.randn(2, 256, 256), torch.randn(256, 256)  # large enough for oneDNN
 PARTS, PATHS = ("gate", "up", "down"), (grouped_experts, loop_experts)
 Q, K = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
+
+
+@pytest.fixture(autouse=True)
+def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD processors, whatever this one is."""
+    monkeypatch.setattr(product_table, "ONEDNN", frozenset(product_table.FORMS))
 
 
 def test_the_installed_torch_has_all_of_them() -> None:

@@ -1,0 +1,172 @@
+"""Which way of multiplying matrices is fastest on this machine, measured when the first large product asks.
+
+torch multiplies fp32 matrices in MKL on x86, and bf16 ones in oneDNN. On AMD processors oneDNN's fp32 products are 1.1
+(AVX2) to 2.3 times (AVX-512) as fast as MKL's; on an Intel Xeon of 2023 MKL's are up to 1.8 times as fast as oneDNN's
+where both arguments lie transposed. Without AMX, bf16 products of that Xeon run at half the rate of fp32 ones, so that
+widening the arguments is faster; on a Zen 4 they run at twice that rate.
+
+The rates are kept in a file, so that all processes of a machine, now and later, choose the same and get the same bits:
+$XDG_CACHE_HOME/fnmodels/products-<machine>.json, or below ~/.cache. Where no file can be written, each process
+measures. Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while
+it traces, so that the choices are constants of a graph.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
+
+Rates = dict[str, float]  # {name: GFLOP/s}
+Form = tuple[bool, bool]  # whether x and weight lie transposed in memory
+
+FORMS: dict[Form, str] = {
+    (False, False): "forward",
+    (False, True): "gradient of the input",
+    (True, True): "gradient of the weight",
+}
+_ROWS, _IN, _OUT = 1024, 512, 512
+_TURNS = 6
+_ONEDNN_GAINS = 1.05  # times the rate of torch's own product; below it, torch's own
+_WIDENING_GAINS = 1.25  # the same of fp32 products to bf16 ones: the conversions take a tenth, and memory
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
+
+
+def machine() -> dict[str, str]:
+    """What the rates depend on: the processor, the release of torch, and variables that limit its libraries."""
+    found = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        pairs = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+        found |= {name: pairs[name] for name in wanted if name in pairs}
+    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def table_file(of: dict[str, str]) -> Path:
+    """The file of rates of the machine `of`. RuntimeError without a home directory."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / "fnmodels" / f"products-{key}.json"
+
+
+def candidates() -> dict[str, Callable[[], Tensor]]:
+    """{name: a product of 1024 x 512 x 512}, for each form in fp32 by either library, and in bf16."""
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for (x_lies, weight_lies), name in FORMS.items():
+        x, weight = _filled(_ROWS, _IN, x_lies), _filled(_OUT, _IN, weight_lies)
+        runs[f"fp32 {name} torch"] = functools.partial(F.linear, x, weight)
+        if has_onednn_linear():
+            runs[f"fp32 {name} oneDNN"] = functools.partial(onednn_linear, x, weight, None)
+        if has_bf16_products():
+            runs[f"bf16 {name} torch"] = functools.partial(F.linear, x.bfloat16(), weight.bfloat16())
+    return runs
+
+
+def _filled(rows: int, columns: int, transposed: bool) -> Tensor:
+    shape = (columns, rows) if transposed else (rows, columns)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rows), dtype=torch.float32, device="cpu")
+    return x.t() if transposed else x
+
+
+def measured() -> Rates:
+    """The rates of `candidates`, which take turns: the best of six each, about 0.2 s in sum."""
+    best: Rates = {}
+    with torch.no_grad():
+        runs = candidates()
+        for _ in range(_TURNS):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                rate = 2e-9 * _ROWS * _IN * _OUT / (time.perf_counter() - start)
+                best[name] = max(best.get(name, 0.0), round(rate, 1))
+    return best
+
+
+def read(file: Path) -> Rates | None:
+    """The rates in `file`; None if it is missing or damaged."""
+    try:
+        return {str(name): float(rate) for name, rate in json.loads(file.read_text())["gflops"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def rates_of(of: dict[str, str]) -> Rates:
+    """The rates of the machine `of`, which is this one: those of its file, which is written if there is none."""
+    try:
+        file = table_file(of)
+        found = read(file)
+        if found is not None:
+            return found
+        rates = undisturbed(measured)
+        _write(file, {"machine": of, "gflops": rates})
+        return read(file) or rates  # of processes that measure at the same time the first to write decides
+    except (OSError, RuntimeError):
+        return undisturbed(measured)
+
+
+def _write(file: Path, content: dict[str, object]) -> None:
+    """Writes the file, unless a readable one is there by now."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as own:
+        own.write(json.dumps(content, indent=1) + "\n")
+    try:
+        os.link(own.name, file)
+    except OSError:  # it exists, or the file system has no links
+        if read(file) is None:
+            os.replace(own.name, file)
+    Path(own.name).unlink(missing_ok=True)
+
+
+def forms_of_onednn(rates: Rates) -> frozenset[Form]:
+    """The forms in which oneDNN's fp32 products are faster than torch's own."""
+    return frozenset(
+        form
+        for form, name in FORMS.items()
+        if rates.get(f"fp32 {name} oneDNN", 0.0) > _ONEDNN_GAINS * rates[f"fp32 {name} torch"]
+    )
+
+
+def widening_gains(rates: Rates) -> bool:
+    """Whether bf16 products are faster by fp32 ones, all three forms in sum; True if this CPU has no bf16 products."""
+    names = FORMS.values()
+    if not all(f"bf16 {name} torch" in rates for name in names):
+        return True
+    narrow = sum(1 / rates[f"bf16 {name} torch"] for name in names)
+    wide = sum(1 / max(rates[f"fp32 {name} torch"], rates.get(f"fp32 {name} oneDNN", 0.0)) for name in names)
+    return narrow > _WIDENING_GAINS * wide
+
+
+def explained() -> dict[str, str]:
+    """`fnmodels.explain_products`."""
+    found: dict[str, str] = {}
+    for form, name in FORMS.items():
+        rates = {by: RATES[key] for by in ("torch", "oneDNN") if (key := f"fp32 {name} {by}") in RATES}
+        chosen = "oneDNN" if form in ONEDNN else "torch"
+        found[f"fp32 {name}"] = f"{_listed(rates)}: {chosen}"
+        narrow = {"torch": RATES[key]} if (key := f"bf16 {name} torch") in RATES else {}
+        found[f"bf16 {name}"] = f"{_listed(narrow)}: {f'fp32, by {chosen}' if WIDENS else 'torch'}"
+    with suppress(RuntimeError):
+        found["file"] = str(table_file(machine()))
+    return found
+
+
+def _listed(rates: Rates) -> str:
+    return ", ".join(f"{by} {rate:.0f} GFLOP/s" for by, rate in rates.items()) or "no instructions"
+
+
+BF16 = has_bf16_products()
+RATES = rates_of(machine())
+ONEDNN = forms_of_onednn(RATES)
+WIDENS = widening_gains(RATES)
