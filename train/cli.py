@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from train.dist.torchrun import is_started, rank_and_world_size
-from train.job.product_caches import bound_product_caches
+from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.setting_types import SettingType, integer
 from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, Settings, as_flag, flag
 
@@ -137,6 +137,7 @@ def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
     """Runs the main job. Returns the exit code: 0, 2 for a user error, 130 when stopped by a signal."""
     bound_product_caches()
+    keep_freed_memory()
     argv = sys.argv[1:] if argv is None else argv
     first = int(os.environ.get("RANK", 0)) == 0
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # only rank 0 reports errors

@@ -41,12 +41,12 @@ def step_and_kept(budget: int | str, **how: Any) -> tuple[Any, list[int]]:
     """(params after three steps, bytes that autograd keeps in each step, parameters left out)."""
     params, seen = model_params(), []
     own = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(params)}
-    held: dict[int, int] = {}
+    held: dict[int, torch.UntypedStorage] = {}  # storages, not sizes: the address of a freed one would come again
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
+            held[storage.data_ptr()] = storage
         return tensor
 
     def loss(params: Any, batch: Any) -> Any:
@@ -60,8 +60,8 @@ def step_and_kept(budget: int | str, **how: Any) -> tuple[Any, list[int]]:
     for seed in range(3):
         held.clear()
         state, _ = step(state, model_batch(seed))
-        seen.append(sum(held.values()))
-        own |= {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state.params)}
+        seen.append(sum(storage.nbytes() for storage in held.values()))
+        own = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state.params)}
     return state.params, seen
 
 
