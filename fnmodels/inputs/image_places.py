@@ -36,3 +36,42 @@ def place(x: Tensor, features: Tensor, places: Tensor) -> Tensor:
         raise ValueError(f"The features have width {features.shape[-1]}, the text's embeddings {x.shape[-1]}.")
     row, slot = places.clamp(min=0).unbind(-1)
     return torch.where(places[..., :1] >= 0, features[row, slot].to(x.dtype), x)
+
+
+def image_spans(places: Tensor, segment_ids: Tensor) -> Tensor:
+    """Span ids [B, S] for `SameSpan`: runs of tokens with a place count from 1 along the row, other tokens have 0.
+
+    places: [B, S, 2]; segment_ids: [B, S], at whose borders a run ends.
+    """
+    image = places[..., 0] >= 0
+    continues = image[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
+    begins = image.clone()
+    begins[:, 1:] = image[:, 1:] & ~continues
+    return begins.cumsum(-1).where(image, 0)
+
+
+def cells(positions: Tensor, segment_ids: Tensor, side: int) -> Tensor:
+    """The (row, slot) of the patches of every cell of side x side patches: int64 [cells, side * side, 2].
+
+    Cells are those of image after image, each row by row, as the patches in a cell. positions [B, S, 4] and segment_ids
+    [B, S]: those of `fnmodels.patch_rows`; special tokens are in no cell. Reads values: not for use in transforms.
+    ValueError for an image whose rows or columns are not a multiple of `side`.
+    """
+    found = ((segment_ids > 0) & (positions[..., 0] >= 0)).nonzero()
+    b, s = found.unbind(-1)
+    row, column, rows, columns = positions[b, s].unbind(-1)
+    if (rows % side).any() or (columns % side).any():
+        i = int(((rows % side) + (columns % side)).nonzero()[0])
+        raise ValueError(
+            f"An image of {int(rows[i])} x {int(columns[i])} patches has no cells of {side} x {side}: resize it to "
+            "multiples of a cell."
+        )
+    order = torch.arange(len(found), device=found.device)
+    for key in (column % side, row % side, column // side, row // side, segment_ids[b, s], b):
+        order = order[key[order].argsort(stable=True)]
+    return found[order].unflatten(0, (-1, side * side))
+
+
+def gather_cells(x: Tensor, places: Tensor) -> Tensor:
+    """The hidden states [cells, patches of a cell, D] of x [rows, slots, D] at the `places` that `cells` returns."""
+    return x[places[..., 0], places[..., 1]]

@@ -143,8 +143,13 @@ def causal_masks(
 
 
 def masks_of(
-    rules: Mapping[str, Rule], positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+    rules: Mapping[str, Rule],
+    positions: Tensor,
+    segment_ids: Tensor,
+    *,
+    spans: Tensor | None = None,
+    create: Create | None = None,
 ) -> dict[str, MaskLike]:
     """{kind: mask}; kinds with equal rules share one mask."""
-    masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
-    return {kind: masks[rules[kind]] for kind in sorted(rules)}  # by name: dynamo cannot sort pairs
+    made = {rule: build_mask(rule, positions, segment_ids, spans=spans, create=create) for rule in rules.values()}
+    return {kind: made[rules[kind]] for kind in sorted(rules)}  # by name: dynamo cannot sort pairs

@@ -132,13 +132,17 @@ def tied_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
 
     A tied head, and everything in `duplicate_names`. prefix: as in `stored_leaves`.
     """
-    tied = duplicate_names(config, prefix)
+    tied, at = duplicate_names(config, prefix), ""
+    whole: Any = config
+    if hasattr(family_of(config), "towers"):  # the text's, inside of the model's names
+        at, config = "text.", whole.text
     if not getattr(config, "tie_word_embeddings", False):
         return tied
-    names = hf_names(replace(config, tie_word_embeddings=False))
-    if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family outside this package, with other names
+    untied = replace(config, tie_word_embeddings=False)
+    names = hf_names(replace(whole, text=untied) if at else untied)
+    if not names.keys() >= {f"{at}lm_head", f"{at}embed_tokens"}:  # a family outside this package, with other names
         return tied
-    (head,), (embedding,) = disk_names(names["lm_head"]), disk_names(names["embed_tokens"])
+    (head,), (embedding,) = disk_names(names[f"{at}lm_head"]), disk_names(names[f"{at}embed_tokens"])
     return tied | {head: embedding.removeprefix(prefix)}
 
 

@@ -11,8 +11,6 @@ inputs = llava.with_images(params, inputs, llava.project(params, x), places, con
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.image_places import image_places, place  # noqa: F401
-from fnmodels.models.common import two_towers
+from fnmodels.inputs.image_places import image_places  # noqa: F401
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.decoder import expressible
-from fnmodels.models.common.registry import families, family_for, family_of
+from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import bias, weight
-from fnmodels.models.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
@@ -74,53 +71,36 @@ class Config:
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_select_strategy", "default")
         outer.expect("tie_word_embeddings", False)
+        # Old files leave out what equals the defaults of Llama.
+        text = vision_language.text_config(outer, "llama", _LLAMA)
+        if text.tie_word_embeddings:
+            raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
         vision = clip_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "clip_vision_model"))
         config = Config(
-            text=_text(outer),
+            text=text,
             vision=vision,
             image_token=outer.integer("image_token_index", 32000, low=0),
             feature_layers=_feature_layers(outer.take("vision_feature_layer", -2), vision.num_hidden_layers),
             projector_bias=outer.boolean("multimodal_projector_bias", True),
         )
-        outer.expect("is_encoder_decoder", False)
-        # vocab_size and pad_token_id repeat the text's; image_seq_length is for the processor
-        object.__setattr__(config, "extra", outer.finish(("vocab_size", "image_seq_length")))
+        # vocab_size repeats the text's; image_seq_length is for the processor
+        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("vocab_size", "image_seq_length")))
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         layers = self.vision.num_hidden_layers
-        own = {
-            "image_token_index": self.image_token,
-            "image_seq_length": self.vision.side**2,
-            "vision_feature_layer": self.feature_layers - layers - 1,
-            "vision_feature_select_strategy": "default",
-            "multimodal_projector_bias": self.projector_bias,
-            "projector_hidden_act": "gelu",
-            "tie_word_embeddings": False,
-            "architectures": ["LlavaForConditionalGeneration"],
-            "model_type": self.model_type,
-        }
-        parts = {f"{name}_config": part.to_hf() for name, part in towers(self).items()}
-        for part in parts.values():
-            part.pop("architectures", None)
-        return expressible(self, {name: json.loads(value) for name, value in self.extra} | own | parts)
-
-
-def _text(outer: Fields) -> Any:
-    """The Config of the text model, of any family that reads text and has a head for it."""
-    values = outer.take("text_config", {})
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{outer.where}: 'text_config' must be an object.")
-    model_type = values.get("model_type", "llama")
-    if model_type not in families():
-        raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
-    # Old files leave out what equals the defaults of Llama.
-    defaults = _LLAMA if model_type == "llama" else {}
-    config = family_for(model_type).Config.from_hf({**defaults, "model_type": model_type, **values})
-    if config.tie_word_embeddings:
-        raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
-    return config
+        return vision_language.to_hf(
+            self,
+            "LlavaForConditionalGeneration",
+            image_token_index=self.image_token,
+            image_seq_length=self.vision.side**2,
+            vision_feature_layer=self.feature_layers - layers - 1,
+            vision_feature_select_strategy="default",
+            multimodal_projector_bias=self.projector_bias,
+            projector_hidden_act="gelu",
+            tie_word_embeddings=False,
+        )
 
 
 def _feature_layers(index: Any, layers: int) -> int:
@@ -146,10 +126,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
-    names: dict[str, Any] = {}
-    for path, prefix in (("text", "language_model."), ("vision", "vision_tower.")):
-        part = towers(config)[path]
-        names |= two_towers.with_prefix(family_of(part).hf_names(part), path, prefix)
+    names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
     for path, name in (("up", "linear_1"), ("out", "linear_2")):
         names[f"projector.{path}"] = f"multi_modal_projector.{name}.weight"
         if config.projector_bias:
@@ -168,14 +145,3 @@ def project(params: Tree, x: Tensor, /) -> Tensor:
     """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
     weights = params["projector"]
     return linear(F.gelu(linear(x, weights["up"], weights.get("up_bias"))), weights["out"], weights.get("out_bias"))
-
-
-def with_images(
-    params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Config
-) -> dict[str, Any]:
-    """The inputs that `prepare` made of config.text and token ids, with features [rows, slots, D] at their places.
-
-    places: int64 [B, S, 2], the (row, slot) of each token's feature, (-1, -1) for text; see `image_places`.
-    """
-    x = family_of(config.text).embed(params["text"], inputs, config=config.text)
-    return {**inputs, "tokens": place(x, features, places)}

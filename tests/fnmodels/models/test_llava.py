@@ -13,10 +13,8 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.inputs.image_places import place
-from fnmodels.models.common import storage
 from fnmodels.models.vision import llava
-from params.checkpoint.tensor_map import missing_prefix, published_names, stored_leaves
-from tests.support.cases import generic
+from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 
 IMAGE = 60  # the id of image tokens
@@ -39,29 +37,16 @@ DOCUMENTS = ((2, 3), (5, 1, 4), (3,), (0, 2))
 def _reference(name: str) -> Any:
     config = LlavaConfig(**VARIANTS[name])
     config._attn_implementation = "eager"
-    model = LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for path, tensor in model.named_parameters():
-            tensor.copy_(generic(path, tensor))
-    return model
+    return wrappers.perturbed(LlavaForConditionalGeneration(config))
 
 
 def _config(name: str) -> llava.Config:
     return llava.Config.from_hf(VARIANTS[name])
 
 
-def _ours_of(state: dict[str, Tensor], config: llava.Config) -> Any:
-    """Tensors by their names on disk as our tree; no tensor may be left over."""
-    stored = stored_leaves(config, missing_prefix(stored_leaves(config), state))
-    expected = {found for one in stored for found in storage.disk_names(one.stored)}
-    state = dict(zip(published_names(config, expected, state), state.values(), strict=True))
-    assert state.keys() == expected
-    return tree.unflatten({one.path: storage.extract_parameter(one.stored, state).detach().clone() for one in stored})
-
-
 @functools.cache
 def _params(name: str) -> Any:
-    return _ours_of(on_disk(_reference(name)), _config(name))
+    return wrappers.ours_of(on_disk(_reference(name)), _config(name))
 
 
 def _documents() -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -79,9 +64,7 @@ def _documents() -> tuple[list[Tensor], list[list[Tensor]]]:
 def _batch() -> tuple[Tensor, Tensor, list[Tensor]]:
     """(tokens [2, 48], segment ids, images in the order of their tokens): two documents in each row, and padding."""
     texts, images = _documents()
-    segment_ids = fnmodels.segments_from_lengths([[len(text) for text in row] for row in (texts[:2], texts[2:])], 48)
-    tokens = torch.ones_like(segment_ids)
-    tokens[segment_ids > 0] = torch.cat(texts)
+    tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 48)
     return tokens, segment_ids, [image for own in images for image in own]
 
 
@@ -130,37 +113,12 @@ def test_gradients_equal_transformers() -> None:
     model = _reference("llama")
     model.zero_grad()
     _theirs(model).square().sum().backward()
-    grads = {
-        path: torch.zeros_like(value) if value.grad is None else value.grad for path, value in model.named_parameters()
-    }
-    values = {path: value.detach().clone() for path, value in model.named_parameters()}
-    with torch.no_grad():
-        try:
-            for path, value in model.named_parameters():
-                value.copy_(grads[path])
-            theirs = tree.flatten(_ours_of(on_disk(model), _config("llama")))
-        finally:
-            for path, value in model.named_parameters():
-                value.copy_(values[path])
-    floor = 1e-2 * max(float(wanted.abs().max()) for wanted in theirs.values())  # a key's bias has a gradient of 0
-    for path, leaf in tree.flatten(params).items():
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        worst = float((found - theirs[path]).abs().max())
-        assert worst <= 5e-5 * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"
+    wrappers.assert_gradients(model, _config("llama"), params)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
-    model = _reference(name)
-    model.save_pretrained(tmp_path / "theirs")
-    config, params = P.load_pretrained(tmp_path / "theirs")
-    assert config == _config(name)
-    mine = tree.flatten(_params(name))
-    assert all(torch.equal(leaf, mine[path]) for path, leaf in tree.flatten(params).items())
-    P.save_pretrained(tmp_path / "ours", config, params)
-    again, told = LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values()), told
-    assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
+    wrappers.assert_files(_reference(name), _config(name), tmp_path)
 
 
 def test_one_part_is_loaded_alone(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.tree import Tree
 
-from .config_json import Fields
-from .decoder import expressible
-from .registry import family_of
-from .storage import renamed
+from ..config_json import Fields
+from ..decoder import expressible
+from ..registry import family_of
+from ..storage import renamed
 
 _IGNORED = ("text_config_dict", "vision_config_dict", "initializer_factor", "projection_dim", "logit_scale_init_value")
 

@@ -1,0 +1,70 @@
+"""What vision-language models share: a text model of any family reads a tower's features at its image tokens.
+
+The parameters are {"text", "vision"} of the parts (`two_towers.towers`), and what the family puts between them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.inputs.image_places import place
+from fnmodels.tree import Tree
+
+from ..config_json import Fields
+from ..decoder import expressible
+from ..registry import families, family_for, family_of
+from .two_towers import towers, with_prefix
+
+
+def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any:
+    """The Config of `text_config`, of any family that reads text.
+
+    default: the model type where the object has none; defaults: the fields that files of that type leave out.
+    """
+    values = outer.take("text_config", {})
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{outer.where}: 'text_config' must be an object.")
+    model_type = values.get("model_type", default)
+    if model_type not in families():
+        raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
+    known = defaults if model_type == default else {}
+    return family_for(model_type).Config.from_hf({**known, "model_type": model_type, **values})
+
+
+def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+    """The entries of `extra`: those of `Fields.finish`, and the fields `names`, which mean nothing here."""
+    own = tuple((name, json.dumps(value)) for name in names if (value := outer.take(name, None)) is not None)
+    outer.expect("is_encoder_decoder", False)
+    return outer.finish(ignored) + own
+
+
+def to_hf(config: Any, architecture: str, **own: Any) -> dict[str, Any]:
+    """A config.json: the objects of the parts, the fields kept for saving, and `own`."""
+    parts = {f"{name}_config": part.to_hf() for name, part in towers(config).items()}
+    for part in parts.values():
+        part.pop("architectures", None)
+    named = {"architectures": [architecture], "model_type": config.model_type}
+    return expressible(config, {name: json.loads(value) for name, value in config.extra} | named | own | parts)
+
+
+def part_names(config: Any, **prefixes: str) -> dict[str, Any]:
+    """{path of a parameter: its name on disk} of the parts, whose names begin with prefixes {part: prefix}."""
+    names: dict[str, Any] = {}
+    for path, prefix in prefixes.items():
+        part = towers(config)[path]
+        names |= with_prefix(family_of(part).hf_names(part), path, prefix)
+    return names
+
+
+def with_images(
+    params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Any
+) -> dict[str, Any]:
+    """The inputs that `prepare` made of config.text and token ids, with features [rows, slots, D] at their places.
+
+    places: int64 [B, S, 2], the (row, slot) of each token's feature, (-1, -1) for text; see `image_places`.
+    """
+    x = family_of(config.text).embed(params["text"], inputs, config=config.text)
+    return {**inputs, "tokens": place(x, features, places)}

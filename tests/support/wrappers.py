@@ -1,0 +1,80 @@
+"""What tests of vision-language models share: references, gradients by our paths, files both ways, documents."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.models.common import storage
+from params.checkpoint.tensor_map import missing_prefix, published_names, stored_leaves
+from tests.support.cases import generic
+from tests.support.oracle import on_disk
+
+
+def perturbed(model: Any) -> Any:
+    """The model in evaluation mode, with generic values in every parameter."""
+    model = model.eval()
+    with torch.no_grad():
+        for path, tensor in model.named_parameters():
+            tensor.copy_(generic(path, tensor))
+    return model
+
+
+def ours_of(state: dict[str, Tensor], config: Any) -> Any:
+    """Tensors by their names on disk as our tree; no tensor may be left over."""
+    stored = stored_leaves(config, missing_prefix(stored_leaves(config), state))
+    expected = {found for one in stored for found in storage.disk_names(one.stored)}
+    state = dict(zip(published_names(config, expected, state), state.values(), strict=True))
+    assert state.keys() == expected
+    return tree.unflatten({one.path: storage.extract_parameter(one.stored, state).detach().clone() for one in stored})
+
+
+def assert_gradients(model: Any, config: Any, params: Any) -> None:
+    """The gradients of our parameters are those of the model's after both went backward; without one it is 0."""
+    grads = {
+        path: torch.zeros_like(value) if value.grad is None else value.grad for path, value in model.named_parameters()
+    }
+    values = {path: value.detach().clone() for path, value in model.named_parameters()}
+    with torch.no_grad():
+        try:
+            for path, value in model.named_parameters():
+                value.copy_(grads[path])
+            theirs = tree.flatten(ours_of(on_disk(model), config))
+        finally:
+            for path, value in model.named_parameters():
+                value.copy_(values[path])
+    floor = 1e-2 * max(float(wanted.abs().max()) for wanted in theirs.values())  # a key's bias has a gradient of 0
+    for path, leaf in tree.flatten(params).items():
+        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        worst = float((found - theirs[path]).abs().max())
+        assert worst <= 5e-5 * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"
+
+
+def assert_files(model: Any, config: Any, folder: Path) -> None:
+    """Their folder is read as this config and these values; ours is read by them without a missing or extra tensor."""
+    model.save_pretrained(folder / "theirs")
+    read, params = P.load_pretrained(folder / "theirs")
+    assert read == config
+    mine = tree.flatten(ours_of(on_disk(model), config))
+    assert all(torch.equal(leaf, mine[path]) for path, leaf in tree.flatten(params).items())
+    P.save_pretrained(folder / "ours", read, params)
+    again, told = type(model).from_pretrained(folder / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
+    for part in ("text", "vision"):
+        own, loaded = P.load_pretrained(folder / "theirs", part=part)
+        assert own == getattr(config, part)
+        assert all(torch.equal(leaf, mine[f"{part}.{path}"]) for path, leaf in tree.flatten(loaded).items())
+
+
+def rows_of(texts: Sequence[Sequence[Tensor]], length: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B, length], segment ids) of rows of documents, padded at the end."""
+    segment_ids = fnmodels.segments_from_lengths([[len(text) for text in row] for row in texts], length)
+    tokens = torch.ones_like(segment_ids)
+    tokens[segment_ids > 0] = torch.cat([text for row in texts for text in row])
+    return tokens, segment_ids
