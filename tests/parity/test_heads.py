@@ -16,7 +16,7 @@ from tests.support.cases import positions_of, segments, tokens_of, variants_of
 from tests.support.oracle import assert_close, model_of, params_of, save
 
 PREFIXES = {"bert": "Bert", "distilbert": "DistilBert", "eurobert": "EuroBert", "modernbert": "ModernBert"}
-PREFIXES |= {"nomic_bert": "NomicBert", "roberta": "Roberta"}
+PREFIXES |= {"mpnet": "MPNet", "nomic_bert": "NomicBert", "roberta": "Roberta"}
 HEADS = ("none", "classification", "tokens", "question_answering")
 ROWS = segments((-3, 4, 5, -2), (1, 13))
 every_head = pytest.mark.parametrize(

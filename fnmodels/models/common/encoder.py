@@ -284,7 +284,8 @@ def block(
     eps, weights = config.layer_norm_eps, layer["attention"]
     q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, bias=ctx.shared("bias"))
+    mixed = ctx.tap("attention", project_out(weights, mixed))
     name = "post_attention_layernorm"
     x = ctx.tap("middle", layer_norm(x + mixed, layer[name], layer[f"{name}_bias"], eps=eps))
     feed = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp

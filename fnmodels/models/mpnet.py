@@ -1,0 +1,116 @@
+"""MPNet (arXiv 2004.09297): BERT without token types whose scores have T5's relative position bias, one for all layers.
+
+As published, and as transformers computes it, the distances have the buckets of a longest one of 128.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fnmodels.models.common import encoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.encoder import (  # noqa: F401
+    attention_masks,
+    block,
+    classify,
+    embed,
+    freqs_cis,
+    kinds,
+    pooled,
+)
+from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
+from fnmodels.models.common.spec import weight
+from fnmodels.ops.attention.relative_bias import RelativeBias, by_distance
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("mpnet",)
+CAUSAL = False
+BIASED = True
+OPTIONAL = {"pooler": "pooler"}
+RESAVED = {r"mpnet\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
+MAX_DISTANCE = 128
+_HEADS = {
+    "masked_lm": {
+        "head.dense": "lm_head.dense",
+        "head.norm": "lm_head.layer_norm",
+        "lm_head": "lm_head.decoder",
+        "lm_head_bias": "lm_head.bias",
+    },
+    "classification": {"head.dense": "classifier.dense", "head.score": "classifier.out_proj"},
+    "tokens": {"head.score": "classifier"},
+    "question_answering": {"head.score": "qa_outputs"},
+    "none": {},
+}
+
+
+@dataclass(frozen=True)
+class Config(encoder.EncoderConfig):
+    """Sizes and switches. first_position: the row after that of the padding token, 1, in each model."""
+
+    first_position: int = 2
+    type_vocab_size: int = 0
+    relative_attention_num_buckets: int = 32
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        fields.expect("type_vocab_size", 0)
+        usual = encoder.encoder_fields(fields, model_type, "MPNet", first_position=2, type_vocab_size=0)
+        buckets = fields.integer("relative_attention_num_buckets", 32)
+        # transformers sizes the table by the field and counts 32 buckets whatever it says
+        fields.expect("relative_attention_num_buckets", 32)
+        pooler = int(usual["head"] == "none")
+        config = Config(**usual, pooler=pooler, relative_attention_num_buckets=buckets)
+        return encoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json."""
+        names, buckets = {"type_vocab_size": ""}, self.relative_attention_num_buckets
+        return encoder.encoder_to_hf(self, "MPNet", names=names, relative_attention_num_buckets=buckets)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    table = (config.relative_attention_num_buckets, config.num_attention_heads)
+    return encoder.spec(config) | {"relative_bias": weight(table, ("bucket", "heads"), config.initializer_range)}
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
+    prefix = "" if config.head == "none" else "mpnet."
+    names = encoder.bert_names(prefix) | _HEADS[config.head]
+    names |= {f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.attn.{name}" for name in "qkvo"}
+    names["post_attention_layernorm"] = f"{prefix}encoder.layer.{{}}.attention.LayerNorm"
+    # the table's path ends like that of a bias, and it is none
+    names["relative_bias"] = f"{prefix}encoder.relative_attention_bias.weight"
+    return encoder.encoder_names(config, names)
+
+
+def LEFTOVERS(config: Config) -> tuple[str, ...]:
+    """Buffers of older files, the pooler, which the heads do not read, and the head's bias once more."""
+    buffers = (r"(mpnet\.)?embeddings\.position_ids",)
+    unread = (r"mpnet\.pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")
+    return buffers if config.head == "none" else (*buffers, *unread)
+
+
+def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
+    """What all layers read: {"bias"}."""
+    positions = inputs["positions"]
+    values = by_distance(params["relative_bias"], MAX_DISTANCE, bidirectional=True)
+    return {"bias": RelativeBias(values, positions, positions)}
+
+
+_BASE: dict[str, Any] = {
+    "architectures": ["MPNetForMaskedLM"],
+    "model_type": "mpnet",
+    "vocab_size": 30527,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 514,
+    "layer_norm_eps": 1e-5,
+}
+PRESETS = {"mpnet-base": _BASE, "all-mpnet-base-v2": _BASE | {"architectures": ["MPNetModel"]}}
