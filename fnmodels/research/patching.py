@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.apply import forward, hidden, run_layers, unembedded
-from fnmodels.edits import edit_end, edits_of_stage
+from fnmodels.apply import forward
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, source_kind
+from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.options import Edit
-from fnmodels.taps import FINAL, tap_names
+from fnmodels.taps import tap_names
 from fnmodels.tree import Tree
 
-from .common import Prepared, along_sequence, differentiable, layer_count, names_of
+from .common import Prepared, along_sequence, differentiable, names_of
+from .continued import given_run
 
 Metric = Callable[[Tensor], Tensor]
 
@@ -35,23 +35,37 @@ def patch_grid(
     tap: str = "output",
     edits: Mapping[str, Edit] | None = None,
     chunk: int | None = None,
+    read: Sequence[int] | None = None,
 ) -> Tensor:
     """[layers with the tap, S]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
 
-    tap: a name within a layer, sequence in dimension 1. edits: further ones of the corrupt run. chunk: the positions
-    that run at a time under vmap; None: all. Each cell runs the layers from the patched one on. Runs kernel="math".
+    tap: a name within a layer, sequence in dimension 1. edits: further ones of the corrupt run. chunk: at most so many
+    positions run at a time under vmap; None: as many as pays. read: the positions whose logits the metric reads,
+    increasing, such as (-1,); it gets [B, len(read), V]. None: all of them. Each cell runs the layers from the patched
+    one on, and where tokens depend on earlier ones by attention alone, the tokens from the patched one on (not with
+    edits other than of "embed"). Runs kernel="math". ValueError for positions to read that are not increasing.
     """
     names = names_of(config, tap)
+    layers = [int(name.split(".", 2)[1]) for name in names]
     with torch.no_grad():
         _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
-    cells = torch.eye(values[names[0]].shape[1], dtype=torch.bool, device=values[names[0]].device)
+    length = values[names[0]].shape[1]
+    reads = _positions_read(read, length, config)
+    given = given_run(params, corrupt, layers, config=config, edits=edits or {}, read=reads)
+    cells = torch.eye(length, dtype=torch.bool, device=values[names[0]].device)
+    size = min(chunk or length, -(-length // _GROUPS) if given.entries else length)
     rows = []
-    for name, run in _runs_from(params, corrupt, names, config, dict(edits or {})).items():
-        put = functools.partial(_patched, run, metric, name, value_there=values[name])
-        rows.append(torch.func.vmap(put, chunk_size=chunk)(cells))
+    for name, layer in zip(names, layers, strict=True):
+        row = []
+        for first in range(0, length, size):
+            run = functools.partial(given.further, layer=layer, position=first)
+            put = functools.partial(_patched, run, metric, name, value_there=values[name])
+            row.append(torch.func.vmap(put)(cells[first : first + size]))
+        rows.append(torch.cat(row))
     return torch.stack(rows)
 
 
+_GROUPS = 8  # of positions that run together from the first of them on: more would run fewer tokens, in smaller batches
 Run = Callable[[dict[str, Edit]], Tensor]  # logits by further edits
 
 
@@ -59,54 +73,16 @@ def _patched(run: Run, metric: Metric, name: str, chosen: Tensor, *, value_there
     return metric(run({name: functools.partial(_put, chosen=chosen, value_there=value_there)}))
 
 
-def _runs_from(
-    params: Tree, prepared: Prepared, names: Sequence[str], config: DecoderConfig, edits: dict[str, Edit]
-) -> dict[str, Run]:
-    """{tap: the run with `edits` and further ones of this tap}, which begins at its layer, with the state kept there.
-
-    From the first layer where layers read more of earlier ones than their output, or the head reads documents.
-    """
-
-    def whole(further: dict[str, Edit]) -> Tensor:
-        logits: Tensor = forward(params, *prepared, config=config, kernel="math", edits={**edits, **further})
-        return logits
-
-    kinds = family_of(config).kinds(config)
-    more = any(is_indexed(kind) or source_kind(kind) for kind in kinds) or field_of(config, "head") in PER_DOCUMENT
-    if more or field_of(config, "hidden_size_per_layer_input"):
-        return dict.fromkeys(names, whole)
-    layers = {name: int(name.split(".", 2)[1]) for name in names}
-    begins = tuple(f"layers.{index}.input" for index in layers.values())
-    _, kept = hidden(
-        params,
-        *prepared,
-        config=config,
-        kernel="math",
-        taps=begins,
-        edits={name: edit for name, edit in edits.items() if name not in FINAL} or None,
-    )
-    rest = functools.partial(_rest, params, prepared, config, edits)
-    return {name: functools.partial(rest, index, kept[f"layers.{index}.input"]) for name, index in layers.items()}
-
-
-def _rest(
-    params: Tree,
-    prepared: Prepared,
-    config: DecoderConfig,
-    edits: dict[str, Edit],
-    first: int,
-    x: Tensor,
-    further: dict[str, Edit],
-) -> Tensor:
-    """Logits of the run from layer `first` on, whose input is x, after the edit of this input."""
-    inputs, masks, freqs_cis = prepared
-    layers = range(first, layer_count(config))
-    own = edits_of_stage(edits, tap_names(config), layers) or {}
-    own.pop(f"layers.{first}.input", None)  # x has it
-    given: Any = {key: inputs.get(key) for key in ("valid", "routing")} if isinstance(inputs, Mapping) else {}
-    span = layers.start, layers.stop
-    x = run_layers(params, x, masks, freqs_cis, *span, config=config, kernel="math", edits={**own, **further}, **given)
-    return unembedded(params, edit_end(edits, "hidden", x), config, (), edits)[0]
+def _positions_read(read: Sequence[int] | None, length: int, config: DecoderConfig) -> list[int]:
+    """The positions from 0, for a row of `length` tokens; ValueError unless they are increasing and in the row."""
+    if read is None:
+        return list(range(length))
+    if (head := field_of(config, "head")) in PER_DOCUMENT:
+        raise ValueError(f"read={list(read)} names positions, but the head {head!r} returns one row per document.")
+    positions = [one + length if one < 0 else one for one in read]
+    if not positions or positions != sorted({*positions}) or positions[0] < 0 or positions[-1] >= length:
+        raise ValueError(f"read={list(read)} must be increasing positions of a row of {length} tokens, one or more.")
+    return positions
 
 
 def causal_trace(
@@ -118,13 +94,15 @@ def causal_trace(
     config: DecoderConfig,
     tap: str = "output",
     chunk: int | None = None,
+    read: Sequence[int] | None = None,
 ) -> Tensor:
     """`patch_grid` whose corrupt run is the same batch with `noise` [B, S, D] added to the embeddings.
 
     The paper adds Gaussian noise of three standard deviations of the embeddings at the subject's tokens, 0 elsewhere.
     """
     corrupted = {"embed": functools.partial(_add, noise=noise)}
-    return patch_grid(params, prepared, prepared, metric, config=config, tap=tap, edits=corrupted, chunk=chunk)
+    more: dict[str, Any] = {"tap": tap, "chunk": chunk, "read": read}
+    return patch_grid(params, prepared, prepared, metric, config=config, edits=corrupted, **more)
 
 
 def attribution_patching(
@@ -179,7 +157,8 @@ def path_patching(
 
 
 def _put(value: Tensor, name: str, *, chosen: Tensor, value_there: Tensor) -> Tensor:
-    return torch.where(along_sequence(chosen[None], value), value_there, value)
+    tokens = value.shape[1]  # of the end of the row, or all
+    return torch.where(along_sequence(chosen[None, -tokens:], value), value_there[:, -tokens:], value)
 
 
 def _add(value: Tensor, name: str, *, noise: Tensor) -> Tensor:

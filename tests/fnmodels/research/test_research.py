@@ -12,6 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import research
 from fnmodels.models.common.decoder import head
+from fnmodels.research.continued import given_run
 from tests.support.cases import Case, batch_of, cases, causal, covering, generic_params, off, segments, tap_names
 
 LLAMA = next(case.config for case in cases() if case.name == "llama")
@@ -154,6 +155,68 @@ def test_a_patch_of_a_later_layer_equals_the_run_of_all(case: Case, tap: str) ->
         for position in (0, 2):
             put = functools.partial(_put_one, there=values[name], position=position)
             assert off(row[position], metric(full(*corrupt, edits={**edits, name: put}))) < 1e-10, (name, position)
+
+
+TAPS = ("attention.k", "output", "attention", "mlp", "input", "attention.q")
+
+
+@pytest.mark.parametrize(("index", "case"), list(enumerate(DECODERS)), ids=[str(case) for case in DECODERS])
+def test_a_patch_of_later_positions_equals_the_run_of_all(index: int, case: Case) -> None:
+    """Packed documents and padding on both sides, every position and layer; edited embeddings; all logits or some."""
+    known = {name.split(".", 2)[2] for name in tap_names(case.config) if name.startswith("layers.")}
+    tap = next(tap for tap in (*TAPS[index % 6 :], "output") if tap in known)
+    params, rows = generic_params(case.config, torch.float64), segments((3, 2, -1), (-2, 4))
+    clean, corrupt = (batch_of(case.config, rows, seed=seed).prepared() for seed in (0, 1))
+    edits, read = {"embed": _scaled}, (None, (1, -1), (0, 3))[index % 3]
+    full = functools.partial(fnmodels.forward, params, *corrupt, config=case.config, kernel="math")
+
+    def sums(logits: Tensor) -> Tensor:  # reads every position that it is given
+        shown = logits if logits.shape[1] != 6 or read is None else logits[:, read]
+        weights = torch.arange(1, 1 + shown[0].numel(), dtype=shown.dtype).cos().view(shown.shape[1:])
+        return (shown * weights).sum()
+
+    names = [name for name in tap_names(case.config) if name.startswith("layers.") and name.split(".", 2)[2] == tap]
+    _, values = fnmodels.forward(params, *clean, config=case.config, kernel="math", taps=tuple(names))
+    more: dict[str, Any] = {"tap": tap, "edits": edits, "read": read, "chunk": (None, 4)[index % 2]}
+    grid = research.patch_grid(params, clean, corrupt, sums, config=case.config, **more)
+    for row, name in zip(grid, names, strict=True):
+        for position, found in enumerate(row):
+            put = functools.partial(_put_one, there=values[name], position=position)
+            wanted = sums(full(edits=edits | {name: put}))
+            assert off(found, wanted) < 1e-12 * max(1.0, float(wanted.abs())), (name, position)
+
+
+def test_which_runs_begin_at_the_patched_position() -> None:
+    """Those of causal attention; not of recurrent layers, of masks with a key behind its query, nor of other edits."""
+
+    def continued(config: Any, prepared: Any, **edits: Any) -> bool:
+        how: dict[str, Any] = {"config": config, "edits": edits, "read": [5]}
+        return bool(given_run(generic_params(config), prepared, [0], **how).entries)
+
+    by_name = {case.name: case.config for case in cases()}
+    for name in ("llama", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "gpt_oss", "llama4_text"):
+        assert continued(by_name[name], batch_of(by_name[name], segments((6,))).prepared()), name
+    for name in ("mamba2", "falcon_h1", "lfm2"):
+        assert not continued(by_name[name], batch_of(by_name[name], segments((6,))).prepared()), name
+    assert continued(LLAMA, CORRUPT, embed=_scaled) and not continued(LLAMA, CORRUPT, hidden=_scaled)
+
+    rule, spans = fnmodels.Causal() | fnmodels.SameSpan(), torch.tensor([[0, 1, 1, 1, 0, 0]]).expand(2, 6)
+    inputs, masks, tables = CORRUPT
+    ids = torch.ones(2, 6, dtype=torch.long)
+    seen = {kind: fnmodels.build_mask(rule, inputs["positions"], ids, spans=spans) for kind in masks}
+    prefix = inputs, seen, tables
+    assert not continued(LLAMA, prefix)
+    _, values = run(*CLEAN, taps=("layers.0.output",))
+    put = functools.partial(_put_one, there=values["layers.0.output"], position=3)
+    grid = research.patch_grid(PARAMS, CLEAN, prefix, lambda logits: logits[:, 1].sum(), config=LLAMA)
+    wanted = run(*prefix, edits={"layers.0.output": put})[:, 1].sum()
+    assert off(grid[0, 3], wanted) < 1e-5 and off(grid[0, 3], run(*prefix)[:, 1].sum()) > 1e-4
+
+
+@pytest.mark.parametrize("read", [(), (2, 1), (1, 1), (6,), (-7,)])
+def test_positions_to_read_that_do_not_fit_are_refused(read: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be increasing positions of a row of 6 tokens"):
+        research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, read=read)
 
 
 def _scaled(value: Tensor, name: str) -> Tensor:
