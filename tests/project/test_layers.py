@@ -23,6 +23,7 @@ LONGER = {
     "fnmodels.ops.moe.layer.moe",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
     "fnmodels.ops.recurrent.ssd.ssd",
+    "fnmodels.research.patching.patch_grid",
     "params.checkpoint.load.load_pretrained",
     "train.engine.__init__",
     "train.generation.beam.beam_search",
