@@ -232,16 +232,17 @@ def wide(leaf: Any) -> Any:
 
 
 def matmul_peak(dtype: str, size: int, repeats: int = 6) -> float:
-    """Best FLOP/s of a square matmul in this dtype, torch's own or oneDNN's: 2 * size^3 FLOPs each."""
+    """Best FLOP/s of a square matmul in this dtype or in fp32, torch's own or oneDNN's: 2 * size^3 FLOPs each."""
     import torch
 
-    left, right = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
     seconds = []
-    for _ in range(repeats):
-        for product in (torch.matmul, lambda x, y: torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")):
-            start = time.perf_counter()
-            product(left, right)
-            seconds.append(time.perf_counter() - start)
+    for kind in {torch.float32, getattr(torch, dtype)}:  # on some CPUs fp32 products are faster than bf16 ones
+        left, right = (torch.randn(size, size).to(kind) for _ in range(2))
+        for _ in range(repeats):
+            for product in (torch.matmul, lambda x, y: torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")):
+                start = time.perf_counter()
+                product(left, right)
+                seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
 

@@ -5,11 +5,15 @@
     python benchmarks/profile_step.py --quick                    a tiny model, one round, to check that it runs
 
 Each part runs alone, forward and backward, on tensors of the step's shapes; the parts take turns, and the medians are
-reported. `other in layers` is what the layers take beyond their products and attention: norms, rotary positions,
-activations, residuals, casts, autograd, Python and dispatch.
+reported. `norm, rotary, activation` runs these functions eagerly; in compiled blocks they are fused into fewer loops.
+`Python and dispatch` is the step of a model with as many layers of 32 numbers, on 16 tokens: its tensors take no time.
+`rest of the layers` is what the layers take beyond their products, attention, norms, rotary positions and activations:
+residuals, copies and casts, autograd; negative where a compiled block fuses what runs alone here.
 
-A bound is FLOPs / peak, where the peak is that of a large product timed in the same run, plus bytes / bandwidth for
-elementwise functions of torch, each of which reads and writes its tensors once (`train.simulate` counts them on meta).
+A bound is FLOPs / peak, where the peak is that of a large product timed in the same run, in the step's dtype or fp32,
+whichever is faster; plus bytes / bandwidth for elementwise functions of torch, each of which reads and writes its
+tensors once (`train.simulate` counts them on meta). The bandwidth is that of a copy of a layer's MLP activations, into
+memory that exists.
 """
 
 from __future__ import annotations
@@ -22,13 +26,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import fnmodels
 import params as P
 import train
 from fnmodels import llama
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import glu
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.rotary import apply_rotary
 from train.losses.lm_head import head_loss
 from train.parallel import Mesh
 from train.simulate import Work
@@ -49,6 +56,8 @@ SIZES: dict[str, dict[str, int]] = {
     },
     "tiny": {"vocab": 64, "hidden": 32, "layers": 2, "heads": 2, "kv": 2, "mlp": 64, "rows": 2, "length": 16},
 }
+ELEMENTWISE = "norm, rotary, activation"
+INSIDE = ("products of the layers", "attention", ELEMENTWISE)  # of the layers
 Run = Callable[[], Any]
 
 
@@ -108,7 +117,7 @@ def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, R
     def products() -> None:
         for _ in range(size["layers"]):
             for value, leaf, grad in zip(given, matrices, grads, strict=True):
-                torch.autograd.grad(F.linear(value, leaf), [value, leaf], grad)
+                torch.autograd.grad(linear(value, leaf), [value, leaf], grad)
 
     width = hidden // size["heads"]
     heads = [torch.randn(rows, length, size[name], width).to(dtype).requires_grad_() for name in ("heads", "kv", "kv")]
@@ -118,6 +127,17 @@ def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, R
         for _ in range(size["layers"]):
             out = attention(*heads, masks["full"], scale=width**-0.5, kernel="auto")
             torch.autograd.grad(out, heads, mixed)
+
+    gates = [torch.randn(rows, length, size["mlp"]).to(dtype).requires_grad_() for _ in range(2)]
+    neurons, table, scale = torch.randn_like(gates[0]), freqs["full"], leaves["layers"][0]["input_layernorm"]
+
+    def small() -> None:
+        for _ in range(size["layers"]):
+            for _ in range(2):
+                torch.autograd.grad(rms_norm(x, scale, eps=1e-5), [x, scale], up)
+            for value in heads[:2]:
+                torch.autograd.grad(apply_rotary(value, table), value, value.detach())
+            torch.autograd.grad(glu(*gates, activation="silu"), gates, neurons)
 
     def head() -> None:
         total, _ = head_loss(leaves, x, tokens, config=config)
@@ -134,9 +154,15 @@ def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, R
         "layers": layers,
         "products of the layers": products,
         "attention": attended,
+        ELEMENTWISE: small,
         "head and loss": head,
         "optimizer": update,
     }
+
+
+def empty_step(size: dict[str, int], dtype: torch.dtype, compile: str) -> Run:
+    """The step of a model with as many layers whose tensors take no time."""
+    return parts(SIZES["tiny"] | {"layers": size["layers"], "rows": 1}, dtype, compile)["the step"]
 
 
 def bounds(size: dict[str, int], dtype: torch.dtype, peak: float, bandwidth: float) -> dict[str, float]:
@@ -146,7 +172,7 @@ def bounds(size: dict[str, int], dtype: torch.dtype, peak: float, bandwidth: flo
     found = {
         "products of the layers": 3 * size["layers"] * layer.products / peak,
         "attention": 3.5 * size["layers"] * layer.attention / peak,
-        "other in layers": 3 * size["layers"] * layer.bytes / bandwidth,
+        ELEMENTWISE: 3 * size["layers"] * layer.bytes / bandwidth,
         "head and loss": 6 * tokens * size["hidden"] * size["vocab"] / peak,
         "optimizer": 7 * P.count(config) * dtype.itemsize / bandwidth,
     }
@@ -168,29 +194,29 @@ def timed(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 def report(name: str, dtype: torch.dtype, compile: str, rounds: int) -> None:
     size = SIZES[name]
     side = 256 if name == "tiny" else 2048
-    square, wide = torch.randn(side, side).to(dtype), torch.randn(2**22 if name == "tiny" else 2**25)
-    machine = {"product": lambda: square @ square, "copy": lambda: wide.clone()}
+    square = torch.randn(side, side)
+    narrow, copied = square.to(dtype), torch.randn(size["rows"] * size["length"], size["mlp"])
+    into = torch.empty_like(copied)
+    machine = {
+        "product": lambda: narrow @ narrow,
+        "fp32 product": lambda: square @ square,
+        "copy": lambda: into.copy_(copied),
+        "Python and dispatch": empty_step(size, dtype, compile),
+    }
     took = timed({**parts(size, dtype, compile), **machine}, rounds)
-    peak, bandwidth = 2 * side**3 / took["product"], 8 * wide.numel() / took["copy"]
-    took["other in layers"] = took["layers"] - took["products of the layers"] - took["attention"]
+    peak = 2 * side**3 / min(took["product"], took["fp32 product"])
+    bandwidth = 8 * copied.numel() / took["copy"]
+    took["rest of the layers"] = took["layers"] - sum(took[part] for part in INSIDE)
     least, step = bounds(size, dtype, peak, bandwidth), took["the step"]
-    took["other in the step"] = step - took["layers"] - took["head and loss"] - took["optimizer"]
+    took["rest of the step"] = step - took["layers"] - took["head and loss"] - took["optimizer"]
     flops = (least["products of the layers"] + least["attention"] * 3 / 3.5 + least["head and loss"]) * peak
     print(
         f"\n{name}, {str(dtype).removeprefix('torch.')}, compile={compile!r}: the step reaches "
         f"{flops / step / peak:.0%} of the peak, {peak / 1e9:,.0f} GFLOP/s; memory {bandwidth / 1e9:,.1f} GB/s"
     )
     print("| part | ms | of the step | bound, ms | of the bound |\n|---|---:|---:|---:|---:|")
-    order = (
-        "the step",
-        "layers",
-        "products of the layers",
-        "attention",
-        "other in layers",
-        "head and loss",
-        "optimizer",
-    )
-    for part in (*order, "other in the step"):
+    order = ("the step", "layers", *INSIDE, "rest of the layers", "head and loss", "optimizer", "rest of the step")
+    for part in (*order, "Python and dispatch"):
         bound = [f"{least[part] * 1e3:.1f}", f"{took[part] / least[part]:.2f}x"] if part in least else ["", ""]
         print(f"| {part} | {took[part] * 1e3:.1f} | {took[part] / step:.0%} | {' | '.join(bound)} |", flush=True)
 

@@ -114,7 +114,15 @@ def test_parallel(output: Output) -> None:
 @pytest.mark.slow
 def test_profile_step(output: Output) -> None:
     out = output("profile_step.py", "--quick")
-    for part in ("the step", "layers", "attention", "other in layers", "head and loss", "optimizer"):
+    for part in (
+        "the step",
+        "layers",
+        "attention",
+        "norm, rotary, activation",
+        "head and loss",
+        "optimizer",
+        "Python and dispatch",
+    ):
         assert f"\n| {part} | " in out, out
 
 
