@@ -3,9 +3,10 @@
     python benchmarks/serve.py              64 requests to the 26M Llama of train_step.py, 16 at a time
     python benchmarks/serve.py --quick      a tiny model and few requests, to check that everything runs
 
-Prompts have 8 to 128 tokens, answers a number drawn from an exponential distribution of mean 32; all are greedy.
+The lengths of prompts and answers are exponential with the means of Alpaca in vLLM's paper (arXiv 2309.06180, section
+6.1: 19.31 and 58.45 tokens; --prompt and --answer), cut off at six times the mean; all answers are greedy.
 transformers pads the prompts of a batch on the left and generates until its longest answer is complete; its batches are
-taken in the order of arrival, sorted by prompt, or sorted by the length of the answers, which nobody knows in practice.
+taken in the order of arrival, or sorted by the length of the answers, which nobody knows in practice.
 Only tokens that were asked for count. What is compared must have the same answers but for ties.
 """
 
@@ -43,10 +44,13 @@ class Load:
         return max(map(len, self.prompts)) + max(self.new)
 
 
-def load(requests: int, rows: int, longest: int, mean: int, vocab: int) -> Load:
+def load(requests: int, rows: int, means: tuple[float, float], vocab: int) -> Load:
     draw = torch.Generator().manual_seed(0)
-    sizes = torch.randint(longest // 16, longest + 1, (requests,), generator=draw).tolist()
-    new = torch.empty(requests).exponential_(1 / mean, generator=draw).clamp(min=2, max=6 * mean).long().tolist()
+
+    def drawn(mean: float, least: int) -> list[int]:
+        return torch.empty(requests).exponential_(1 / mean, generator=draw).clamp(least, 6 * mean).long().tolist()
+
+    sizes, new = drawn(means[0], 1), drawn(means[1], 2)
     return Load([torch.randint(1, vocab, (size,), generator=draw).tolist() for size in sizes], new, rows)
 
 
@@ -85,7 +89,6 @@ def contenders(
     params = fnmodels.tree.map(lambda leaf: leaf.to(dtype), wide)
     fast = P.packed(params) if dtype is torch.float32 else params
     arrival = list(range(len(asked.prompts)))
-    by_prompt = sorted(arrival, key=lambda i: len(asked.prompts[i]))
     by_answer = sorted(arrival, key=lambda i: asked.new[i])
 
     def prefills(tokens: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -106,7 +109,6 @@ def contenders(
         "transformers, in order": lambda: batched(model, asked, arrival),
         "train.generate": lambda: served(params, config, asked, dtype=dtype),
         "train.generate, packed": lambda: served(fast, config, asked, dtype=dtype),
-        "transformers, by prompt": lambda: batched(model, asked, by_prompt),
         "transformers, by answer": lambda: batched(model, asked, by_answer),
     }, prefills
 
@@ -127,15 +129,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompt", type=float, default=19.31, help="mean tokens of a prompt (default 19.31)")
+    parser.add_argument("--answer", type=float, default=58.45, help="mean tokens of an answer (default 58.45)")
     args = parser.parse_args()
     give_back_memory()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     sizes, shapes = (QUICK, [(1, 8)]) if args.quick else (SIZES, [(1, 128), (1, 1024), (8, 128)])
-    asked = load(5, 2, 16, 3, 64) if args.quick else load(64, args.rows, 128, 32, sizes["vocab_size"])
+    asked = (
+        load(5, 2, (8, 3), 64)
+        if args.quick
+        else load(64, args.rows, (args.prompt, args.answer), sizes["vocab_size"])
+    )
     found, prefills = contenders(sizes, asked, dtype)
     total = sum(asked.new)
-    print(f"{len(asked.new)} requests, {total} tokens, answers of {min(asked.new)} to {max(asked.new)}, {args.dtype}")
+    prompts = list(map(len, asked.prompts))
+    print(f"{len(prompts)} requests, {asked.rows} at a time, {args.dtype}: {sum(prompts)} tokens of prompts of", end=" ")
+    print(f"{min(prompts)} to {max(prompts)}, {total} of answers of {min(asked.new)} to {max(asked.new)}")
     print("| who | tokens/s | x of transformers in order | by CPU time | same tokens |")
     print("|---|---|---|---|---|")
     first: tuple[float, float, Answers] | None = None

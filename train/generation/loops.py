@@ -17,7 +17,7 @@ from fnmodels.tree import Tree
 from .prompts import activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, check_sampling, stack_samplings
-from .serve import ServeState, admit, empty_state, serve_step
+from .serve import ServeState, admit, empty_state, serve_step, take_slots
 from .stop import Decodes
 
 SLOTS = 32
@@ -62,7 +62,8 @@ def serve(
 ) -> Iterator[Event]:
     """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
 
-    requests: taken one after the other as slots become free. slots: requests that run at once. capacity: the most
+    requests: taken one after the other as slots become free. slots: requests that run at once; when there are no more
+    requests, steps that are not compiled leave out idle slots each time half of them are idle. capacity: the most
     tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
     the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
     compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute, or "none". logits_fn: see
@@ -76,13 +77,14 @@ def serve(
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
-    queue, admission = enumerate(requests), None
+    queue, admission, drained = enumerate(requests), None, False
     while True:
         if admission is None:
             free = [row for row, answer in enumerate(places) if answer is None]
             answers = [
                 Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
             ]
+            drained = drained or len(answers) < len(free)
             if answers:
                 _check(answers, capacity)
                 prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
@@ -99,6 +101,10 @@ def serve(
             if admission is None:
                 return
             continue
+        if drained and admission is None and step is None and 2 * len(active) <= len(places):
+            state = take_slots(state, [row for row, _ in active])
+            places = [answer for _, answer in active]
+            active = list(enumerate(answer for _, answer in active))
         hook = None if logits_fn is None else _hook(logits_fn, places)
         state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, step=step, **options)
         tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()

@@ -133,6 +133,14 @@ def admit(
     )
 
 
+def take_slots(state: ServeState, rows: Sequence[int]) -> ServeState:
+    """The state of these slots alone, in this order: a step takes less time for fewer rows."""
+    index = torch.tensor(rows, dtype=torch.int64, device=state.last.device)
+    others = replace(state, cache=None)
+    taken = tree.map(lambda leaf: leaf.index_select(0, index) if isinstance(leaf, Tensor) else leaf, others)
+    return replace(taken, cache=fnmodels.take(state.cache, index))
+
+
 def _with_counts(draws: SampleState, rows: Tensor, prompts: Sequence[Sequence[int]], vocab: int) -> SampleState:
     counts, seen = draws.counts, draws.seen
     if counts is None or seen is None:

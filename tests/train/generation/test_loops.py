@@ -140,6 +140,23 @@ def test_prompts_are_computed_in_chunks_between_steps_of_the_others(monkeypatch)
     assert widths[first : first + 6] == [(1, 6), (2, 1)] * 3  # one chunk, one step, and so on
 
 
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), MIXED], ids=["greedy", "mixed"])
+def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Sampling) -> None:
+    """Slots are left out by halves once no request waits; the answers are those of each prompt alone."""
+    widths: list[int] = []
+    decode_ = fnmodels.decode_
+    monkeypatch.setattr(
+        fnmodels, "decode_", lambda p, i, *a, **k: widths.append(len(i["tokens"])) or decode_(p, i, *a, **k)
+    )
+    sizes, seeds = [12, 3, 9, 6], [5, 6, 7, 8]
+    found = train.generate(PARAMS, LLAMA, PROMPTS, max_new=sizes, sampling=sampling, seeds=seeds)
+    assert widths[1:] == [4] * 6 + [2] * 3 + [1] * 3  # at 3 active slots of 4 none is left out
+    for row, (prompt, new, seed) in enumerate(zip(PROMPTS, sizes, seeds, strict=True)):
+        tokens, logp = _plain(prompt, new, _row(sampling, row), seed)
+        assert found.tokens[row] == tokens
+        torch.testing.assert_close(found.logp[row], logp, rtol=1e-5, atol=2e-5)
+
+
 def test_a_step_is_pure_and_its_idle_slots_change_nothing() -> None:
     def state(fill: float):
         made = empty_state(LLAMA, 3, 16, dtype=torch.float32)
