@@ -1,5 +1,6 @@
 """Prompts into a cache: in chunks, and what prompts share computed once."""
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Unpack
 
@@ -30,7 +31,7 @@ def empty_caches(
     """
     dtype, device = activations(params, dtype)
     one = fnmodels.init_cache(config, 1, capacity, dtype=dtype, device=device, **form)
-    return lambda rows: fnmodels.take(one, [0] * rows)
+    return functools.partial(_copies, one)
 
 
 def prefilled(
@@ -45,7 +46,8 @@ def prefilled(
 ) -> Generator[None, None, Cache]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
 
-    Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
+    Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`. Prompts
+    of similar lengths are computed together, so that at most half of the tokens are padding.
 
     lengths: of each prompt, the sequence length that length-dependent rotary scalings read. empty: a cache without
     tokens of so many rows, as of `empty_caches`. chunk: tokens computed at a time, padding included.
@@ -57,8 +59,6 @@ def prefilled(
     distinct = list(dict.fromkeys(keys))
     shared = _common([row for row, _ in distinct]) if same_tables and len(distinct) > 1 else 0
     sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
-
-    cache = empty(1 if shared else len(distinct))
 
     def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
         width = max(map(len, new))
@@ -76,14 +76,39 @@ def prefilled(
             _, cache = fnmodels.decode_(params, *step, cache, config=config, at="last", **options)
         return cache
 
+    def suffixes(group: list[int], cache: Cache) -> Generator[None, None, Cache]:
+        return extended(cache, [distinct[row][0][shared:] for row in group], sizes[group])
+
+    start = empty
     if shared:
-        cache = yield from extended(cache, [distinct[0][0][:shared]], sizes[:1])
-        cache = fnmodels.take(cache, torch.zeros(len(distinct), dtype=torch.int64, device=device))
+        prefix = yield from extended(empty(1), [distinct[0][0][:shared]], sizes[:1])
+        start = functools.partial(_copies, prefix)
         yield
-    cache = yield from extended(cache, [row[shared:] for row, _ in distinct], sizes)
+    found, groups = start(len(distinct)), _similar([len(row) - shared for row, _ in distinct])
+    if len(groups) == 1:
+        found = yield from suffixes(groups[0], found)
+    else:
+        for group in groups:
+            found = fnmodels.insert_(found, group, (yield from suffixes(group, start(len(group)))))
+            yield
     if len(distinct) < len(keys):
-        cache = fnmodels.take(cache, torch.tensor([distinct.index(key) for key in keys], device=device))
-    return cache
+        found = fnmodels.take(found, [distinct.index(key) for key in keys])
+    return found
+
+
+def _similar(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices in groups whose sizes are at least half of the group's largest, or at most SHARED below it."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if groups and max(2 * sizes[index], sizes[index] + SHARED) >= sizes[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return [sorted(group) for group in groups]
+
+
+def _copies(cache: Cache, rows: int) -> Cache:
+    return fnmodels.take(cache, [0] * rows)
 
 
 def _common(rows: list[tuple[int, ...]]) -> int:

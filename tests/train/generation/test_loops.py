@@ -157,6 +157,27 @@ def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Samplin
         torch.testing.assert_close(found.logp[row], logp, rtol=1e-5, atol=2e-5)
 
 
+def test_prompts_of_other_lengths_are_computed_apart(monkeypatch) -> None:
+    """A long prompt does not make short ones as long as itself, with and without a beginning that all share."""
+    computed: list[tuple[int, int]] = []
+    decode_ = fnmodels.decode_
+    monkeypatch.setattr(
+        fnmodels,
+        "decode_",
+        lambda p, i, *a, **k: computed.append(tuple(i["tokens"].shape)) or decode_(p, i, *a, **k),
+    )
+    for begin, sizes in ([], [3, 41, 2, 30, 20, 38]), (list(range(20)), [1, 30, 2, 4, 28, 3]):
+        prompts = [begin + [(7 * row + i * i) % V for i in range(size)] for row, size in enumerate(sizes)]
+        computed.clear()
+        found = train.generate(PARAMS, LLAMA, prompts, max_new=3, seeds=list(range(6)))
+        widths = [(3, max(sizes) - 1), (3, sorted(sizes)[2] - 1)]
+        assert computed[:-3] == [(1, 20)] * bool(begin) + widths
+        for row, prompt in enumerate(prompts):
+            tokens, logp = _plain(prompt, 3, Sampling(), row)
+            assert found.tokens[row] == tokens
+            torch.testing.assert_close(found.logp[row], logp, rtol=1e-5, atol=2e-5)
+
+
 def test_a_step_is_pure_and_its_idle_slots_change_nothing() -> None:
     def state(fill: float):
         made = empty_state(LLAMA, 3, 16, dtype=torch.float32)
