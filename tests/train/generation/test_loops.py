@@ -166,11 +166,12 @@ def test_prompts_of_other_lengths_are_computed_apart(monkeypatch) -> None:
         "decode_",
         lambda p, i, *a, **k: computed.append(tuple(i["tokens"].shape)) or decode_(p, i, *a, **k),
     )
-    for begin, sizes in ([], [3, 41, 2, 30, 20, 38]), (list(range(20)), [1, 30, 2, 4, 28, 3]):
+    apart = ([], [3, 41, 2, 30, 20, 38], [(3, 40), (1, 19), (2, 2)])
+    after = (list(range(20)), [1, 30, 2, 4, 28, 3], [(2, 29), (4, 3)])
+    for begin, sizes, widths in (apart, after):
         prompts = [begin + [(7 * row + i * i) % V for i in range(size)] for row, size in enumerate(sizes)]
         computed.clear()
         found = train.generate(PARAMS, LLAMA, prompts, max_new=3, seeds=list(range(6)))
-        widths = [(3, max(sizes) - 1), (3, sorted(sizes)[2] - 1)]
         assert computed[:-3] == [(1, 20)] * bool(begin) + widths
         for row, prompt in enumerate(prompts):
             tokens, logp = _plain(prompt, 3, Sampling(), row)
