@@ -137,15 +137,13 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     sizes, shapes = (QUICK, [(1, 8)]) if args.quick else (SIZES, [(1, 128), (1, 1024), (8, 128)])
     asked = (
-        load(5, 2, (8, 3), 64)
-        if args.quick
-        else load(64, args.rows, (args.prompt, args.answer), sizes["vocab_size"])
+        load(5, 2, (8, 3), 64) if args.quick else load(64, args.rows, (args.prompt, args.answer), sizes["vocab_size"])
     )
     found, prefills = contenders(sizes, asked, dtype)
     total = sum(asked.new)
     prompts = list(map(len, asked.prompts))
-    print(f"{len(prompts)} requests, {asked.rows} at a time, {args.dtype}: {sum(prompts)} tokens of prompts of", end=" ")
-    print(f"{min(prompts)} to {max(prompts)}, {total} of answers of {min(asked.new)} to {max(asked.new)}")
+    print(f"{len(prompts)} requests, {asked.rows} at a time, {args.dtype}: {sum(prompts)} tokens of prompts", end=" ")
+    print(f"of {min(prompts)} to {max(prompts)}, {total} of answers of {min(asked.new)} to {max(asked.new)}")
     print("| who | tokens/s | x of transformers in order | by CPU time | same tokens |")
     print("|---|---|---|---|---|")
     first: tuple[float, float, Answers] | None = None

@@ -46,8 +46,8 @@ def prefilled(
 ) -> Generator[None, None, Cache]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
 
-    Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`. Prompts
-    of similar lengths are computed together, so that at most half of the tokens are padding.
+    Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
+    Prompts of similar lengths are computed together, so that at most half of the tokens are padding.
 
     lengths: of each prompt, the sequence length that length-dependent rotary scalings read. empty: a cache without
     tokens of so many rows, as of `empty_caches`. chunk: tokens computed at a time, padding included.
