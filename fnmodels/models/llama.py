@@ -14,6 +14,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
+from fnmodels.models.common.rope_config import rope_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
@@ -41,12 +42,18 @@ class Config(decoder.BaseConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    # rotary frequencies of time, height and width, which are one for text: of the text models of Qwen's VL models
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = True
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
+        sections, interleaved = tuple[int, ...](), True
+        if model_type in ("qwen2", "qwen3"):
+            fields, sections, interleaved = split_sections(fields, interleaved=model_type == "qwen3")
         usual = decoder.base_fields(
             fields,
             MODEL_TYPES,
@@ -73,6 +80,8 @@ class Config(decoder.BaseConfig):
             qk_norm=model_type == "qwen3",
             sliding_window=window,
             layer_kinds=layer_kinds,
+            mrope_section=sections,
+            mrope_interleaved=interleaved,
         )
         return decoder.finished(config, fields)
 
@@ -94,6 +103,9 @@ class Config(decoder.BaseConfig):
             own["use_sliding_window"] = any(slides)
         if self.model_type == "smollm3":
             own["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
+        if self.mrope_section:
+            own["rope_parameters"] = rope_to_hf(self.rope) | {"mrope_section": list(self.mrope_section)}
+            own["rope_parameters"]["mrope_interleaved"] = self.mrope_interleaved
         return decoder.decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", *names, **own)
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, delta
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.rope_config import rope_to_hf, split_sections
 from fnmodels.models.common.spec import (
     Leaf,
     bias,
@@ -107,7 +106,7 @@ class Config(decoder.BaseConfig):
         if text_type != model_type:
             fields = decoder.text_part(fields, text_type, ignored=_VISION)
         kv_heads, experts, chosen = _DEFAULTS[text_type]
-        fields, sections = _without_sections(fields) if text_type != "qwen3_next" else (fields, ())
+        fields, sections, _ = split_sections(fields) if text_type != "qwen3_next" else (fields, (), True)
         if text_type == "qwen3_5_moe_text":  # no layer is dense
             fields = Fields({"intermediate_size": 1, **fields.values}, fields.where)
         usual = decoder.base_fields(
@@ -164,21 +163,6 @@ class Config(decoder.BaseConfig):
             sections = {"mrope_section": list(self.mrope_section), "mrope_interleaved": True}
             own["rope_parameters"] = rope_to_hf(self.rope) | sections
         return decoder.decoder_to_hf(self, _ARCHITECTURES[self.model_type], *names, **own)
-
-
-def _without_sections(fields: Fields) -> tuple[Fields, tuple[int, ...]]:
-    """The fields with a rope of one axis, and its `mrope_section`, interleaved: transformers ignores the switch."""
-    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
-    if not isinstance(rope, Mapping):
-        return fields, ()
-    inner = Fields(rope, f"{fields.where}, rope")
-    inner.boolean("mrope_interleaved", True)
-    sections = inner.take("mrope_section", [])
-    if not isinstance(sections, list) or len(sections) not in (0, 3) or any(type(n) is not int for n in sections):
-        raise ConfigError(f"{inner.where}: 'mrope_section' is {shown(sections)}, but must be three integers.")
-    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-    named = {name: plain for name in ("rope_parameters", "rope_scaling") if fields.values.get(name) == rope}
-    return Fields({**fields.values, **named}, fields.where), tuple(sections)
 
 
 def _linear_layers(fields: Fields, layers: int) -> list[bool]:

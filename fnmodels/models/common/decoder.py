@@ -167,7 +167,8 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
     sections, none = field_of(config, "mrope_section"), no_rotation(positions)
     if sections and positions.ndim == 3:
         axes = positions[..., positions.shape[-1] == 4 :]
-        table = mrope_table(config.rope, config.head_dim, axes, sections, interleaved=True, length=length)
+        interleaved = field_of(config, "mrope_interleaved")
+        table = mrope_table(config.rope, config.head_dim, axes, sections, interleaved=interleaved, length=length)
     else:
         table = rotary_table(config.rope, config.head_dim, positions, length)
     still = {kind for kind in config.layer_kinds if kind.endswith("_nope") or is_ordered(kind)}

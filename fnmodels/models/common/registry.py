@@ -110,7 +110,8 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "attention_softcap": None,
     "num_experts_per_tok": 0,
     "num_nextn_predict_layers": 0,
-    "mrope_section": (),  # how many rotary frequencies read time, height and width, interleaved
+    "mrope_section": (),  # how many rotary frequencies read time, height and width
+    "mrope_interleaved": True,  # and not one section after the other
     "head": "lm",  # see `common.heads`
     "num_labels": 0,
     "first_position": 0,  # the row of the position table that a document's first token reads

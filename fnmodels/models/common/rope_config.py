@@ -48,6 +48,25 @@ def rope_values(fields: Fields) -> dict[str, Any]:
     return inner
 
 
+def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields, tuple[int, ...], bool]:
+    """(the fields with a rope of one axis, `mrope_section` or (), `mrope_interleaved`).
+
+    interleaved: the default of the last one, which is True without sections.
+    """
+    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return fields, (), interleaved
+    inner = Fields(rope, f"{fields.where}, rope")
+    interleaved = inner.boolean("mrope_interleaved", interleaved)
+    sections = inner.take("mrope_section", [])
+    if not isinstance(sections, list) or len(sections) not in (0, 3) or any(type(n) is not int for n in sections):
+        raise ConfigError(f"{inner.where}: 'mrope_section' is {shown(sections)}, but must be three integers.")
+    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    plain |= {name: "default" for name in ("type", "rope_type") if plain.get(name) == "mrope"}  # in older files
+    named = {name: plain for name in ("rope_parameters", "rope_scaling") if fields.values.get(name) == rope}
+    return Fields({**fields.values, **named}, fields.where), tuple(sections), interleaved or not sections
+
+
 def ropes_by_layer_type(
     fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
 ) -> dict[str, Rope]:
