@@ -34,8 +34,17 @@ def place(x: Tensor, features: Tensor, places: Tensor) -> Tensor:
         )
     if features.shape[-1] != x.shape[-1]:
         raise ValueError(f"The features have width {features.shape[-1]}, the text's embeddings {x.shape[-1]}.")
+    return torch.where(places[..., :1] >= 0, _at(features, places).to(x.dtype), x)
+
+
+def add_features(x: Tensor, features: Tensor, places: Tensor) -> Tensor:
+    """x [B, S, D] plus features [rows, slots, D] at the tokens that have a place [B, S, 2]; see `place`."""
+    return torch.where(places[..., :1] >= 0, x + _at(features, places).to(x.dtype), x)
+
+
+def _at(features: Tensor, places: Tensor) -> Tensor:
     row, slot = places.clamp(min=0).unbind(-1)
-    return torch.where(places[..., :1] >= 0, features[row, slot].to(x.dtype), x)
+    return features[row, slot]
 
 
 def image_spans(places: Tensor, segment_ids: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 
-def image_positions(
-    is_image: Tensor, segment_ids: Tensor, grids: Tensor, intervals: Tensor | None = None
-) -> Tensor:
+def image_positions(is_image: Tensor, segment_ids: Tensor, grids: Tensor, intervals: Tensor | None = None) -> Tensor:
     """int64 [B, S, 3]; each document begins at 0, and padding (segment 0) is at 0.
 
     is_image: bool [B, S], the tokens that stand for features. segment_ids: [B, S]. grids: [images, 3], the frames, rows
@@ -31,7 +29,9 @@ def image_positions(
         here = segment_ids[row[0], column[0]]
         whole = torch.arange(size, device=column.device) + column[0]
         if (row != row[0]).any() or not torch.equal(column, whole) or (segment_ids[row, column] != here).any():
-            raise ValueError(f"Image {i} has {size} tokens by its grid {grids[i].tolist()}, but they are no single run.")
+            raise ValueError(
+                f"Image {i} has {size} tokens by its grid {grids[i].tolist()}, but they are no single run."
+            )
         cell = torch.cartesian_prod(*(torch.arange(int(n), device=column.device) for n in grids[i]))
         if intervals is not None:
             cell[:, 0] = (cell[:, 0] * intervals[i]).long()

@@ -23,7 +23,11 @@ DESCRIPTIVE |= {
     "pooler",
     "classifier_pooling",
 }  # other results than logits of tokens: tests/parity/test_heads.py
-NARROW = {"residual_in_fp32", "mrope_section", "mrope_interleaved"}  # of effect in bf16 only, with positions of three axes only
+NARROW = {
+    "residual_in_fp32",
+    "mrope_section",
+    "mrope_interleaved",
+}  # of effect in bf16 only, with positions of three axes only
 # Fields that determine the shapes of parameters; in some families they change only together.
 SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 

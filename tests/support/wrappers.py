@@ -78,3 +78,46 @@ def rows_of(texts: Sequence[Sequence[Tensor]], length: int) -> tuple[Tensor, Ten
     tokens = torch.ones_like(segment_ids)
     tokens[segment_ids > 0] = torch.cat([text for row in texts for text in row])
     return tokens, segment_ids
+
+
+def documents_with_grids(
+    documents: Sequence[Sequence[Any]], image_token: int, side: int
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """(tokens of each document, its images [3, H, W]): text of n tokens, and images of (rows, columns) cells.
+
+    side: of a cell, in pixels. The ids of text are below 57.
+    """
+    generator = torch.Generator().manual_seed(0)
+    texts, images = [], []
+    for document in documents:
+        grids = [one for one in document if not isinstance(one, int)]
+        runs = [
+            torch.randint(1, 57, (one,), generator=generator)
+            if isinstance(one, int)
+            else torch.full((one[0] * one[1],), image_token)
+            for one in document
+        ]
+        texts.append(torch.cat(runs))
+        images.append([torch.randn(3, side * h, side * w, generator=generator) for h, w in grids])
+    return texts, images
+
+
+def merged_patches(image: Tensor, patch: int) -> Tensor:
+    """[patches, C 2 p p] of an image [C, H, W] as Qwen's processors order them: cell by cell of 2 x 2, two frames."""
+    channels, height, width = image.shape
+    cells = image.reshape(channels, height // (2 * patch), 2, patch, width // (2 * patch), 2, patch)
+    cells = cells.permute(1, 4, 2, 5, 0, 3, 6)  # rows, columns, 2, 2, C, p, p
+    return cells[..., None, :, :].expand(*cells.shape[:5], 2, patch, patch).reshape(-1, channels * 2 * patch**2)
+
+
+def each_alone(model: Any, documents: Sequence[Sequence[Any]], image_token: int, side: int) -> Tensor:
+    """[tokens, V] of one of Qwen's models: every document alone, one after the other."""
+    out = []
+    for text, images in zip(*documents_with_grids(documents, image_token, side), strict=True):
+        pixels: dict[str, Tensor] = {}
+        if images:
+            pixels["pixel_values"] = torch.cat([merged_patches(image, side // 2) for image in images])
+            grids = [(1, 2 * (image.shape[1] // side), 2 * (image.shape[2] // side)) for image in images]
+            pixels |= {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (text == image_token).long()[None]}
+        out.append(model(input_ids=text[None], **pixels).logits[0])
+    return torch.cat(out)

@@ -309,6 +309,14 @@ def bicubic(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     return taps.clamp(0, side - 1), torch.stack((far[0], near[0], near[1], far[1]), -1)
 
 
+def bilinear_corners(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As `bicubic`, but as `F.interpolate(mode="bilinear", align_corners=True)`; there are 2 taps."""
+    at = index.double() * ((side - 1) / (count.double() - 1).clamp(min=1))
+    low = at.floor().clamp(max=max(side - 2, 0))
+    taps = low.long()[..., None] + torch.arange(2, device=index.device)
+    return taps.clamp(max=side - 1), torch.stack((1 - (at - low), at - low), -1)
+
+
 def bilinear_antialias(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """As `bicubic`, but as `F.interpolate(mode="bilinear", antialias=True)`; there are as many taps as entries."""
     return _antialias(index, count, side, lambda x: (1 - x).clamp(min=0))

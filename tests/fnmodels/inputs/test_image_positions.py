@@ -75,7 +75,7 @@ def test_grids_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"grids are \(frames, rows, columns\), \[images, 3\], not \[1, 2\]"):
         image_positions(is_image, segment_ids, grids[:, 1:])
     apart = torch.tensor([[True, True, False, True, True, False]])
-    with pytest.raises(ValueError, match="Image 0 has 4 tokens by its grid .* but they are no single run"):
+    with pytest.raises(ValueError, match=r"Image 0 has 4 tokens by its grid .* but not in one run"):
         image_positions(apart, segment_ids, grids)
-    with pytest.raises(ValueError, match="no single run"):
+    with pytest.raises(ValueError, match="not in one run"):
         image_positions(is_image, torch.tensor([[1, 1, 1, 2, 2, 2]]), grids)

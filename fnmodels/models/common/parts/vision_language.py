@@ -42,12 +42,12 @@ def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tup
 
 
 def to_hf(config: Any, architecture: str, **own: Any) -> dict[str, Any]:
-    """A config.json: the objects of the parts, the fields kept for saving, and `own`."""
+    """A config.json: the objects of the parts, the fields kept for saving, and `own`, which wins."""
     parts = {f"{name}_config": part.to_hf() for name, part in towers(config).items()}
     for part in parts.values():
         part.pop("architectures", None)
     named = {"architectures": [architecture], "model_type": config.model_type}
-    return expressible(config, {name: json.loads(value) for name, value in config.extra} | named | own | parts)
+    return expressible(config, {name: json.loads(value) for name, value in config.extra} | named | parts | own)
 
 
 def part_names(config: Any, **prefixes: str) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""What Qwen's vision-language models share: a text model with positions of three axes, merged cells of patches.
+
+The text model is that of the plain family, Qwen 2 or 3, with `mrope_section`; its own config.json is one of that
+family, and of the wrapper's text where it is an object of the wrapper's file.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.image_places import gather_cells
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.registry import family_for, family_of
+from fnmodels.models.common.spec import Leaf, bias, weight
+from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.ops.linear import linear
+from fnmodels.tree import Tree
+
+from . import two_towers
+
+TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")  # kept for saving
+_OUTER = {"model_type", "architectures", "vision_config", "text_config", "image_token_id", *TOKENS}
+
+
+def text_values(outer: Fields) -> dict[str, Any]:
+    """`text_config`, or in files of one level the fields of the text, and whether its head is tied."""
+    values = outer.take("text_config", None)
+    if values is None:
+        values = {name: outer.take(name, None) for name in outer.values if name not in _OUTER}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{outer.where}: 'text_config' must be an object.")
+    # transformers reads the outer field, and in older files the inner one
+    tied = outer.boolean("tie_word_embeddings", False) or Fields(values, "text_config").boolean(
+        "tie_word_embeddings", False
+    )
+    return {name: value for name, value in values.items() if value is not None} | {"tie_word_embeddings": tied}
+
+
+def text_config(
+    outer: Fields, values: Mapping[str, Any], text_type: str, plain: str, *, defaults: Mapping[str, Any]
+) -> Any:
+    """The Config of the text model, of the family that reads the model type `plain`; its type in files is `text_type`.
+
+    defaults: the fields that files leave out; `mrope_section` among them is that of a rope without one.
+    """
+    fields = Fields(values, f"{outer.where}, text_config")
+    fields.choice("model_type", (text_type, outer.values["model_type"]), text_type)
+    values = {**defaults, **values, "model_type": plain, "architectures": None}
+    rope = {name: values.pop(name) for name in ("mrope_section", "rope_theta")}
+    given = [values.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
+    return family_for(plain).Config.from_hf(values | {"rope_parameters": rope | dict(given[0] or given[1] or {})})
+
+
+def text_to_hf(config: Any, text_type: str, *unwritten: str) -> dict[str, Any]:
+    """The object `text_config`. unwritten: fields of the plain family that the wrapper's text model does not have."""
+    values = config.to_hf() | {"model_type": text_type}
+    return {name: value for name, value in values.items() if name not in (*unwritten, "architectures")}
+
+
+def names(config: Any, *, text: str, vision: str) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk} of both parts; text, vision: what their names begin with."""
+    inner: dict[str, Stored] = family_of(config.text).hf_names(config.text)
+    inner = {path: renamed(name, r"^model\.", text) for path, name in inner.items()}
+    found = two_towers.with_prefix(inner, "text", "")
+    return found | two_towers.with_prefix(family_of(config.vision).hf_names(config.vision), "vision", vision)
+
+
+def merger_leaves(config: Any, width: int) -> dict[str, Leaf]:
+    """The MLP that turns the patches of a cell, which are concatenated, into a feature [width]."""
+    cell, std = config.hidden_size * config.merge**2, config.initializer_range
+    up, out = weight((cell, cell), ("projection", "embed"), std), weight((width, cell), ("embed", "projection"), std)
+    return {"up": up, "up_bias": bias(cell, "projection"), "out": out, "out_bias": bias(width, "embed")}
+
+
+def merged(weights: Tree, x: Tensor) -> Tensor:
+    """Features [..., width] of cells x [..., D of all patches of the cell]."""
+    return linear(F.gelu(linear(x, weights["up"], weights["up_bias"])), weights["out"], weights["out_bias"])
+
+
+def joined(x: Tensor, places: Tensor) -> Tensor:
+    """[1, cells, D of all patches of the cell] of hidden states x [rows, slots, D]; places: of `cells`."""
+    return gather_cells(x, places).flatten(1)[None]

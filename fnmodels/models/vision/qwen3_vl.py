@@ -1,0 +1,167 @@
+"""Qwen3-VL (arXiv 2511.21631): cells of 2 x 2 patches among the tokens of Qwen 3, with positions of three axes.
+
+Outputs of earlier layers of the tower are added to the first layers of the text model (DeepStack, arXiv 2406.04334).
+
+image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
+patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x, tapped = fnmodels.hidden(params["vision"], *batch, config=config.vision, taps=qwen3_vl.taps(config))
+features = qwen3_vl.project(params, x, tapped, qwen3_vl.cells(at, image_ids, config.vision.merge), config=config)
+places = qwen3_vl.image_places(tokens, config.image_token, features[0].new_ones(features[0].shape[:2]) > 0)
+positions = qwen3_vl.image_positions(tokens == config.image_token, segment_ids, grids)  # grids of cells
+batch = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+inputs = qwen3_vl.with_images(params, batch[0], features[0], places, config=config)
+edits = qwen3_vl.deepstack(features[1:], places)
+logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text, edits=edits)
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
+from fnmodels.inputs.image_positions import image_positions  # noqa: F401
+from fnmodels.models.common import vision
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.common.spec import layer_norm_leaves
+from fnmodels.ops.norm import layer_norm
+from fnmodels.options import Edit
+from fnmodels.tree import Tree
+
+from . import qwen3_vl_vision
+
+MODEL_TYPES = ("qwen3_vl",)
+_TEXT: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
+_TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
+_TEXT |= {"rope_theta": 5e5, "mrope_section": [24, 20, 20]}
+EPS = 1e-6  # of the mergers' norms, fixed in the reference
+
+
+def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes: int) -> dict[str, Any]:
+    text = {"hidden_size": hidden, "num_hidden_layers": layers, "num_key_value_heads": 8, "rope_theta": 5e6} | sizes
+    text["max_position_embeddings"] = 262144
+    vision = tower | {"out_hidden_size": hidden}
+    return {"model_type": "qwen3_vl", "tie_word_embeddings": tied, "text_config": text, "vision_config": vision}
+
+
+_SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen3-vl-2b": _preset(28, True, _SMALL, 2048, intermediate_size=6144, num_attention_heads=16),
+    "qwen3-vl-4b": _preset(36, True, _SMALL, 2560, intermediate_size=9728),
+    "qwen3-vl-8b": _preset(36, False, {}, 4096, intermediate_size=12288),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace."""
+
+    text: Any
+    vision: qwen3_vl_vision.Config
+    image_token: int
+    # kept for saving only
+    model_type: str = field(default="qwen3_vl", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.vision.out_hidden_size != self.text.hidden_size:
+            raise ConfigError(
+                f"out_hidden_size {self.vision.out_hidden_size} of vision_config is not the hidden_size "
+                f"{self.text.hidden_size} of text_config."
+            )
+        if len(self.vision.deepstack) > self.text.num_hidden_layers:
+            raise ConfigError(
+                f"deepstack_visual_indexes has {len(self.vision.deepstack)} entries, one for each of the first text "
+                f"layers, which are only {self.text.num_hidden_layers}."
+            )
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", MODEL_TYPES)
+        inner = qwen_vl.text_values(outer)
+        Fields(inner, f"{outer.where}, text_config").expect("use_sliding_window", False)
+        tower = two_towers.tower_fields(outer, "vision_config", "qwen3_vl_vision")
+        if tower["model_type"] == "qwen3_vl":  # in published files
+            tower["model_type"] = "qwen3_vl_vision"
+        config = Config(
+            text=qwen_vl.text_config(outer, inner, "qwen3_vl_text", "qwen3", defaults=_TEXT),
+            vision=qwen3_vl_vision.Config.from_hf(tower),
+            image_token=outer.integer("image_token_id", 151655, low=0),
+        )
+        object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        slides = ("sliding_window", "use_sliding_window", "layer_types")
+        return vision_language.to_hf(
+            self,
+            "Qwen3VLForConditionalGeneration",
+            text_config=qwen_vl.text_to_hf(self.text, "qwen3_vl_text", *slides),
+            image_token_id=self.image_token,
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, "merger", and in "deepstack" a merger for each layer that the text reads."""
+    tower = config.vision
+    leaves = qwen_vl.merger_leaves(tower, config.text.hidden_size)
+    first = layer_norm_leaves("norm", tower.hidden_size, "embed") | leaves
+    later = layer_norm_leaves("norm", tower.hidden_size * tower.merge**2, "embed") | leaves
+    own: Tree = {"merger": first} | ({"deepstack": [later for _ in tower.deepstack]} if tower.deepstack else {})
+    return two_towers.towers_spec(config) | own
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names = qwen_vl.names(config, text="model.language_model.", vision="model.visual.")
+    mergers = {"merger": "merger"}
+    mergers |= {f"deepstack.{i}": f"deepstack_merger_list.{i}" for i in range(len(config.vision.deepstack))}
+    for path, name in mergers.items():
+        names |= vision.weight_and_bias(f"{path}.norm", f"model.visual.{name}.norm")
+        for ours, theirs in (("up", "linear_fc1"), ("out", "linear_fc2")):
+            names |= vision.weight_and_bias(f"{path}.{ours}", f"model.visual.{name}.{theirs}")
+    return names
+
+
+def taps(config: Config) -> tuple[str, ...]:
+    """The taps of the tower that `project` reads."""
+    return tuple(f"layers.{i}.output" for i in config.vision.deepstack)
+
+
+def project(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> list[Tensor]:
+    """Features [1, cells, text's D]: those that replace embeddings, then those for each of the first text layers.
+
+    x: the tower's hidden states [rows, slots, D]; tapped: those of `taps`; places: of the patches of each cell of
+    `config.vision.merge` patches a side, see `cells`.
+    """
+    weights = params["merger"]
+    normed = layer_norm(x, weights["norm"], weights["norm_bias"], eps=EPS)
+    found = [qwen_vl.merged(weights, qwen_vl.joined(normed, places))]
+    for name, own in zip(taps(config), params.get("deepstack", ()), strict=True):
+        normed = layer_norm(qwen_vl.joined(tapped[name], places), own["norm"], own["norm_bias"], eps=EPS)
+        found.append(qwen_vl.merged(own, normed))
+    return found
+
+
+def deepstack(features: Sequence[Tensor], places: Tensor) -> dict[str, Edit]:
+    """Edits, for `forward` of the text model: feature i is added to the output of layer i at its places [B, S, 2]."""
+    return {
+        f"layers.{i}.output": functools.partial(_added, features=one, places=places) for i, one in enumerate(features)
+    }
+
+
+def _added(value: Tensor, name: str, *, features: Tensor, places: Tensor) -> Tensor:
+    return add_features(value, features, places)
