@@ -55,7 +55,7 @@ def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields,
     """
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
     if not isinstance(rope, Mapping):
-        return fields, (), interleaved
+        return fields, (), True
     inner = Fields(rope, f"{fields.where}, rope")
     interleaved = inner.boolean("mrope_interleaved", interleaved)
     sections = inner.take("mrope_section", [])
