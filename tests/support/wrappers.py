@@ -121,3 +121,42 @@ def each_alone(model: Any, documents: Sequence[Sequence[Any]], image_token: int,
             pixels |= {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (text == image_token).long()[None]}
         out.append(model(input_ids=text[None], **pixels).logits[0])
     return torch.cat(out)
+
+
+def qwen_logits(
+    family: Any,
+    config: Any,
+    documents: Sequence[Sequence[Any]],
+    image_token: int,
+    params: Any,
+    *,
+    text_order: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(logits [2, 36, V], segment ids) of one of Qwen's models: four documents, two in each row.
+
+    text_order: a planted bug, positions of text at all tokens.
+    """
+    texts, images = documents_with_grids(documents, image_token, 2 * config.vision.patch_size)
+    tokens, segment_ids = rows_of((texts[:2], texts[2:]), 36)
+    flat = [image.repeat_interleave(2, 0) for own in images for image in own]
+    patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=50)
+    batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+    cells = family.cells(at, image_ids, config.vision.merge)
+    if hasattr(family, "taps"):
+        x, tapped = fnmodels.hidden(params["vision"], *batch, config=config.vision, taps=family.taps(config))
+        features, *later = family.project(params, x, tapped, cells, config=config)
+    else:
+        x, later = fnmodels.hidden(params["vision"], *batch, config=config.vision), []
+        features = family.project(params, x, cells)
+    places = family.image_places(tokens, image_token, torch.ones(features.shape[:2], dtype=torch.bool))
+    grids = torch.tensor([(1, *one) for document in documents for one in document if not isinstance(one, int)])
+    positions = family.image_positions(tokens == image_token, segment_ids, grids)
+    if text_order:
+        positions = fnmodels.positions_from_segments(segment_ids)[..., None].expand_as(positions)
+    inputs, masks, freqs = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+    inputs = family.with_images(params, inputs, features, places, config=config)
+    edits = family.deepstack(later, places) if later else None
+    logits: Tensor = fnmodels.forward(
+        params["text"], inputs, masks, freqs, config=config.text, edits=edits, kernel="math"
+    )
+    return logits, segment_ids

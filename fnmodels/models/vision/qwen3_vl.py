@@ -71,11 +71,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.vision.out_hidden_size != self.text.hidden_size:
-            raise ConfigError(
-                f"out_hidden_size {self.vision.out_hidden_size} of vision_config is not the hidden_size "
-                f"{self.text.hidden_size} of text_config."
-            )
+        qwen_vl.check_widths(self)
         if len(self.vision.deepstack) > self.text.num_hidden_layers:
             raise ConfigError(
                 f"deepstack_visual_indexes has {len(self.vision.deepstack)} entries, one for each of the first text "
@@ -89,9 +85,7 @@ class Config:
         outer.choice("model_type", MODEL_TYPES)
         inner = qwen_vl.text_values(outer)
         Fields(inner, f"{outer.where}, text_config").expect("use_sliding_window", False)
-        tower = two_towers.tower_fields(outer, "vision_config", "qwen3_vl_vision")
-        if tower["model_type"] == "qwen3_vl":  # in published files
-            tower["model_type"] = "qwen3_vl_vision"
+        tower = qwen_vl.tower_values(outer, "qwen3_vl_vision")
         config = Config(
             text=qwen_vl.text_config(outer, inner, "qwen3_vl_text", "qwen3", defaults=_TEXT),
             vision=qwen3_vl_vision.Config.from_hf(tower),

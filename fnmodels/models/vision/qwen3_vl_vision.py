@@ -58,9 +58,7 @@ class Config(qwen_tower.QwenTowerConfig):
         if math.isqrt(count) ** 2 != count:
             raise ConfigError(f"{fields.where}: 'num_position_embeddings' is {count}, but must be a square.")
         usual["image_size"] = math.isqrt(count) * usual["patch_size"]
-        layers = fields.take("deepstack_visual_indexes", [8, 16, 24])
-        if not isinstance(layers, list | tuple) or any(type(i) is not int for i in layers):
-            raise ConfigError(f"{fields.where}: 'deepstack_visual_indexes' is {layers!r}, but must be a list.")
+        layers = qwen_tower.layer_list(fields, "deepstack_visual_indexes", [8, 16, 24])
         width = fields.integer("out_hidden_size", 3584)
         config = Config(**usual, out_hidden_size=width, deepstack=tuple(layers))
         object.__setattr__(config, "extra", fields.finish())

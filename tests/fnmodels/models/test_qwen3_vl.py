@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-import fnmodels
 from fnmodels import tree
 from fnmodels.models.vision import qwen3_vl
 from tests.support import wrappers
@@ -43,27 +41,7 @@ def _params() -> Any:
     return wrappers.ours_of(on_disk(_reference()), CONFIG)
 
 
-def _ours(params: Any, *, text_order: bool = False) -> tuple[Tensor, Tensor]:
-    """(logits [2, 36, V], segment ids), two documents in each row; planted bug: positions of text at all tokens."""
-    texts, images = wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8)
-    tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 36)
-    flat = [image.repeat_interleave(2, 0) for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, CONFIG.vision, length=50)
-    batch = fnmodels.prepare(CONFIG.vision, patches, positions=at, segment_ids=image_ids)
-    x, tapped = fnmodels.hidden(params["vision"], *batch, config=CONFIG.vision, taps=qwen3_vl.taps(CONFIG))
-    features = qwen3_vl.project(params, x, tapped, qwen3_vl.cells(at, image_ids, 2), config=CONFIG)
-    places = qwen3_vl.image_places(tokens, IMAGE, torch.ones(features[0].shape[:2], dtype=torch.bool))
-    grids = torch.tensor([(1, *one) for document in DOCUMENTS for one in document if not isinstance(one, int)])
-    positions = qwen3_vl.image_positions(tokens == IMAGE, segment_ids, grids)
-    if text_order:
-        positions = fnmodels.positions_from_segments(segment_ids)[..., None].expand_as(positions)
-    inputs, masks, freqs = fnmodels.prepare(CONFIG.text, tokens, positions=positions, segment_ids=segment_ids)
-    inputs = qwen3_vl.with_images(params, inputs, features[0], places, config=CONFIG)
-    edits = qwen3_vl.deepstack(features[1:], places)
-    logits: Tensor = fnmodels.forward(
-        params["text"], inputs, masks, freqs, config=CONFIG.text, edits=edits, kernel="math"
-    )
-    return logits, segment_ids
+_ours = functools.partial(wrappers.qwen_logits, qwen3_vl, CONFIG, DOCUMENTS, IMAGE)
 
 
 def test_packed_documents_with_images_equal_transformers_alone() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.spec import Leaf, Normal
 from fnmodels.models.common.storage import fuse
@@ -63,6 +63,14 @@ def tower_fields(
     usual["num_channels"] = fields.integer("in_channels", 3) * frames
     merge = fields.integer("spatial_merge_size", 2)
     return fields, usual | {"frames": frames, "merge": merge, "rope_theta": theta}
+
+
+def layer_list(fields: Fields, name: str, default: list[int]) -> list[int]:
+    """A list of layers, from 0."""
+    layers = fields.take(name, default)
+    if not isinstance(layers, list | tuple) or any(type(i) is not int or i < 0 for i in layers):
+        raise ConfigError(f"{fields.where}: {name!r} is {shown(layers)}, but must be a list of layers, from 0.")
+    return list(layers)
 
 
 def tower_to_hf(config: Any, classes: str, **own: Any) -> dict[str, Any]:

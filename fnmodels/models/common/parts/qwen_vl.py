@@ -21,8 +21,24 @@ from fnmodels.tree import Tree
 
 from . import two_towers
 
-TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")  # kept for saving
+TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
 _OUTER = {"model_type", "architectures", "vision_config", "text_config", "image_token_id", *TOKENS}
+
+
+def tower_values(outer: Fields, model_type: str) -> dict[str, Any]:
+    """`vision_config`, which published files name by the model's type or not at all."""
+    values = two_towers.tower_fields(outer, "vision_config", model_type)
+    named = values["model_type"] == outer.values["model_type"]
+    return values | ({"model_type": model_type} if named else {})
+
+
+def check_widths(config: Any) -> None:
+    """ConfigError unless features are as wide as the text."""
+    if config.vision.out_hidden_size != config.text.hidden_size:
+        raise ConfigError(
+            f"out_hidden_size {config.vision.out_hidden_size} of vision_config is not the hidden_size "
+            f"{config.text.hidden_size} of text_config."
+        )
 
 
 def text_values(outer: Fields) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Qwen2.5-VL (arXiv 2502.13923): cells of 2 x 2 patches among the tokens of Qwen 2, with positions of three axes.
+
+image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
+patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x = fnmodels.hidden(params["vision"], *batch, config=config.vision)
+features = qwen2_5_vl.project(params, x, qwen2_5_vl.cells(at, image_ids, config.vision.merge))
+places = qwen2_5_vl.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+positions = qwen2_5_vl.image_positions(tokens == config.image_token, segment_ids, grids)  # grids of cells
+batch = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+inputs = qwen2_5_vl.with_images(params, batch[0], features, places, config=config)
+logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
+
+The frames of a video are images of the tower, and one grid of the text, whose interval is the time between two pairs of
+frames in seconds times `config.vision.tokens_per_second`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
+from fnmodels.inputs.image_positions import image_positions  # noqa: F401
+from fnmodels.models.common import vision
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.common.spec import norm
+from fnmodels.ops.norm import rms_norm
+from fnmodels.tree import Tree
+
+from . import qwen2_5_vl_vision
+
+MODEL_TYPES = ("qwen2_5_vl",)
+_TEXT: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+_TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_TEXT |= {"sliding_window": 4096, "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+
+
+def _preset(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any]:
+    text = {"hidden_size": hidden, "num_hidden_layers": layers, "rms_norm_eps": 1e-6} | sizes
+    text["max_position_embeddings"] = 128000
+    vision = {"hidden_size": 1280, "out_hidden_size": hidden, "tokens_per_second": 2}
+    vision |= {"intermediate_size": 3456} if layers > 36 else {}
+    return {"model_type": "qwen2_5_vl", "tie_word_embeddings": tied, "text_config": text, "vision_config": vision}
+
+
+_3B = {"intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936}
+_7B = {"intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl-3b": _preset(36, True, 2048, **_3B),
+    "qwen2.5-vl-7b": _preset(28, False, 3584, **_7B),
+    "qwen2.5-vl-32b": _preset(64, False, 5120, intermediate_size=27648, num_attention_heads=40),
+    "qwen2.5-vl-72b": _preset(80, False, 8192),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace."""
+
+    text: Any
+    vision: qwen2_5_vl_vision.Config
+    image_token: int
+    # kept for saving only
+    model_type: str = field(default="qwen2_5_vl", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        qwen_vl.check_widths(self)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", MODEL_TYPES)
+        tower = qwen_vl.tower_values(outer, "qwen2_5_vl_vision")
+        inner = qwen_vl.text_values(outer)
+        config = Config(
+            text=qwen_vl.text_config(outer, inner, "qwen2_5_vl_text", "qwen2", defaults=_TEXT),
+            vision=qwen2_5_vl_vision.Config.from_hf(tower),
+            image_token=outer.integer("image_token_id", 151655, low=0),
+        )
+        object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        return vision_language.to_hf(
+            self,
+            "Qwen2_5_VLForConditionalGeneration",
+            text_config=qwen_vl.text_to_hf(self.text, "qwen2_5_vl_text"),
+            image_token_id=self.image_token,
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, and "merger"."""
+    merger = {"norm": norm(config.vision.hidden_size, "embed")}
+    merger |= qwen_vl.merger_leaves(config.vision, config.text.hidden_size)
+    return two_towers.towers_spec(config) | {"merger": merger}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names = qwen_vl.names(config, text="model.", vision="visual.")
+    names["merger.norm"] = "visual.merger.ln_q.weight"
+    for ours, theirs in (("up", 0), ("out", 2)):
+        names |= vision.weight_and_bias(f"merger.{ours}", f"visual.merger.mlp.{theirs}")
+    return names
+
+
+def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
+    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
+
+    places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
+    """
+    weights = params["merger"]
+    normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
+    return qwen_vl.merged(weights, qwen_vl.joined(normed, places))
