@@ -29,9 +29,7 @@ def image_positions(is_image: Tensor, segment_ids: Tensor, grids: Tensor, interv
         here = segment_ids[row[0], column[0]]
         whole = torch.arange(size, device=column.device) + column[0]
         if (row != row[0]).any() or not torch.equal(column, whole) or (segment_ids[row, column] != here).any():
-            raise ValueError(
-                f"Image {i} has {size} tokens by its grid {grids[i].tolist()}, but they are no single run."
-            )
+            raise ValueError(f"Image {i} has {size} tokens by its grid {grids[i].tolist()}, but not in one run.")
         cell = torch.cartesian_prod(*(torch.arange(int(n), device=column.device) for n in grids[i]))
         if intervals is not None:
             cell[:, 0] = (cell[:, 0] * intervals[i]).long()

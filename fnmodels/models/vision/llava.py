@@ -14,7 +14,6 @@ logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=confi
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
@@ -23,8 +22,6 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
-from fnmodels.models.common.spec import bias, weight
-from fnmodels.ops.linear import linear
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
@@ -115,23 +112,14 @@ def _feature_layers(index: Any, layers: int) -> int:
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and the projector's weights [out, in]."""
     narrow, wide, std = config.vision.hidden_size, config.text.hidden_size, config.text.initializer_range
-    projector: Tree = {
-        "up": weight((wide, narrow), ("projection", "embed"), std),
-        "out": weight((wide, wide), ("embed", "projection"), std),
-    }
-    if config.projector_bias:
-        projector |= {"up_bias": bias(wide, "projection"), "out_bias": bias(wide, "embed")}
+    projector = vision_language.mlp_leaves(narrow, wide, std, biases=config.projector_bias)
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
-    for path, name in (("up", "linear_1"), ("out", "linear_2")):
-        names[f"projector.{path}"] = f"multi_modal_projector.{name}.weight"
-        if config.projector_bias:
-            names[f"projector.{path}_bias"] = f"multi_modal_projector.{name}.bias"
-    return names
+    return names | vision_language.mlp_names(config.projector_bias)
 
 
 def tower(params: Tree, config: Config) -> tuple[Tree, clip_vision.Config]:
@@ -143,5 +131,4 @@ def tower(params: Tree, config: Config) -> tuple[Tree, clip_vision.Config]:
 
 def project(params: Tree, x: Tensor, /) -> Tensor:
     """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
-    weights = params["projector"]
-    return linear(F.gelu(linear(x, weights["up"], weights.get("up_bias"))), weights["out"], weights.get("out_bias"))
+    return vision_language.mlp(params["projector"], x)

@@ -5,17 +5,21 @@ The parameters are {"text", "vision"} of the parts (`two_towers.towers`), and wh
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import place
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.decoder import expressible
+from fnmodels.models.common.registry import families, family_for, family_of
+from fnmodels.models.common.spec import Leaf, bias, weight
+from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
-from ..config_json import Fields
-from ..decoder import expressible
-from ..registry import families, family_for, family_of
 from .two_towers import towers, with_prefix
 
 
@@ -32,6 +36,13 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
     known = defaults if model_type == default else {}
     return family_for(model_type).Config.from_hf({**known, "model_type": model_type, **values})
+
+
+def with_tie(text: Any, tied: bool) -> Any:
+    """The text's Config, whose head is tied or not, as the model's own field says."""
+    found = replace(text, tie_word_embeddings=tied)
+    object.__setattr__(found, "extra", text.extra)
+    return found
 
 
 def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
@@ -57,6 +68,30 @@ def part_names(config: Any, **prefixes: str) -> dict[str, Any]:
         part = towers(config)[path]
         names |= with_prefix(family_of(part).hf_names(part), path, prefix)
     return names
+
+
+def mlp_names(biases: bool) -> dict[str, str]:
+    """{path: name on disk} of the MLP between a tower and the text, "projector.up" and "projector.out"."""
+    names: dict[str, str] = {}
+    for path, name in (("up", "linear_1"), ("out", "linear_2")):
+        names[f"projector.{path}"] = f"multi_modal_projector.{name}.weight"
+        if biases:
+            names[f"projector.{path}_bias"] = f"multi_modal_projector.{name}.bias"
+    return names
+
+
+def mlp(weights: Tree, x: Tensor) -> Tensor:
+    """The MLP of `mlp_names` on x [..., D of the tower]: [..., D of the text]."""
+    return linear(F.gelu(linear(x, weights["up"], weights.get("up_bias"))), weights["out"], weights.get("out_bias"))
+
+
+def mlp_leaves(narrow: int, wide: int, std: float, *, biases: bool) -> dict[str, Leaf]:
+    """The leaves of `mlp`, from the tower's width to the text's."""
+    leaves = {
+        "up": weight((wide, narrow), ("projection", "embed"), std),
+        "out": weight((wide, wide), ("embed", "projection"), std),
+    }
+    return leaves | ({"up_bias": bias(wide, "projection"), "out_bias": bias(wide, "embed")} if biases else {})
 
 
 def with_images(
