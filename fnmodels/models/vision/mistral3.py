@@ -1,0 +1,121 @@
+"""Mistral Small 3.1 and 3.2, Ministral 3: Pixtral's patches, merged in cells, among the tokens of a text model.
+
+Row breaks between an image's tokens are ordinary tokens of the text.
+
+patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x = fnmodels.forward(params["vision"], *batch, config=config.vision)
+features = mistral3.project(params, x, mistral3.cells(at, image_ids, config.merge), config=config)
+inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+places = mistral3.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+inputs = mistral3.with_images(params, inputs, features, places, config=config)
+logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.common.spec import norm, weight
+from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import rms_norm
+from fnmodels.tree import Tree
+
+from . import pixtral
+
+MODEL_TYPES = ("mistral3",)
+# What text_config leaves out where it equals the defaults.
+_MISTRAL: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+_MISTRAL |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+_SMALL: dict[str, Any] = {"vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "head_dim": 128}
+_SMALL |= {"num_hidden_layers": 40, "rope_theta": 1e9, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+_PIXTRAL = {"image_size": 1540, "patch_size": 14, "hidden_act": "silu"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mistral-small-3.1-24b": {"model_type": "mistral3", "tie_word_embeddings": False, "vision_config": _PIXTRAL}
+    | {"text_config": {"model_type": "mistral", "sliding_window": None} | _SMALL}
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace; merge: the patches of a side of a cell."""
+
+    text: Any
+    vision: pixtral.Config
+    image_token: int
+    merge: int = 2
+    projector_bias: bool = False
+    # kept for saving only
+    model_type: str = field(default="mistral3", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", MODEL_TYPES)
+        outer.expect("projector_hidden_act", "gelu")
+        outer.expect("vision_feature_layer", -1, [-1])
+        text = vision_language.text_config(outer, "mistral", _MISTRAL)
+        # transformers 4 reads the inner field, whose default is false; 5 the outer one, whose default is true
+        old = str(values.get("transformers_version", "5")).startswith("4.")
+        tied = outer.boolean("tie_word_embeddings", text.tie_word_embeddings if old else True)
+        config = Config(
+            text=vision_language.with_tie(text, tied),
+            vision=pixtral.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "pixtral")),
+            image_token=outer.integer("image_token_index", outer.take("image_token_id", 10), low=0),
+            merge=outer.integer("spatial_merge_size", 2),
+            projector_bias=outer.boolean("multimodal_projector_bias", False),
+        )
+        object.__setattr__(config, "extra", vision_language.kept(outer))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        return vision_language.to_hf(
+            self,
+            "Mistral3ForConditionalGeneration",
+            image_token_index=self.image_token,
+            spatial_merge_size=self.merge,
+            vision_feature_layer=-1,
+            multimodal_projector_bias=self.projector_bias,
+            projector_hidden_act="gelu",
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, and the projector's norm and weights [out, in]."""
+    narrow, wide, std = config.vision.hidden_size, config.text.hidden_size, config.text.initializer_range
+    projector: Tree = {
+        "norm": norm(narrow, "embed"),
+        "merge": weight((narrow, config.merge**2 * narrow), ("projection", "embed"), std),
+    }
+    projector |= vision_language.mlp_leaves(narrow, wide, std, biases=config.projector_bias)
+    return two_towers.towers_spec(config) | {"projector": projector}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names, at = vision_language.part_names(config, text="language_model.", vision="vision_tower."), "projector"
+    for path, name in (("norm", "norm"), ("merge", "patch_merger.merging_layer")):
+        names[f"{at}.{path}"] = f"multi_modal_projector.{name}.weight"
+    return names | vision_language.mlp_names(config.projector_bias)
+
+
+def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Tensor:
+    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
+
+    places: of the patches of each cell of `config.merge` patches a side, see `cells`.
+    """
+    weights = params["projector"]
+    normed = rms_norm(x, weights["norm"], eps=config.text.rms_norm_eps)
+    merged = linear(gather_cells(normed, places).mT.flatten(1)[None], weights["merge"])
+    return vision_language.mlp(weights, merged)
