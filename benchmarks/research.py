@@ -127,7 +127,7 @@ def grid(at: Setting) -> Pair:
     batches = fnmodels.prepare(at.config, clean), fnmodels.prepare(at.config, corrupt)
 
     def ours() -> list[Tensor]:
-        return [research.patch_grid(at.params, *batches, metric, config=at.config, chunk=32)]
+        return [research.patch_grid(at.params, *batches, metric, config=at.config, read=(-1,))]
 
     @torch.no_grad()
     def theirs() -> list[Tensor]:

@@ -83,7 +83,7 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == weight.shape[1]
         and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
         and (compiled or alone(*tensors))  # late, because it takes longer
-        and _gains(x, weight)
+        and ((not compiled and _UNREAD.get()) or _gains(x, weight))
     )
 
 
@@ -180,7 +180,7 @@ class _UnreadProduct(torch.autograd.Function):
 
 @contextmanager
 def unread_gradients() -> Iterator[None]:
-    """A scope of torch.autograd.grad(..., create_graph=True) whose results are only differentiated, never read.
+    """A scope of a forward pass and torch.autograd.grad(..., create_graph=True) that is only differentiated, never read.
 
     The gradients of weights that are leaves may be NaN there, which saves their products: one in nine of a
     Hessian-vector product.

@@ -45,10 +45,9 @@ def _gradient_graph(
     """(leaves, gradients of the loss with a graph, whose values are not computed)."""
     wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
     inputs = tree.leaves(wanted)
-    with torch.enable_grad():
+    with torch.enable_grad(), unread_gradients():
         value = loss(wanted, batch)
-        with unread_gradients():
-            return inputs, torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
+        return inputs, torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
 
 
 def _hessian_product(

@@ -77,7 +77,7 @@ def jacobian_lens(
     *,
     config: DecoderConfig,
     directions: Tensor | None = None,
-    chunk: int = 32,
+    chunk: int = 16,
 ) -> Tensor:
     """[L + 1, n, D]: how n directions of the final hidden state move with the embedding and each layer's output.
 
