@@ -180,7 +180,7 @@ class _UnreadProduct(torch.autograd.Function):
 
 @contextmanager
 def unread_gradients() -> Iterator[None]:
-    """A scope of a forward pass and torch.autograd.grad(..., create_graph=True) that is only differentiated, never read.
+    """A scope of a forward pass and its gradient with create_graph=True, which is only differentiated, never read.
 
     The gradients of weights that are leaves may be NaN there, which saves their products: one in nine of a
     Hessian-vector product.
