@@ -38,6 +38,7 @@ from fnmodels.cache import (
     take,
     truncate,
 )
+from fnmodels.diffusion import denoise, flow_times, latent_rows, prepare_denoising, unpacked_latents
 from fnmodels.embedding import DenseLayer, Embedder, embed_documents, embeddings
 from fnmodels.errors import (
     CheckpointError,
@@ -69,7 +70,14 @@ from fnmodels.inputs.segments import (
 )
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.invariance import explain_invariance
-from fnmodels.models.common.registry import encoder_decoders, families, family_for, family_of, towers
+from fnmodels.models.common.registry import (
+    diffusion_models,
+    encoder_decoders,
+    families,
+    family_for,
+    family_of,
+    towers,
+)
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
 from fnmodels.module import as_module
@@ -84,9 +92,9 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    for package in ("fnmodels.models", "fnmodels.models.vision", "fnmodels.models.encoder_decoder"):
-        if find_spec(f"{package}.{name}") is not None:
-            return import_module(f"{package}.{name}")
+    for folder in ("", ".vision", ".encoder_decoder", ".diffusion"):
+        if find_spec(f"fnmodels.models{folder}.{name}") is not None:
+            return import_module(f"fnmodels.models{folder}.{name}")
     raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
 
 
@@ -98,6 +106,7 @@ __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
 __all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]
 __all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
+__all__ += ["prepare_denoising", "denoise", "flow_times", "latent_rows", "unpacked_latents", "diffusion_models"]
 __all__ += ["patch_rows", "frame_rows", "log_mel"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]

@@ -90,6 +90,8 @@ def prepare(
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
+    if may_have(family, "INPUTS") == "latents":
+        raise ValueError("This model denoises latents, given texts: take fnmodels.prepare_denoising.")
     check_fields(config)
     if may_have(family, "stacks")(config):
         raise ValueError(
@@ -168,7 +170,10 @@ def forward(
         x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, own, within)
         ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
-            if field_of(config, "head") in PER_DOCUMENT:
+            if (outputs := may_have(family_of(config), "outputs")) is not None:
+                _refuse_final(config, final, edits)
+                logits = outputs(params, x, inputs, config=config)
+            elif field_of(config, "head") in PER_DOCUMENT:
                 logits = _per_document(params, inputs, x, config, final, edits)
             else:
                 logits, ends = unembedded(params, x, config, final, edits)
@@ -230,6 +235,11 @@ def unembedded(
     with watched_norms({FINAL[0]: params["norm"]}, tap):
         logits = decoder.scores(params, x, config=config)
     return logits, {name: tapped[name] for name in taps}
+
+
+def _refuse_final(config: Any, taps: tuple[str, ...], edits: Mapping[str, Edit]) -> None:
+    if unread := [*taps, *(name for name in FINAL if name in edits)]:
+        raise ValueError(f"A {config.model_type} has no {unread[0]!r}: what its last norm returns has no weight.")
 
 
 def _per_document(

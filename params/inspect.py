@@ -18,10 +18,11 @@ from pathlib import Path
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError
 from fnmodels.models.common.quantization import quantization_of
+from fnmodels.models.common.registry import model_type_of
 from params.checkpoint.config import read_config
 from params.checkpoint.load import check_folder, load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
-from params.checkpoint.shard_index import open_folder
+from params.checkpoint.shard_index import open_folder, stem_in
 
 from .command_line import Parser, printable, program_name, run_command
 from .initialize import count
@@ -80,7 +81,7 @@ def report(folder: Path, *, verified: bool = False) -> Lines:
 def _model(folder: Path) -> Lines:
     """Family, layers and parameters, from config.json."""
     config, values = read_config(folder)
-    yield "family", f"{family_of(config).__name__}, model type {values['model_type']}"
+    yield "family", f"{family_of(config).__name__}, model type {model_type_of(values)}"
     kinds = Counter(family_of(config).kinds(config))
     yield "layers", f"{sum(kinds.values())}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     yield "parameters", f"{count(config):,}"
@@ -91,7 +92,7 @@ def _model(folder: Path) -> Lines:
 def _files(folder: Path) -> Lines:
     """Tensors per file and per dtype, from the headers."""
     with ExitStack() as stack:
-        found = open_folder(folder, stack)
+        found = open_folder(folder, stack, stem_in(folder))
         counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for file, entry in found.values():

@@ -12,7 +12,7 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import config_class, families, family_for, to_hf
+from fnmodels.models.common.registry import config_class, families, family_for, model_type_of, to_hf
 from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
@@ -48,11 +48,12 @@ def read_config(path: str | os.PathLike[str], family: Any = None) -> tuple[Any, 
     try:
         if not isinstance(values, dict):
             raise ConfigError("it must hold a JSON object.")
-        if "model_type" not in values:
+        model_type = model_type_of(values)
+        if "model_type" not in values and "_class_name" not in values:
             raise ConfigError("'model_type' is not there, which is needed.")
-        if not isinstance(values["model_type"], str):
-            raise ConfigError(f"'model_type' must be a string, not {shown(values['model_type'])}.")
-        config = config_class(family or family_for(values["model_type"])).from_hf(values)
+        if not isinstance(model_type, str):
+            raise ConfigError(f"'model_type' must be a string, not {shown(model_type)}.")
+        config = config_class(family or family_for(model_type)).from_hf(values)
         _check_dtype(values)
         _check_tokens(values)
         _check_architectures(values, to_hf(config).get("architectures"))

@@ -77,6 +77,7 @@ def load_pretrained(
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
+    The files of diffusers are diffusion_pytorch_model.safetensors and its shards.
 
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
     dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`), and
@@ -177,7 +178,7 @@ def check_folder(
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
     declared, values = read_config(folder, family)
     config = declared if head is None else replace(declared, head=head, num_labels=0)
-    opened = open_folder(folder, stack)
+    opened = open_folder(folder, stack, may_have(family_of(config), "WEIGHTS"))
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     found = pair_scales(folder, opened, quantization_of(values))
     parameters = tensor_map.stored_leaves(config)

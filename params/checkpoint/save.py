@@ -16,7 +16,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
 from fnmodels.models.common.config_json import strict_json
-from fnmodels.models.common.registry import DecoderConfig, to_hf
+from fnmodels.models.common.registry import DecoderConfig, family_of, may_have, to_hf
 from fnmodels.tree import Tree
 from params.io.files import sync
 from params.io.safetensors_file import LazyTensor, write_tensors
@@ -31,15 +31,17 @@ from params.io.staging import (
 
 from .export import lazy_tensors
 from .manifest import MANIFEST, file_fault, read_manifest, write_manifest
-from .shard_index import INDEX, SHARDS_LIMIT, SINGLE, as_lines, make_index
+from .shard_index import SHARDS_LIMIT, STEMS, as_lines, index_name, make_index, single_name
 
-_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(rf"({'|'.join(STEMS)})(-\d{{5,}}-of-\d{{5,}})?\.safetensors(\.index\.json)?")
 
 
 def save_pretrained(
     path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, max_shard_size: int | str = "5GB"
 ) -> None:
     """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
+
+    The files of a diffusion model are named as by diffusers, see `load_pretrained`.
 
     max_shard_size: bytes, or a string such as "5GB"; a larger model is split into several files with an index. dtypes
     are kept, and other files in the folder are not touched. fnmodels_manifest.json records the checksums for `verify`.
@@ -55,7 +57,8 @@ def save_pretrained(
     tensors = lazy_tensors(config, params)
     _check_plain(tree.flatten(params))
     text = config_text(config, _main_dtype(tree.flatten(params)))
-    shards = _shards(tensors, _bytes(max_shard_size))
+    stem = may_have(family_of(config), "WEIGHTS")
+    shards = _shards(tensors, _bytes(max_shard_size), stem)
 
     folder = Path(path)
     with reserved_staging_path(folder, _tidy) as temporary:
@@ -66,7 +69,7 @@ def save_pretrained(
                 write_tensors(temporary / file, {name: tensors[name] for name in names})
             if len(shards) > 1:
                 sizes = {file: {name: tensors[name].nbytes for name in names} for file, names in shards.items()}
-                _write(temporary / INDEX, _json(make_index(sizes)))
+                _write(temporary / index_name(stem), _json(make_index(sizes)))
             _write(temporary / "config.json", text)
             write_manifest(temporary)
         # From here on it is removed only when all files are moved: some may exist only there.
@@ -75,7 +78,9 @@ def save_pretrained(
 
 def config_text(config: DecoderConfig, dtype: torch.dtype) -> str:
     """The text of config.json; dtype: that of most elements of the model."""
-    return _json(to_hf(config) | {"dtype": str(dtype).removeprefix("torch.")})
+    values = to_hf(config)
+    named = {} if "_class_name" in values else {"dtype": str(dtype).removeprefix("torch.")}  # unknown to diffusers
+    return _json(values | named)
 
 
 def recover(path: str | os.PathLike[str]) -> bool:
@@ -170,7 +175,8 @@ def _replace(folder: Path, temporary: Path) -> None:
     waiting = {name for name in new if (temporary / name).exists()}
     old = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
     bracketing = [MANIFEST, "config.json"]
-    if old <= {SINGLE} and SINGLE in new and _same(folder / "config.json", temporary / "config.json"):
+    singles = {single_name(stem) for stem in STEMS} & new
+    if singles and old <= singles and _same(folder / "config.json", temporary / "config.json"):
         bracketing = [MANIFEST]  # the model changes by a single rename
     for name in (*(name for name in bracketing if name in waiting), *sorted(old - new)):
         (folder / name).unlink(missing_ok=True)
@@ -205,7 +211,7 @@ def _bytes(size: int | str) -> int:
     return number
 
 
-def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
+def _shards(tensors: dict[str, LazyTensor], limit: int, stem: str) -> dict[str, list[str]]:
     """{file: tensor names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
     groups: list[list[str]] = []
     size: float = math.inf
@@ -216,12 +222,12 @@ def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
         groups[-1].append(name)
         size += tensor.nbytes
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {single_name(stem): groups[0]}
     if len(groups) > SHARDS_LIMIT:
         raise ValueError(
             f"max_shard_size={limit} makes {len(groups):,} files of this model; at most {SHARDS_LIMIT:,} can be read."
         )
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
 def _json(values: dict[str, Any]) -> str:

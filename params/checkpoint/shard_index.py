@@ -12,11 +12,9 @@ from fnmodels.errors import IndexFileError, UnsupportedError
 from params.io.files import plain_file, read_json
 from params.io.safetensors_file import Entry, TensorFile, open_tensor_files
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")  # of files of tensors: in transformers, in diffusers
 
 SHARDS_LIMIT = 10_000  # files; the largest published models have 200
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 
@@ -27,24 +25,42 @@ def as_lines(lines: Iterable[str]) -> str:
     return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)
 
 
-def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, Entry]]:
+def single_name(stem: str) -> str:
+    """The name of the file that has all tensors."""
+    return f"{stem}.safetensors"
+
+
+def index_name(stem: str) -> str:
+    """The name of the index of shards."""
+    return f"{stem}.safetensors.index.json"
+
+
+def stem_in(folder: Path) -> str:
+    """The one of STEMS that files in the folder have, the first one by default."""
+    found = (stem for stem in STEMS if any((folder / name(stem)).exists() for name in (single_name, index_name)))
+    return next(found, STEMS[0])
+
+
+def open_folder(folder: Path, stack: ExitStack, stem: str = "model") -> dict[str, tuple[TensorFile, Entry]]:
     """{tensor name: (its file, its entry)} with every header checked; `stack` closes the files.
 
+    stem: the beginning of the files' names, `WEIGHTS` of the family.
     IndexFileError where index and files disagree, FileNotFoundError for missing files, UnsupportedError for pickles.
     """
-    single, index = os.path.lexists(folder / SINGLE), os.path.lexists(folder / INDEX)
+    whole, listed = single_name(stem), index_name(stem)
+    single, index = os.path.lexists(folder / whole), os.path.lexists(folder / listed)
     if index:
-        weight_map = _weight_map(plain_file(folder, INDEX))
+        weight_map = _weight_map(plain_file(folder, listed))
         shards = sorted(set(weight_map.values()))
-        if single and shards != [SINGLE]:
+        if single and shards != [whole]:
             raise IndexFileError(
-                f"{folder} has both {SINGLE} and an {INDEX} that names other files: one is left from another save."
+                f"{folder} has both {whole} and an {listed} that names other files: one is left from another save."
             )
     elif single:
-        shards = [SINGLE]
+        shards = [whole]
     else:
-        raise _no_weights(folder)
-    _check_strays(folder, INDEX if index else SINGLE, shards)
+        raise _no_weights(folder, whole, listed)
+    _check_strays(folder, stem, listed if index else whole, shards)
     paths, missing = [], []
     for name in shards:
         try:
@@ -58,13 +74,14 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
     files = open_tensor_files(paths, stack)
     if index:
-        _check_index(folder / INDEX, weight_map, files)
+        _check_index(folder / listed, weight_map, files)
     return {name: (file, entry) for file in files for name, entry in file.entries.items()}
 
 
-def _check_strays(folder: Path, named: str, shards: Iterable[str]) -> None:
+def _check_strays(folder: Path, stem: str, named: str, shards: Iterable[str]) -> None:
     # Shards of two saves would be ambiguous. Files with other names are ignored: adapters, other formats.
-    strays = sorted({name for name in os.listdir(folder) if _SHARD.fullmatch(name)}.difference(shards))
+    shard = re.compile(rf"{stem}-\d+-of-\d+\.safetensors")
+    strays = sorted({name for name in os.listdir(folder) if shard.fullmatch(name)}.difference(shards))
     if strays:
         raise IndexFileError(
             f"{folder} has {len(strays):,} shards that {named} does not name, perhaps left from another save:"
@@ -102,14 +119,14 @@ def _check_index(path: Path, weight_map: dict[str, str], files: list[TensorFile]
         raise IndexFileError(f"{path} and the shards disagree ({len(faults)} differences):{as_lines(faults)}")
 
 
-def _no_weights(folder: Path) -> Exception:
+def _no_weights(folder: Path, whole: str, listed: str) -> Exception:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
         return FileNotFoundError(
             errno.ENOENT,
-            f"There is neither {SINGLE} nor {INDEX}, though there is {shards[0]}, in the folder",
+            f"There is neither {whole} nor {listed}, though there is {shards[0]}, in the folder",
             str(folder),
         )
     if pickled:
@@ -117,7 +134,7 @@ def _no_weights(folder: Path) -> Exception:
             f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs whatever code is in them: "
             "this is never done here. Save the model as safetensors where you trust the file."
         )
-    return FileNotFoundError(errno.ENOENT, f"There is neither {SINGLE} nor {INDEX} in the folder", str(folder))
+    return FileNotFoundError(errno.ENOENT, f"There is neither {whole} nor {listed} in the folder", str(folder))
 
 
 def make_index(shards: dict[str, dict[str, int]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import fnmodels
+from fnmodels.models.common.registry import model_type_of
 from fnmodels.models.presets import published
 
 
@@ -24,6 +25,6 @@ def model_types_of(parameters: Mapping[str, Any]) -> set[str]:
 def _named() -> dict[str, frozenset[str]]:
     """{name of a preset or of a family: its model types}."""
     types = fnmodels.families()
-    names = {name: frozenset({values["model_type"]}) for name, values in published().items()}
+    names = {name: frozenset({model_type_of(values)}) for name, values in published().items()}
     files = {module.rpartition(".")[2] for module in types.values()}
     return {file: frozenset(t for t, m in types.items() if m.endswith(f".{file}")) for file in files} | names

@@ -4,6 +4,7 @@ next_token      the language-model loss           multi_token   multi-token pred
 distillation    KL divergence from a teacher      policy        DPO and policy gradients, on log-probabilities
 logprobs        log-probability and entropy of each token
 pairs           targets of a model of an encoder and a decoder, given their sources
+flow_matching   rectified flow with diffusion models
 documents       classification, answers and contrastive pairs of packed documents
 moe_balance     load-balancing losses of routers, and updates of selection biases
 cross_entropy, lm_head, token_chunks, softmax_stats   from hidden states to a loss without all logits in memory

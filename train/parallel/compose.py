@@ -57,8 +57,8 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     mesh = mesh_of(devices)
     if config is not None and may_have(family_of(config), "shared") is not None and mesh.tp * mesh.cp * mesh.pp > 1:
         raise ValueError(
-            f"The layers of a {config.model_type} read a table of relative position biases for whole rows and all "
-            f"heads, so the mesh {mesh} must not have tp, cp or pp above 1; fsdp and dp work."
+            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as "
+            f"position biases of all heads, so the mesh {mesh} must not have tp, cp or pp above 1; fsdp and dp work."
         )
     tensor: TensorParallel | None = None
     if mesh.tp > 1:

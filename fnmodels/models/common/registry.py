@@ -7,7 +7,7 @@ that defines a Config and the functions of `Family`.
 import importlib
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -23,6 +23,7 @@ from fnmodels.tree import Tree, contains
 _PACKAGE = "fnmodels.models"
 _TOWERS = "fnmodels.models.vision"
 _ENCODER_DECODERS = "fnmodels.models.encoder_decoder"
+_DIFFUSION = "fnmodels.models.diffusion"
 
 
 class DecoderConfig(Protocol):
@@ -172,7 +173,12 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "shared": None,
     # (config) -> {"encoder": Config, "decoder": Config} of a model that has both, else {}; see `fnmodels.pairs`
     "stacks": lambda config: {},
-    "INPUTS": "tokens",  # or "patches": a vision tower, see `common.vision`
+    # or "patches": a vision tower, see `common.vision`; "latents": a diffusion model, see `fnmodels.diffusion`
+    "INPUTS": "tokens",
+    # (params, x, inputs, config=) -> what `forward` returns of hidden states x [B, S, D], of a model whose head reads
+    # inputs too; such a family has no `unembed`
+    "outputs": None,
+    "WEIGHTS": "model",  # how the names of its files of tensors begin
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
     # (params, x, documents, config=) -> [N, labels]: the head "classification" on hidden states x [B, S, D]; None: that
@@ -185,8 +191,9 @@ FAMILY_DEFAULTS: dict[str, Any] = {
 def family_of(config: Any) -> Family:
     """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
     module = sys.modules[type(config).__module__]
-    for name in _NEEDED if not hasattr(module, "towers") else ("spec",):
-        if not hasattr(module, name):
+    needed = ("spec",) if hasattr(module, "towers") else _NEEDED
+    for name in needed:
+        if not hasattr(module, name) and not (name == "unembed" and hasattr(module, "outputs")):
             raise TypeError(_missing(config, name))
     return cast(Family, module)
 
@@ -300,6 +307,21 @@ def encoder_decoders() -> dict[str, str]:
     return _found_in(_ENCODER_DECODERS)
 
 
+def diffusion_models() -> dict[str, str]:
+    """{class name in a config.json of diffusers: name of the module} for diffusion models; see `families`."""
+    return _found_in(_DIFFUSION)
+
+
+def every_model() -> dict[str, str]:
+    """{model type: name of the module} of `families`, `towers`, `encoder_decoders` and `diffusion_models`."""
+    return families() | towers() | encoder_decoders() | diffusion_models()
+
+
+def model_type_of(values: Mapping[str, Any]) -> Any:
+    """The model type of a config.json, which diffusers calls `_class_name`; None: it has none."""
+    return values.get("model_type", values.get("_class_name"))
+
+
 def _found_in(package: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in _modules(package, tuple(importlib.import_module(package).__path__)):
@@ -321,7 +343,7 @@ def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
 
 def family_for(model_type: str) -> Family:
     """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types."""
-    known = families() | towers() | encoder_decoders()
+    known = every_model()
     if model_type not in known:
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")
     return cast(Family, importlib.import_module(known[model_type]))

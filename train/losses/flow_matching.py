@@ -1,0 +1,65 @@
+"""Flow matching (arXiv 2210.02747) with the straight paths of rectified flow, see `fnmodels.diffusion`."""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.ops.norm import upcast
+from fnmodels.options import ForwardKwargs
+from fnmodels.tree import Tree
+
+from .model_loss import check_entries
+
+_OWN = ("latents", "noise", "text", "positions", "segment_ids", "text_segment_ids")
+
+
+def flow_noise(
+    batch: Mapping[str, Tensor], generator: torch.Generator, *, mean: float = 0.0, std: float = 1.0
+) -> dict[str, Tensor]:
+    """The batch with "noise" like its latents [B, I, C] and "time" [B, M], one for each image.
+
+    Drawn from the generator alone; noise is normal, and so is the logit of the time, with `mean` and `std`
+    (arXiv 2403.03206, section 3.1). M is that of batch["pooled"] [B, M, P].
+    """
+    check_entries(batch, "latents", "pooled")
+    latents, images = batch["latents"], batch["pooled"].shape[:2]
+    noise = torch.randn(latents.shape, generator=generator, device=latents.device).to(latents.dtype)
+    logits = mean + std * torch.randn(images, generator=generator, device=latents.device)
+    return {**batch, "noise": noise, "time": logits.sigmoid()}
+
+
+def flow_matching_loss(
+    params: Tree, batch: Mapping[str, Tensor], *, config: Any, **options: Unpack[ForwardKwargs]
+) -> tuple[Tensor, Tensor]:
+    """(sum over tokens of latents of the mean squared error of the velocity, count of these tokens), in fp32 at least.
+
+    batch: latents [B, I, C], the data; noise [B, I, C] and time [B, M], as `flow_noise` draws them; the others as for
+    `fnmodels.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and guidance where the config
+    has it. The model reads (1 - time) latents + time noise, and its target is noise - latents. options: see
+    `fnmodels.forward`. ValueError for a missing entry and for a model that returns other channels than it reads.
+    """
+    check_entries(batch, *_OWN, *config.conditions)
+    if config.in_channels != config.out_channels:
+        raise ValueError(
+            f"The model reads {config.in_channels} channels and returns {config.out_channels}; this loss is for "
+            "models whose latents are all that they read."
+        )
+    owners = batch["segment_ids"]
+    valid = (owners > 0)[..., None]
+    data, noise = (upcast(batch[name]).where(valid, 0) for name in ("latents", "noise"))
+    time = torch.take_along_dim(batch["time"], (owners - 1).clamp(min=0), 1)[..., None]
+    prepared = fnmodels.prepare_denoising(
+        config,
+        (1 - time) * data + time * noise,
+        batch["text"],
+        {name: batch[name] for name in config.conditions},
+        positions=batch["positions"],
+        segment_ids=owners,
+        text_segment_ids=batch["text_segment_ids"],
+    )
+    velocity = upcast(fnmodels.forward(params, *prepared, config=config, **options))
+    error = (velocity - (noise - data)).square().mean(-1)
+    return error.where(valid[..., 0], 0).sum(), valid.sum()
