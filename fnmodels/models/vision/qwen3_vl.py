@@ -25,13 +25,10 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
-from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
-from fnmodels.models.common.spec import layer_norm_leaves
-from fnmodels.ops.norm import layer_norm
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 
@@ -41,7 +38,6 @@ MODEL_TYPES = ("qwen3_vl",)
 _TEXT: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
 _TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
 _TEXT |= {"rope_theta": 5e5, "mrope_section": [24, 20, 20]}
-EPS = 1e-6  # of the mergers' norms, fixed in the reference
 
 
 def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes: int) -> dict[str, Any]:
@@ -108,23 +104,19 @@ class Config:
 
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, "merger", and in "deepstack" a merger for each layer that the text reads."""
-    tower = config.vision
-    leaves = qwen_vl.merger_leaves(tower, config.text.hidden_size)
-    first = layer_norm_leaves("norm", tower.hidden_size, "embed") | leaves
-    later = layer_norm_leaves("norm", tower.hidden_size * tower.merge**2, "embed") | leaves
-    own: Tree = {"merger": first} | ({"deepstack": [later for _ in tower.deepstack]} if tower.deepstack else {})
+    tower, width = config.vision, config.text.hidden_size
+    own: Tree = {"merger": qwen_vl.normed_merger_leaves(tower, width)}
+    if tower.deepstack:
+        own["deepstack"] = [qwen_vl.normed_merger_leaves(tower, width, joined_first=True) for _ in tower.deepstack]
     return two_towers.towers_spec(config) | own
 
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = qwen_vl.names(config, text="model.language_model.", vision="model.visual.")
-    mergers = {"merger": "merger"}
-    mergers |= {f"deepstack.{i}": f"deepstack_merger_list.{i}" for i in range(len(config.vision.deepstack))}
-    for path, name in mergers.items():
-        names |= vision.weight_and_bias(f"{path}.norm", f"model.visual.{name}.norm")
-        for ours, theirs in (("up", "linear_fc1"), ("out", "linear_fc2")):
-            names |= vision.weight_and_bias(f"{path}.{ours}", f"model.visual.{name}.{theirs}")
+    names |= qwen_vl.normed_merger_names("merger", "model.visual.merger")
+    for i in range(len(config.vision.deepstack)):
+        names |= qwen_vl.normed_merger_names(f"deepstack.{i}", f"model.visual.deepstack_merger_list.{i}")
     return names
 
 
@@ -141,12 +133,9 @@ def project(
     x: the tower's hidden states [rows, slots, D]; tapped: those of `taps`; places: of the patches of each cell of
     `config.vision.merge` patches a side, see `cells`.
     """
-    weights = params["merger"]
-    normed = layer_norm(x, weights["norm"], weights["norm_bias"], eps=EPS)
-    found = [qwen_vl.merged(weights, qwen_vl.joined(normed, places))]
+    found = [qwen_vl.project(params["merger"], x, places)]
     for name, own in zip(taps(config), params.get("deepstack", ()), strict=True):
-        normed = layer_norm(qwen_vl.joined(tapped[name], places), own["norm"], own["norm_bias"], eps=EPS)
-        found.append(qwen_vl.merged(own, normed))
+        found.append(qwen_vl.project(own, tapped[name], places, joined_first=True))
     return found
 
 

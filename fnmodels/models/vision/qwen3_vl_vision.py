@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL (arXiv 2511.21631): LayerNorms, a plain MLP, a learned position table and a rotary one.
+"""The vision tower of Qwen3-VL (arXiv 2511.21631) and Qwen3.5: LayerNorms, positions learned and rotary.
 
 `forward` returns the hidden states [B, S, D] of the last layer, which have no norm. Images may have any size whose rows
 and columns of patches are multiples of `merge`; see `common.parts.qwen_tower` for the frames of a patch.
@@ -19,7 +19,7 @@ from fnmodels.models.common.spec import bias, embedding
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("qwen3_vl_vision",)
+MODEL_TYPES = ("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision")
 INPUTS = "patches"
 CAUSAL = False
 

@@ -14,13 +14,16 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import gather_cells
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import family_for, family_of
-from fnmodels.models.common.spec import Leaf, bias, weight
+from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
 from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
 from . import two_towers
 
+EPS = 1e-6  # of Qwen3-VL's LayerNorms before mergers, fixed in the reference
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
 _OUTER = {"model_type", "architectures", "vision_config", "text_config", "image_token_id", *TOKENS}
 
@@ -99,3 +102,25 @@ def merged(weights: Tree, x: Tensor) -> Tensor:
 def joined(x: Tensor, places: Tensor) -> Tensor:
     """[1, cells, D of all patches of the cell] of hidden states x [rows, slots, D]; places: of `cells`."""
     return gather_cells(x, places).flatten(1)[None]
+
+
+def normed_merger_leaves(config: Any, width: int, *, joined_first: bool = False) -> dict[str, Leaf]:
+    """Those of `merger_leaves` and of Qwen3-VL's LayerNorm before it, of patches or, joined_first, of whole cells."""
+    size = config.hidden_size * (config.merge**2 if joined_first else 1)
+    return layer_norm_leaves("norm", size, "embed") | merger_leaves(config, width)
+
+
+def normed_merger_names(path: str, name: str) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk} of a merger of Qwen3-VL."""
+    parts = {"norm": "norm", "up": "linear_fc1", "out": "linear_fc2"}
+    found: dict[str, Stored] = {}
+    for ours, theirs in parts.items():
+        found |= weight_and_bias(f"{path}.{ours}", f"{name}.{theirs}")
+    return found
+
+
+def project(weights: Tree, x: Tensor, places: Tensor, *, joined_first: bool = False) -> Tensor:
+    """Features [1, cells, width] of hidden states x [rows, slots, D]: norm, cells, MLP; see `normed_merger_leaves`."""
+    x = joined(x, places) if joined_first else x
+    x = layer_norm(x, weights["norm"], weights["norm_bias"], eps=EPS)
+    return merged(weights, x if joined_first else joined(x, places))

@@ -1,0 +1,112 @@
+"""Qwen3.5 with images: the tower of Qwen3-VL, without DeepStack, among the tokens of Qwen3.5's text models.
+
+Its checkpoints' model types are those of `fnmodels.models.qwen3_next`, which reads the text alone; with the tower:
+
+config, params = params.load_pretrained(path, family=fnmodels.models.vision.qwen3_5)
+
+image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
+patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x = fnmodels.hidden(params["vision"], *batch, config=config.vision)
+features = qwen3_5.project(params, x, qwen3_5.cells(at, image_ids, config.vision.merge))
+places = qwen3_5.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+positions = qwen3_5.image_positions(tokens == config.image_token, segment_ids, grids)  # grids of cells
+batch = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+inputs = qwen3_5.with_images(params, batch[0], features, places, config=config)
+logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import UnsupportedError
+from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
+from fnmodels.inputs.image_positions import image_positions  # noqa: F401
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.tree import Tree
+
+from . import qwen3_vl_vision
+
+LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
+_USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}
+_USUAL |= {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}
+_DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
+_MOE = {"hidden_size": 2048, "num_hidden_layers": 40}
+# What text_config leaves out where it equals the defaults, and the name of the model's class.
+_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_5": (_USUAL | _DENSE, "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": (_USUAL | _MOE, "Qwen3_5MoeForConditionalGeneration"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace."""
+
+    text: Any
+    vision: qwen3_vl_vision.Config
+    image_token: int
+    # kept for saving only
+    model_type: str = field(default="qwen3_5", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        qwen_vl.check_widths(self)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        model_type = outer.choice("model_type", tuple(_TYPES))
+        text_type, tower_type = f"{model_type}_text", f"{model_type}_vision"
+        tower = qwen_vl.tower_values(outer, tower_type)
+        if tower.setdefault("deepstack_visual_indexes", []):
+            raise UnsupportedError(f"{outer.where}, vision_config: 'deepstack_visual_indexes' must be empty.")
+        text = qwen_vl.text_config(
+            outer, qwen_vl.text_values(outer), text_type, text_type, defaults=_TYPES[model_type][0]
+        )
+        config = Config(
+            text=text,
+            vision=qwen3_vl_vision.Config.from_hf(tower),
+            image_token=outer.integer("image_token_id", 248056, low=0),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        tower = self.vision.to_hf()
+        return vision_language.to_hf(
+            self,
+            _TYPES[self.model_type][1],
+            text_config=qwen_vl.text_to_hf(self.text, f"{self.model_type}_text"),
+            vision_config={n: v for n, v in tower.items() if n not in ("architectures", "deepstack_visual_indexes")},
+            image_token_id=self.image_token,
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, and "merger"."""
+    merger = qwen_vl.normed_merger_leaves(config.vision, config.text.hidden_size)
+    return two_towers.towers_spec(config) | {"merger": merger}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names = qwen_vl.names(config, text="model.language_model.", vision="model.visual.")
+    return names | qwen_vl.normed_merger_names("merger", "model.visual.merger")
+
+
+def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
+    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
+
+    places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
+    """
+    return qwen_vl.project(params["merger"], x, places)
