@@ -57,7 +57,7 @@ def own_parts(
             check_entries(part, *needed)
             check_shapes(part)
             if config is not None:
-                check_ids(part, config.vocab_size)
+                check_ids(part, config)
             if check is not None:
                 check(part)
         given = _with_places(parts) if places else parts
@@ -97,7 +97,7 @@ def own_part(
     if isinstance(batch, (list, tuple)):
         return [own_part(part, devices, strategy, config, rows) for part in batch]
     if config is not None:
-        check_ids(batch, config.vocab_size)
+        check_ids(batch, config)
     return _with_rows(own_positions, own_rows(batch, devices), devices, strategy, config, rows)
 
 

@@ -1,4 +1,4 @@
-"""Losses of documents over fsdp: a step is that of one process, whose microbatches are the rows of each rank."""
+"""Losses of documents, pairs and flows over fsdp: a step is that of one process, with each rank's rows a microbatch."""
 
 import functools
 from typing import Any
@@ -9,10 +9,11 @@ import torch
 import fnmodels
 import params as P
 import train
-from fnmodels import bert, t5, tree
+from fnmodels import bert, flux, t5, tree
 from tests.support.cases import generic_params
 from tests.support.one_process import error, worst
 from tests.support.ranks_pool import Ranks, devices
+from tests.variants.flux import TINY as FLUX
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh
 from train.parallel.placement import rules_of, shardings
@@ -43,8 +44,22 @@ def pair_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     return config, functools.partial(train.pair_loss, config=config), made
 
 
+def flow_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of Flux: rows of two images, the second rank's smaller."""
+    config = flux.Config.from_hf(FLUX | {"out_channels": 12})
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    made = []
+    for height in (4, 2):
+        latents, positions, owners = fnmodels.latent_rows([draw(3, 2, 2), draw(3, height, 4)], length=8)
+        batch = {"latents": latents, "noise": draw(latents.shape), "positions": positions, "segment_ids": owners}
+        batch |= {"text": draw(1, 4, 10), "text_segment_ids": torch.tensor([[1, 2, 2, 0]]), "pooled": draw(1, 2, 9)}
+        made.append(batch | {"time": draw(1, 2).sigmoid(), "guidance": draw(1, 2).sigmoid()})
+    return config, functools.partial(train.flow_matching_loss, config=config), made
+
+
 def stepped(head: str) -> dict[str, float]:
-    config, loss, halves = pair_setting() if head == "pairs" else setting(head)
+    settings = {"pairs": pair_setting, "flow": flow_setting}
+    config, loss, halves = settings[head]() if head in settings else setting(head)
     optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse("fsdp=2"), generic_params(config)
     one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), halves)
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
@@ -58,7 +73,7 @@ def stepped(head: str) -> dict[str, float]:
     return found | {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
 
 
-@pytest.mark.parametrize("head", [*HEADS, "pairs"])
+@pytest.mark.parametrize("head", [*HEADS, "pairs", "flow"])
 def test_a_step_over_fsdp_is_that_of_one_process(ranks: Ranks, head: str) -> None:
     found = ranks(2)(stepped, head)
     assert worst(found)[0] < 1e-5, worst(found)

@@ -49,7 +49,7 @@ def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[
 
 def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
     check_entries(batch, "tokens", "positions", "segment_ids")
-    check_ids(batch, pipe.config.vocab_size)
+    check_ids(batch, pipe.config)
     found = recorded(loss, params, batch)
     if found is None:
         raise ValueError(
@@ -93,12 +93,15 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
     return None
 
 
-def check_ids(batch: Batch, size: int) -> None:
+def check_ids(batch: Batch, config: Any) -> None:
     """ValueError for tokens and labels outside of the vocabulary, on the CPU.
 
     An invalid id would raise on one rank alone, and the others would wait. On other devices this check would
     synchronise, and the kernel that meets such an id aborts its process, and so the job.
     """
+    if not hasattr(config, "vocab_size"):  # it reads patches or latents
+        return
+    size = config.vocab_size
     for name in ("tokens", "labels"):
         ids = batch.get(name)
         if ids is None or not ids.is_cpu or not ids.numel() or ids.is_floating_point():
