@@ -73,6 +73,8 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).expand_as(keys)
     # The solver does not read the diagonal of the system and the elements above it.
     inverse = torch.linalg.solve_triangular(keys * beta, identity, upper=False, unitriangular=True)
+    # Sums of products of decays from j to i, so in proportion to decay_ij: without this, subnormal where that is cut.
+    inverse.masked_fill_(decay == 0, 0)
     errors = torch.addcmul(v, k @ state, norm_k * since, value=-1)
     corrections = (inverse * beta.transpose(1, 2)) @ errors
     return _Solved(q, k, norm_q, norm_k, beta, since, until, decay, keys, queries, inverse, errors, corrections)
@@ -112,7 +114,7 @@ def gradient(
     by_pair = by_key.mul_(c.beta).add_(by_query)
     d_cum = by_pair.sum(-1) - by_pair.sum(-2) + of_q * read_q[..., 0] - of_k * read_k[..., 0] - ended
     decayed = new * c.since[:, -1:]
-    d_cum[:, -1] += ended.sum(-1) + (decayed.flatten(1)[:, None] @ old.flatten(1)[..., None])[:, 0, 0]
+    d_cum[:, -1] += ended.sum(-1) + (decayed * old).sum((-1, -2))
     same = earlier_of_document(along[5]).to(d_cum.dtype)
     d_g = same.transpose(1, 2) @ _tokens(d_cum, state)
     d_state = decayed.baddbmm_(c.k.transpose(1, 2), d_v * -read_k).baddbmm_(c.q.transpose(1, 2), d_o * read_q)
