@@ -1,0 +1,102 @@
+"""Llama 4 with images (Meta, 2025): cells of 2 x 2 patches of tiles among the tokens of the text model.
+
+Its checkpoints' model type is that of `fnmodels.models.llama4`, which reads the text alone; with the tower:
+
+config, params = params.load_pretrained(path, family=fnmodels.models.vision.llama4)
+
+patches, at, image_ids = fnmodels.patch_rows(tiles, config.vision, length=...)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x = fnmodels.forward(params["vision"], *batch, config=config.vision)
+features = llama4.project(params, x, llama4.cells(at, image_ids, config.vision.merge))
+inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+places = llama4.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+inputs = llama4.with_images(params, inputs, features, places, config=config)
+logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.common.spec import weight
+from fnmodels.ops.linear import linear
+from fnmodels.tree import Tree
+
+from . import llama4_vision
+
+_TYPE = "llama4"
+# What text_config leaves out where it equals the defaults.
+_TEXT = {"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
+_TEXT |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace."""
+
+    text: Any
+    vision: llama4_vision.Config
+    image_token: int
+    # kept for saving only
+    model_type: str = field(default=_TYPE, compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", (_TYPE,))
+        text = vision_language.text_config(outer, "llama4_text", _TEXT)
+        config = Config(
+            text=vision_language.with_tie(text, outer.boolean("tie_word_embeddings", text.tie_word_embeddings)),
+            vision=llama4_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "llama4_vision_model")),
+            image_token=outer.integer("image_token_index", 200092, low=0),
+        )
+        extra = vision_language.kept(outer, "boi_token_index", "eoi_token_index")
+        object.__setattr__(config, "extra", extra)
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        return vision_language.to_hf(
+            self,
+            "Llama4ForConditionalGeneration",
+            image_token_index=self.image_token,
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, and the projector's weights [out, in]."""
+    tower, wide, std = config.vision, config.vision.output_dim, config.text.initializer_range
+    projector = {
+        "up": weight((wide, tower.hidden_size * tower.merge**2), ("projection", "embed"), std),
+        "out": weight((wide, wide), ("embed", "projection"), std),
+        "proj": weight((config.text.hidden_size, wide), ("projection", "embed"), std),
+    }
+    return two_towers.towers_spec(config) | {"projector": projector}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names = vision_language.part_names(config, text="language_model.", vision="vision_model.")
+    own = {"up": "vision_model.vision_adapter.mlp.fc1", "out": "vision_model.vision_adapter.mlp.fc2"}
+    own["proj"] = "multi_modal_projector.linear_1"
+    return names | {f"projector.{path}": f"{name}.weight" for path, name in own.items()}
+
+
+def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
+    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
+
+    places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
+    """
+    weights = params["projector"]
+    inner = F.gelu(linear(gather_cells(x, places).flatten(1)[None], weights["up"]))
+    return linear(F.gelu(linear(inner, weights["out"])), weights["proj"])
