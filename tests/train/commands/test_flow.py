@@ -1,0 +1,151 @@
+"""`python -m train.flow`: a run learns, resumes to the same bytes, and refuses what it cannot read in one sentence."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels.errors import UserError
+from train.commands.flow import main
+from train.data.latents import flow_batch, read_latents
+
+SIZES = ("--layers", "1", "--single-layers", "1", "--heads", "1", "--head-dim", "32")
+
+
+def tensors(images: int = 3) -> dict[str, Tensor]:
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    data = {"latents": draw(images, 3, 4, 6), "text": draw(images, 5, 10), "pooled": draw(images, 9)}
+    return data | {"text_lengths": torch.tensor([2, 5, 3, 1][:images])}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    save_file(tensors(), tmp_path / "data.safetensors")
+    return tmp_path / "data.safetensors"
+
+
+def started(run: Path, data: Path, *flags: str, sizes: tuple[str, ...] = SIZES) -> int:
+    return main(["--run", str(run), "--data", str(data), "--batch", "6", *sizes, *flags])
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def test_a_run_learns_and_its_model_is_read(tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    sizes = (*SIZES[:4], "--heads", "3", *SIZES[6:])
+    assert started(run, data, "--steps", "60", "--batch", "18", "--learning-rate", "0.01", sizes=sizes) == 0
+    seen = losses(run)
+    assert len(seen) == 60 and sum(seen[-5:]) < 0.5 * sum(seen[:5])
+    config, params = P.load_pretrained(run / "transformer")
+    assert (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim) == (12, 10, 9)
+    assert (config.num_layers, config.num_single_layers, config.axes_dims_rope) == (1, 1, (4, 14, 14))
+    batch = train.flow_noise(flow_batch(read_latents(data), 1, 0, 30), torch.Generator().manual_seed(5))
+    total, count = train.flow_matching_loss(params, batch, config=config)
+    assert float(total / count) < 0.5 * seen[0]
+
+
+def test_resumed_runs_and_microbatches_give_the_same_weights(tmp_path: Path, data: Path) -> None:
+    one, two, parts = (tmp_path / name for name in ("one", "two", "parts"))
+    flags = ("--steps", "4", "--save-every", "2")
+    assert started(one, data, *flags) == started(two, data, *flags) == 0
+    model = Path("transformer", "diffusion_pytorch_model.safetensors")
+    wanted, seen = (one / model).read_bytes(), losses(one)
+    assert (two / model).read_bytes() == wanted
+    (two / model).unlink()
+    (two / "steps" / "step-00000004").rename(tmp_path / "lost")
+    assert started(two, data, *flags, "--resume") == 0
+    assert (two / model).read_bytes() == wanted and losses(two) == seen
+    assert started(parts, data, *flags, "--accumulate", "3") == 0
+    assert losses(parts) == pytest.approx(seen, rel=1e-5)
+    other = started(tmp_path / "seed", data, *flags, "--seed", "1")
+    assert other == 0 and losses(tmp_path / "seed") != seen
+
+
+def test_a_run_from_a_folder_of_diffusers(tmp_path: Path, data: Path) -> None:
+    """With guidance, whose embedding is trained with the rest."""
+    values = {"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}
+    values |= {"in_channels": 12, "joint_attention_dim": 10, "pooled_projection_dim": 9, "num_attention_heads": 1}
+    config = fnmodels.family_for("FluxTransformer2DModel").Config.from_hf(
+        values | {"attention_head_dim": 32, "axes_dims_rope": [4, 14, 14]}
+    )
+    before = P.init(config, 3)
+    P.save_pretrained(tmp_path / "init", config, before)
+    run = tmp_path / "run"
+    assert started(run, data, "--init", str(tmp_path / "init"), "--steps", "3", sizes=()) == 0
+    found, after = P.load_pretrained(run / "transformer")
+    assert found == config
+    for path in ("guidance", "time"):
+        assert not torch.equal(after[path]["up_proj"], before[path]["up_proj"]), path
+
+
+def test_every_image_comes_once_before_any_comes_again(data: Path) -> None:
+    read = read_latents(data)
+    numbered = read | {"latents": torch.arange(3.0)[:, None, None, None].expand(3, 3, 4, 6)}
+    batches = [flow_batch(numbered, 7, step, 1) for step in range(12)]
+    order = torch.cat([batch["latents"][:, 0, 0] for batch in batches]).reshape(4, 3)
+    assert all(sorted(epoch) == [0, 1, 2] for epoch in order.tolist())
+    assert len({tuple(epoch) for epoch in order.tolist()}) > 1
+    for batch in batches:
+        for row, image in enumerate(batch["latents"][:, 0, 0].long()):
+            assert int(batch["text_segment_ids"][row].sum()) == int(read["text_lengths"][image])
+            assert torch.equal(batch["pooled"][row, 0], read["pooled"][image])
+            assert torch.equal(batch["text"][row], read["text"][image])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"latents": None}, "has no tensor 'latents'"),
+        ({"more": torch.zeros(1)}, "has a tensor 'more', which is not read"),
+        ({"pooled": torch.zeros(2, 9)}, "pooled is torch.float32 [2, 9]; it must be floats of 2 dimensions, the first"),
+        ({"text": torch.zeros(3, 5, 10, dtype=torch.int32)}, "text is torch.int32"),
+        ({"latents": torch.zeros(3, 3, 4, 5)}, "height and width must be even"),
+        ({"pooled": torch.full((3, 9), torch.nan)}, "pooled has values that are not finite"),
+        ({"text_lengths": torch.tensor([6, 1, 1])}, "text_lengths must be 3 integers from 0 to 5"),
+    ],
+)
+def test_data_that_cannot_be_read_are_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    given = {name: value for name, value in (tensors() | changed).items() if value is not None}
+    save_file(given, tmp_path / "odd.safetensors")
+    with pytest.raises(UserError) as error:
+        read_latents(tmp_path / "odd.safetensors")
+    assert words in str(error.value)
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for flags, words in (
+        (("--head-dim", "48"), "--head-dim 48 is not a multiple of 32"),
+        (("--accumulate", "4"), "--batch 6 does not divide into --accumulate 4"),
+        (("--steps", "0"), "--steps: '0' is not a whole number from 1"),
+        (("--stepz", "1"), "there is no flag --stepz; the nearest is --steps"),
+        (("--resume",), "there is no saved step to resume from"),
+        (("--init", str(tmp_path / "nowhere")), "--layers is of a new model"),
+    ):
+        assert started(run, data, *flags) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and words in error, error
+    assert started(run, tmp_path / "nowhere") == 2 and "nowhere" in capsys.readouterr().err
+    assert started(run, data, "--steps", "1") == 0
+    for flags, words in (
+        (("--steps", "1"), "the folder is not empty; --resume continues"),
+        (("--steps", "2", "--resume"), "--steps is not that with which the run"),
+    ):
+        assert started(run, data, *flags) == 2
+        assert words in capsys.readouterr().err
+    init = ("--init", str(run / "transformer"))
+    save_file(tensors() | {"text": torch.zeros(3, 5, 8)}, tmp_path / "other.safetensors")
+    assert started(tmp_path / "new", tmp_path / "other.safetensors", *init, sizes=()) == 2
+    assert "its joint_attention_dim is 10" in capsys.readouterr().err
