@@ -174,13 +174,16 @@ def _blocks(flat: Tensor) -> list[tuple[int, int]]:
 
 def _block(flat: Tensor, taps: Tensor, bias: Tensor | None, read: Tensor, start: int, stop: int) -> Tensor:
     """The convolution of the tokens from start to stop, in fp32 or wider."""
-    y = upcast(flat[start:stop]) * taps[-1]
+    first = max(0, start - len(taps) + 1)
+    wide = upcast(flat[first:stop])
+    y = wide[start - first :] * taps[-1]
     if bias is not None:
         y += bias
     for j in range(1, len(taps)):
         low = max(start, j)
         if low < stop:
-            y[low - start :].addcmul_(_masked(upcast(flat[low - j : stop - j]), read[j - 1, low:stop]), taps[-1 - j])
+            before = wide[low - j - first : stop - j - first]
+            y[low - start :].addcmul_(_masked(before, read[j - 1, low:stop]), taps[-1 - j])
     return y
 
 
