@@ -61,6 +61,7 @@ class Config:
     initializer_range: float = 0.1
     head: str = "lm"  # or "classification", see `common.heads`
     num_labels: int = 0
+    problem_type: str = ""
     # kept for saving only
     model_type: str = field(default="mamba2", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)

@@ -20,6 +20,7 @@ DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
 DESCRIPTIVE |= {
     "head",
     "num_labels",
+    "problem_type",
     "pooler",
     "classifier_pooling",
 }  # other results than logits of tokens: tests/parity/test_heads.py

@@ -15,7 +15,9 @@ import fnmodels
 from fnmodels.embedding import Embedder, embeddings
 from fnmodels.inputs.documents import Documents
 from fnmodels.inputs.packing import IGNORE, Document, pack
+from fnmodels.inputs.values import readable
 from fnmodels.models.common import decoder
+from fnmodels.models.common.heads import problem_of
 from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -27,12 +29,22 @@ from .next_token import ModelStates, model_states
 Batch = Mapping[str, Tensor]
 
 
-def document_batch(documents: Sequence[Document], length: int, **values: Sequence[int]) -> dict[str, Tensor]:
+def document_batch(
+    documents: Sequence[Document],
+    length: int,
+    *,
+    targets: Sequence[float] | Sequence[Sequence[float]] | None = None,
+    **values: Sequence[int],
+) -> dict[str, Tensor]:
     """A batch [B, S] of unsplit documents packed into rows of `length` tokens, with values of each document.
 
     values: one integer per document, such as labels=, or pairs' labels= and roles=; each becomes int64 [B, S], the
-    value at every token of the document and -100 at padding. ValueError for a document longer than a row.
+    value at every token of the document and -100 at padding. targets: one number per document, or one per label, for
+    regression and several labels; they become fp32 [B, S, labels], 0 at padding, and labels are 0 if not given.
+    ValueError for a document longer than a row.
     """
+    if targets is not None:
+        values = {"labels": [0] * len(documents)} | values
     packed = pack(documents, length, method="first_fit", split=False)
     batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids")}
     for name, given in values.items():
@@ -41,21 +53,42 @@ def document_batch(documents: Sequence[Document], length: int, **values: Sequenc
         batch[name] = torch.full_like(packed.tokens, IGNORE)
         for document, _, row, start, size in packed.pieces.tolist():
             batch[name][row, start : start + size] = int(given[document])
+    if targets is None:
+        return batch
+    wanted = torch.as_tensor(targets, dtype=torch.float32).reshape(len(targets), -1)
+    if len(wanted) != len(documents):
+        raise ValueError(f"targets has {len(wanted)} values for {len(documents)} documents; each has its own.")
+    batch["targets"] = torch.zeros(*packed.tokens.shape, wanted.shape[1])
+    for document, _, row, start, size in packed.pieces.tolist():
+        batch["targets"][row, start : start + size] = wanted[document]
     return batch
 
 
 def classification_loss(
     params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the documents' cross entropies, count of documents with a label), for the head "classification".
+    """(sum of the documents' losses, count of documents with a label), for the head "classification".
 
     batch: tokens, positions, segment_ids, labels [B, S]; labels: the class at any token of a document, -100 at the
-    others. options: see `fnmodels.forward`. ValueError for a model with another head.
+    others. options: see `fnmodels.forward`. The loss is the cross entropy, unless the config's problem_type says
+    otherwise, or there is a single label, which is a regression: then the batch has targets [B, S, num_labels], read at
+    a document's first token, a label of 0 or more says only that it counts, and the loss is the mean over labels of
+    squared errors, or of binary cross entropies. ValueError for a model with another head, a batch without targets or
+    with targets of another width, and targets outside of 0 to 1 for several labels.
     """
     _check_head(config, "classification")
+    problem = problem_of(config)
+    if problem != "single_label_classification":
+        _check_targets(batch, config, problem)
     states, found = _states(params, batch, config, options)
     classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
-    return cross_entropy(classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found))
+    logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found)
+    if problem == "single_label_classification":
+        return cross_entropy(logits, labels)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets, has = batch["targets"][found.row, found.first].to(wide.dtype), labels != IGNORE
+    of = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    return of(wide, targets, reduction="none").mean(1).where(has, 0).sum(), has.sum()
 
 
 def token_classification_loss(
@@ -115,30 +148,44 @@ def contrastive_loss(
     widths: Matryoshka (arXiv 2205.13147); the loss is the sum of those of the vectors' first elements, as many as each
     width says. () is the full width alone.
 
-    The candidates are the documents of one call: of one microbatch on one rank, never of other ranks, so that the loss
-    depends on how a batch is split. ValueError for a query without exactly one positive there, and for a model with a
-    head.
+    The candidates are the documents of one microbatch, of all ranks together (`RunOptions.all_documents`): the loss
+    depends on how a batch is split into microbatches, and not on the mesh. ValueError, on all ranks alike, for a query
+    without exactly one positive there, and for a model with a head.
     """
     _check_head(config, "none")
     check_entries(batch, "roles")
     states, found = _states(params, batch, config, options)
     x = fnmodels.family_of(config).unembed(states.params, states.x, config=config)
     vectors = embeddings(states.params, x, found, embedder=embedder)
-    pairs, roles = (_of_documents(batch[name], found) for name in ("labels", "roles"))
-    queries, others = (roles == 0).nonzero()[:, 0], (roles > 0).nonzero()[:, 0]
-    positive = (pairs[queries, None] == pairs[others]) & (roles[others] == 1)
-    if not bool((positive.sum(1) == 1).all()):
-        pair = int(pairs[queries[positive.sum(1) != 1][0]])
-        raise ValueError(
-            f"The query of pair {pair} has {int(positive[pairs[queries] == pair].sum())} positives here; it needs "
-            "exactly one, in the same microbatch."
-        )
+    keys = torch.stack([_of_documents(batch[name], found) for name in ("labels", "roles")], 1)
+    gather = run_options(params).all_documents
+    every, everyone = (keys, vectors) if gather is None else (gather(keys), gather(vectors))
+    _check_pairs(every)
+    queries, others = keys[:, 1] == 0, every[:, 1] > 0
+    target = _positives(keys[queries], every[others]).int().argmax(1)
     total = vectors.new_zeros((), dtype=torch.promote_types(vectors.dtype, torch.float32))
-    target = positive.int().argmax(1)
     for width in widths or (vectors.shape[1],):
-        unit = F.normalize(vectors[:, :width].to(total.dtype), dim=-1)
-        total = total + F.cross_entropy(unit[queries] @ unit[others].T / temperature, target, reduction="sum")
-    return total, torch.tensor(len(queries), device=total.device)
+        mine, theirs = (F.normalize(x[:, :width].to(total.dtype), dim=-1) for x in (vectors[queries], everyone[others]))
+        total = total + F.cross_entropy(mine @ theirs.T / temperature, target, reduction="sum")
+    return total, queries.sum()
+
+
+def _positives(queries: Tensor, others: Tensor) -> Tensor:
+    """[Q, C]: whether a candidate is a query's positive; both are (pair, role) of documents, [Q, 2] and [C, 2]."""
+    return (queries[:, None, 0] == others[:, 0]) & (others[:, 1] == 1)
+
+
+def _check_pairs(every: Tensor) -> None:
+    """ValueError unless each query has one positive. every: (pair, role) of all documents, so all ranks raise alike."""
+    queries = every[every[:, 1] == 0]
+    counts = _positives(queries, every[every[:, 1] > 0]).sum(1)
+    if bool((counts == 1).all()):
+        return
+    wrong = int((counts != 1).nonzero()[0, 0])
+    raise ValueError(
+        f"The query of pair {int(queries[wrong, 0])} has {int(counts[wrong])} positives here; it needs exactly one, in "
+        "the same microbatch."
+    )
 
 
 def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> tuple[ModelStates, Documents]:
@@ -153,6 +200,26 @@ def _of_documents(values: Tensor, found: Documents) -> Tensor:
     """[N]: the largest value at each document's tokens, [B, S]; -100 stands for none."""
     lowest = values.new_full((len(found) + 1,), IGNORE)
     return lowest.scatter_reduce(0, found.number.flatten(), values.flatten(), "amax")[: len(found)]
+
+
+def _check_targets(batch: Batch, config: Any, problem: str) -> None:
+    labels = field_of(config, "num_labels")
+    if "targets" not in batch:
+        raise ValueError(
+            f"The batch has no targets, and the model's problem is {problem} of num_labels {labels}: give "
+            "document_batch targets=, "
+            + ("the values of each document." if problem == "regression" else "a 0 or 1 per label of each document.")
+        )
+    targets, wanted = batch["targets"], [*batch["tokens"].shape[:2], labels]
+    if list(targets.shape) != wanted or not targets.is_floating_point():
+        raise ValueError(
+            f"targets must be floating point {wanted}, one per label, not {targets.dtype} {list(targets.shape)}."
+        )
+    if problem != "regression" and readable(targets) and bool(((targets < 0) | (targets > 1)).any()):
+        raise ValueError(
+            f"targets go from {float(targets.min()):g} to {float(targets.max()):g}; those of {problem} are "
+            "probabilities, 0 to 1."
+        )
 
 
 def _check_head(config: Any, wanted: str) -> None:

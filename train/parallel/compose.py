@@ -6,7 +6,7 @@ parallelism, compilation, the FSDP all-gather, and rematerialisation.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of
+from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import may_have
 from fnmodels.options import Block
 from fnmodels.tree import Tree
-from train.dist.collectives import all_gather
+from train.dist.collectives import all_gather, maximum
 from train.losses.model_loss import ModelLoss, RunOptions, as_loss
 from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel
@@ -27,7 +28,7 @@ from train.remat import layer_fn
 
 from .expert import expert_parallel
 from .fsdp import gather_layers, sharded_params
-from .mesh import Mesh, mesh_of
+from .mesh import ROWS, Mesh, mesh_of
 from .placement import Placed, rules_of
 
 T = TypeVar("T")
@@ -87,6 +88,9 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
         balance=lambda balance: whole_balance(balance, devices),
         length=global_length(devices),
     )
+    groups = [devices.get_group(name) for name in ROWS if mesh.sizes[name] > 1]
+    if groups:
+        options = replace(options, all_documents=functools.partial(all_documents, groups))
     if mesh.cp > 1:
         kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
         options = replace(options, kernel=_around_name("kernel", mesh, kernel))
@@ -102,6 +106,14 @@ def full_rows(group: dist.ProcessGroup, x: Tensor, places: Tensor) -> tuple[Tens
     order = all_gather(places, 1, group).argsort(1)
     x = all_gather(x, 1, group)
     return x[torch.arange(len(x), device=x.device)[:, None], order], int(dist.get_rank(group) == 0)
+
+
+def all_documents(groups: Sequence[dist.ProcessGroup], x: Tensor) -> Tensor:
+    """`RunOptions.all_documents`: padded to as many as the rank with most has, and all-gathered with a gradient."""
+    for group in groups:
+        most = int(maximum(torch.tensor(len(x), device=x.device), group))
+        x = all_gather(torch.cat((x, x.new_full((most - len(x), *x.shape[1:]), IGNORE))), 0, group)
+    return x
 
 
 def _around_name(what: str, mesh: Mesh, make: Callable[..., T]) -> Callable[[Any], T]:

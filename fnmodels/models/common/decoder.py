@@ -64,6 +64,7 @@ class SizesConfig:
     tie_word_embeddings: bool = False
     head: str = "lm"  # or "classification" or "tokens", see `heads`
     num_labels: int = 0
+    problem_type: str = ""
     layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02

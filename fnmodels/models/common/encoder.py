@@ -23,7 +23,7 @@ from fnmodels.tree import Tree, flatten
 from . import decoder
 from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
-from .heads import head_fields, head_to_hf, label_names
+from .heads import check_problem, head_fields, head_to_hf, label_names
 from .quantization import quantization
 from .registry import family_of, field_of, may_have
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
@@ -38,8 +38,8 @@ class EncoderConfig:
     """The Config fields of BERT and its relatives. A document of more than max_position_embeddings tokens is an error.
 
     first_position: the row of the position table that a document's first token reads; files count the rows before it
-    in their max_position_embeddings. type_vocab_size: rows of the table of token types, 0 for none. head, num_labels:
-    see `heads`. pooler: 1 if a model without a head has the dense layer of `pooled`, else 0.
+    in their max_position_embeddings. type_vocab_size: rows of the table of token types, 0 for none. head, num_labels,
+    problem_type: see `heads`. pooler: 1 if a model without a head has the dense layer of `pooled`, else 0.
     """
 
     vocab_size: int
@@ -55,6 +55,7 @@ class EncoderConfig:
     tie_word_embeddings: bool = True
     head: str = "masked_lm"
     num_labels: int = 0
+    problem_type: str = ""
     pooler: int = 0
     initializer_range: float = 0.02
     # kept for saving only
@@ -72,6 +73,7 @@ class EncoderConfig:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
         if self.head not in HEADS:
             raise ConfigError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}.")
+        check_problem(self)
         if not self.model_type:
             object.__setattr__(self, "model_type", may_have(family_of(self), "MODEL_TYPES")[0])
 

@@ -33,10 +33,11 @@ PER_DOCUMENT = ("classification",)  # the heads whose result has one row per doc
 C = TypeVar("C")
 DECODER_HEADS = ("classification", "tokens")  # of decoders, besides "lm": `score` and, of tokens, `score_bias`
 LABELLED = ("classification", "tokens", "question_answering")
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[str, Any]:
-    """The Config fields `head` and `num_labels` from a config.json.
+    """The Config fields `head`, `num_labels` and `problem_type` from a config.json.
 
     classes: what the names of the model's classes begin with, such as "Bert". heads: those that the family has; without
     "architectures" it is the first.
@@ -51,7 +52,23 @@ def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[st
             f"{fields.where}: 'architectures' has {shown(declared[0])}; supported are {', '.join(known)}."
         )
     head = heads[0] if declared is None else known[declared[0]]
-    return {"head": head, "num_labels": _labels(fields) if head in LABELLED else 0}
+    return {"head": head, "num_labels": _labels(fields) if head in LABELLED else 0, **problem_field(fields, head)}
+
+
+def problem_field(fields: Fields, head: str) -> dict[str, str]:
+    """The Config field `problem_type` from a config.json: one of PROBLEMS, "" where it has none or another head."""
+    given = fields.take("problem_type", None)
+    if head not in PER_DOCUMENT or given is None:
+        return {}
+    if given not in PROBLEMS:
+        raise ConfigError(f"{fields.where}: 'problem_type' is {shown(given)}; it must be one of {', '.join(PROBLEMS)}.")
+    return {"problem_type": given}
+
+
+def problem_of(config: Any) -> str:
+    """One of PROBLEMS: the config's, by default regression for one label and else a single label, as transformers'."""
+    declared: str = field_of(config, "problem_type")
+    return declared or PROBLEMS[field_of(config, "num_labels") != 1]
 
 
 def _labels(fields: Fields) -> int:
@@ -59,6 +76,10 @@ def _labels(fields: Fields) -> int:
     names = fields.take("id2label", None)
     if names is not None and (not isinstance(names, Mapping) or not names):
         raise ConfigError(f"{fields.where}: 'id2label' is {shown(names)}, but must be an object with a name per label.")
+    if names is not None and {str(key) for key in names} != {str(i) for i in range(len(names))}:
+        raise ConfigError(
+            f"{fields.where}: 'id2label' is {shown(names)}; its keys must be the labels 0 to {len(names) - 1}."
+        )
     found = 2 if names is None else len(names)
     count: int = fields.integer("num_labels", found)
     if names is not None and count != found:
@@ -80,6 +101,19 @@ def check_head(config: Any) -> None:
         raise ConfigError(f"head is {head!r}; this family's must be one of {', '.join(known)}.")
     if not isinstance(labels, int) or labels < (head in LABELLED):
         raise ConfigError(f"num_labels is {labels!r}; the head {head} needs an integer of at least 1.")
+    check_problem(config)
+
+
+def check_problem(config: Any) -> None:
+    """For a Config's `__post_init__`: ConfigError for an unknown problem_type, and for a single label among one."""
+    problem, labels = config.problem_type, config.num_labels
+    if problem and problem not in PROBLEMS:
+        raise ConfigError(f"problem_type is {problem!r}; it must be one of {', '.join(PROBLEMS)}.")
+    if problem == "single_label_classification" and labels == 1 and config.head in PER_DOCUMENT:
+        raise ConfigError(
+            f"problem_type is {problem!r} and num_labels 1; a class is one of 2 or more labels, and a single score "
+            "is a regression."
+        )
 
 
 def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> C:
@@ -90,6 +124,9 @@ def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> 
     if found:
         object.__setattr__(config, "head", found[0])
         object.__setattr__(config, "num_labels", _labels(fields))
+        for name, problem in problem_field(fields, found[0]).items():
+            object.__setattr__(config, name, problem)
+        check_head(config)
         extra += label_names(fields)
     object.__setattr__(config, "extra", extra)
     return config
@@ -112,4 +149,9 @@ def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> dict[str, 
         if len(names) != config.num_labels:
             names = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
         out |= {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
-    return out
+    return out | problem_to_hf(config)
+
+
+def problem_to_hf(config: Any) -> dict[str, str]:
+    """The field of config.json that `problem_field` reads."""
+    return {"problem_type": config.problem_type} if config.problem_type and config.head in PER_DOCUMENT else {}

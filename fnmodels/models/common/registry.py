@@ -115,6 +115,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "mrope_interleaved": True,  # and not one section after the other
     "head": "lm",  # see `common.heads`
     "num_labels": 0,
+    "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }

@@ -30,6 +30,7 @@ from fnmodels.tree import Tree, flatten
 from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
 from .decoder import check_sizes, expressible
+from .heads import check_problem, problem_field, problem_to_hf
 from .spec import (
     Leaf,
     Normal,
@@ -80,6 +81,7 @@ class VisionConfig:
     initializer_range: float = 0.02
     head: str = "none"  # or "classification": logits of `num_labels` labels for each image
     num_labels: int = 0
+    problem_type: str = ""
     # kept for saving only
     model_type: str = field(default="", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -90,6 +92,7 @@ class VisionConfig:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
+        check_problem(self)
 
     @property
     def head_dim(self) -> int:
@@ -162,7 +165,7 @@ def _square(fields: Fields, name: str, default: int) -> int:
 
 
 def head_of(fields: Fields, classes: str) -> dict[str, Any]:
-    """The Config fields `head` and `num_labels`: classes + "Model" or classes + "ForImageClassification"."""
+    """The Config fields of the head: classes + "Model" or classes + "ForImageClassification"."""
     declared, known = fields.take("architectures", None), {f"{classes}Model": "none"}
     known[f"{classes}ForImageClassification"] = "classification"
     if declared is None:
@@ -172,7 +175,7 @@ def head_of(fields: Fields, classes: str) -> dict[str, Any]:
     labels = fields.take("id2label", None)
     count = len(labels) if isinstance(labels, Mapping) else fields.integer("num_labels", 2)
     head = known[declared[0]]
-    return {"head": head, "num_labels": count if head == "classification" else 0}
+    return {"head": head, "num_labels": count if head == "classification" else 0, **problem_field(fields, head)}
 
 
 def kept_fields(fields: Fields, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
@@ -197,6 +200,7 @@ def vision_to_hf(config: Any, classes: str, *names: str, **rest: Any) -> dict[st
             labels = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
         out |= {"architectures": [f"{classes}ForImageClassification"], "id2label": labels}
         out["label2id"] = {name: int(i) for i, name in labels.items()}
+        out |= problem_to_hf(config)
     out |= {name: getattr(config, name) for name in names} | rest
     return expressible(config, {name: value for name, value in out.items() if value is not None})
 

@@ -64,6 +64,70 @@ def test_classification() -> None:
     check_gradients(lambda: train.classification_loss(params, batch, config=config), params, one)
 
 
+@pytest.mark.parametrize(
+    ("problem", "labels", "declared"),
+    [("regression", 3, True), ("regression", 1, False), ("multi_label_classification", 3, True)],
+    ids=str,
+)
+def test_problem_types(problem: str, labels: int, declared: bool) -> None:
+    """transformers' losses of each document, which depend on the config's problem_type and number of labels."""
+    names = {"id2label": {str(i): str(i) for i in range(labels)}} | ({"problem_type": problem} if declared else {})
+    values = variants_of("bert").TINY | {"architectures": ["BertForSequenceClassification"]} | names
+    model, config = model_of(values), fnmodels.family_for("bert").Config.from_hf(values)
+    params, generator = params_of(model, config), torch.Generator().manual_seed(5)
+    targets = torch.rand(len(DOCUMENTS), labels, generator=generator)
+    has = [0, 0, 0, 0, -100, 0]
+    if problem != "regression":
+        targets = targets.round()
+    batch = train.document_batch(DOCUMENTS, 16, labels=has, targets=targets.squeeze(1).tolist())
+    total, count = train.classification_loss(params, batch, config=config)
+    wanted = sum(
+        model(input_ids=torch.tensor([d]), labels=target[None]).loss
+        for d, target, label in zip(DOCUMENTS, targets, has, strict=True)
+        if label >= 0
+    )
+    torch.testing.assert_close(total, wanted)
+    assert int(count) == 5 and model.config.problem_type == problem
+    everyone = train.document_batch(DOCUMENTS, 16, targets=targets.tolist())
+
+    def one(i: int) -> Any:
+        alone = train.document_batch(DOCUMENTS[i : i + 1], 16, targets=targets[i : i + 1].tolist())
+        return train.classification_loss(params, alone, config=config)
+
+    check_gradients(lambda: train.classification_loss(params, everyone, config=config), params, one)
+    assert config.to_hf().get("problem_type") == (problem if declared else None)
+
+
+def test_targets_that_do_not_fit() -> None:
+    names = {"id2label": {"0": "a", "1": "b"}, "problem_type": "multi_label_classification"}
+    values = variants_of("bert").TINY | {"architectures": ["BertForSequenceClassification"]} | names
+    config = fnmodels.family_for("bert").Config.from_hf(values)
+    params = generic_params(config)
+    with pytest.raises(ValueError, match="The batch has no targets, and the model's problem is multi_label"):
+        train.classification_loss(params, batch_of(labels=[0] * 6), config=config)
+    for targets, message in (
+        ([0.0] * 6, r"targets must be floating point \[2, 16, 2\], one per label, not torch.float32 \[2, 16, 1\]"),
+        ([[0.0, 3.0]] * 6, "targets go from 0 to 3; those of multi_label_classification are probabilities, 0 to 1"),
+    ):
+        batch = train.document_batch(DOCUMENTS, 16, targets=targets)
+        with pytest.raises(ValueError, match=message):
+            train.classification_loss(params, batch, config=config)
+    with pytest.raises(ValueError, match="targets has 1 values for 6 documents"):
+        train.document_batch(DOCUMENTS, 16, targets=[0.5])
+    decoder = variants_of("llama").variants()["llama"]
+    decoder = decoder | {"architectures": ["LlamaForSequenceClassification"]} | names
+    made = fnmodels.family_for("llama").Config.from_hf(decoder)
+    assert made.problem_type == made.to_hf()["problem_type"] == "multi_label_classification"
+    for change, message in (
+        ({"problem_type": "ranking"}, "'problem_type' is \"ranking\"; it must be one of regression, single_label"),
+        ({"id2label": {"0": "a"}, "problem_type": "single_label_classification"}, "a single score is a regression"),
+        ({"id2label": {"1": "a", "2": "b"}}, "its keys must be the labels 0 to 1"),
+        ({"num_labels": 3}, "'num_labels' is 3, but 'id2label' has 2 labels"),
+    ):
+        with pytest.raises(fnmodels.ConfigError, match=message):
+            fnmodels.family_for("bert").Config.from_hf(values | change)
+
+
 def test_classification_with_a_decoder() -> None:
     llama = fnmodels.family_for("llama")
     values = variants_of("llama").variants()["llama"]

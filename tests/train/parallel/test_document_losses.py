@@ -1,6 +1,7 @@
-"""Losses of documents, pairs and flows over fsdp: a step is that of one process, with each rank's rows a microbatch."""
+"""Losses of documents, pairs and flows over a mesh: a step is that of one process, with pairs of all ranks together."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from tests.support.one_process import error, worst
 from tests.support.ranks_pool import Ranks, devices
 from tests.variants.flux import TINY as FLUX
 from train.dist.dtensor import local_tree
-from train.parallel import Mesh
+from train.parallel import Mesh, compose
+from train.parallel.compose import all_documents
 from train.parallel.placement import rules_of, shardings
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -23,11 +25,16 @@ HEADS = {"classification": {"num_labels": 4}, "none": {"pooler": 0}}
 
 
 def setting(head: str) -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
-    """(config, loss, the rows of each rank), two pairs and a hard negative on each."""
+    """(config, loss, the rows of each rank), which have 5 and 4 documents; two pairs lie on both."""
     config = bert.Config(vocab_size=64, max_position_embeddings=16, head=head, **SIZES, **HEADS[head])
     documents = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14, 15]]
-    values = {"labels": [0, 0, 1, 1, 1], "roles": [0, 1, 0, 1, 2]}
-    halves = [train.document_batch([[t + 20 * i for t in d] for d in documents], 8, **values) for i in range(2)]
+    values = [
+        {"labels": [0, 0, 1, 2, 1], "roles": [0, 1, 0, 0, 2]},
+        {"labels": [3, 3, 1, 2], "roles": [0, 1, 1, 1]},
+    ]
+    halves = [
+        train.document_batch([[t + 20 * i for t in d] for d in documents[: 5 - i]], 8, **values[i]) for i in range(2)
+    ]
     if head == "classification":
         return config, functools.partial(train.classification_loss, config=config), halves
     embedder = fnmodels.Embedder(("mean", "max"))
@@ -57,14 +64,14 @@ def flow_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     return config, functools.partial(train.flow_matching_loss, config=config), made
 
 
-def stepped(head: str) -> dict[str, float]:
+def stepped(head: str, over: str) -> dict[str, float]:
     settings = {"pairs": pair_setting, "flow": flow_setting}
     config, loss, halves = settings[head]() if head in settings else setting(head)
-    optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse("fsdp=2"), generic_params(config)
-    one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), halves)
+    optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse(over), generic_params(config)
+    batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
+    one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), batch)
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, params)
-    batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
     step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh)
     state, metrics = step(train.init_state(held, optimizer), batch)
     after, shards = tree.flatten(one.params), tree.flatten(shardings(state.params))
@@ -73,8 +80,51 @@ def stepped(head: str) -> dict[str, float]:
     return found | {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
 
 
-@pytest.mark.parametrize("head", [*HEADS, "pairs", "flow"])
-def test_a_step_over_fsdp_is_that_of_one_process(ranks: Ranks, head: str) -> None:
-    found = ranks(2)(stepped, head)
+@pytest.mark.parametrize(
+    ("head", "over"),
+    [
+        *((head, "fsdp=2") for head in (*HEADS, "pairs", "flow")),
+        ("none", "tp=2"),
+        ("none", "dp=2,fsdp=2"),
+        ("none", "dp=2,tp=2"),
+    ],
+)
+def test_a_step_over_a_mesh_is_that_of_one_process(ranks: Ranks, head: str, over: str) -> None:
+    found = ranks(math.prod(Mesh.parse(over).sizes.values()))(stepped, head, over)
     assert worst(found)[0] < 1e-5, worst(found)
     assert len(found[0]) > 20
+
+
+def stepped_without_others() -> dict[str, float]:
+    """A planted error: the candidates of other ranks get no gradient."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "all_documents", lambda groups, x: all_documents(groups, x).detach())
+        return stepped("none", "fsdp=2")
+
+
+def test_candidates_of_other_ranks_have_gradients(ranks: Ranks) -> None:
+    assert worst(ranks(2)(stepped_without_others))[0] > 1e-3
+
+
+def refused(over: str, labels: tuple[int, ...] | None = None) -> str:
+    """The error of a step, on every rank."""
+    config, loss, halves = setting("none")
+    batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
+    if labels is not None:
+        batch["labels"] = batch["labels"].where(batch["labels"] != labels[0], labels[1])
+    optimizer, mesh, params = train.adamw(1e-2), Mesh.parse(over), generic_params(config)
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, params)
+    try:
+        train.make_step(loss, optimizer, mesh=mesh)(train.init_state(held, optimizer), batch)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_refuse_alike(ranks: Ranks) -> None:
+    """The pairs of one rank have two positives; documents of which a rank has a part."""
+    assert set(ranks(2)(refused, "fsdp=2", (2, 0))) == {
+        "The query of pair 0 has 2 positives here; it needs exactly one, in the same microbatch."
+    }
+    assert all("leave cp out" in message for message in ranks(2)(refused, "cp=2"))
