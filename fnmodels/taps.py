@@ -26,6 +26,7 @@ _SIZES = ((2, 3), (5, 7))  # of batch and sequence: a dimension that differs bet
 def tap_names(config: DecoderConfig) -> dict[str, str]:
     """{name: shape} of every tap of a model, in the order of the computation; "[B, S, 4, 16]" has 4 heads of 16.
 
+    T and I of a diffusion model are the tokens of texts and of latents.
     All can be read by `taps` and edited by `edits`, but "counts", which is only read. attention.scores and
     attention.pattern need kernel="math"; the names of norms, such as "input_layernorm" (the output) and
     "input_layernorm.scale" (what multiplies x before the weight), eager mode.
@@ -43,6 +44,9 @@ def _names_of_layers(config: DecoderConfig) -> tuple[dict[str, str], ...]:
     """{tap: shape} of each layer."""
     small, large = (_shapes_of_layers(config, *size) for size in _SIZES)
     letters = dict(zip(zip(*_SIZES, strict=True), "BS", strict=True))
+    if may_have(family_of(config), "example_inputs") is not None:  # half of the tokens are texts
+        counts = [tokens for _, tokens in _SIZES]
+        letters |= {(counts[0] // 2, counts[1] // 2): "T", (-(-counts[0] // 2), -(-counts[1] // 2)): "I"}
     both = zip(small, large, strict=True)
     return tuple({name: _lettered(shape, b[name], letters) for name, shape in a.items()} for a, b in both)
 
@@ -78,7 +82,12 @@ class _Recorder(Context):
 def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[dict[str, torch.Size], ...]:
     family: Any = family_of(config)
     positions = torch.arange(tokens, device="meta").expand(batch, tokens)
-    masks = family.attention_masks(config, positions, torch.ones_like(positions))
+    given: dict[str, Any] = {"positions": positions}
+    if (example := may_have(family, "example_inputs")) is not None:
+        given = example(config, positions)
+        positions = given["positions"]
+    ids = torch.ones(batch, tokens, dtype=torch.long, device="meta")
+    masks = family.attention_masks(config, positions, ids)
     tables = family.freqs_cis(config, positions, length=tokens)
     options = ForwardOptions("math", context=_Recorder)
     x = torch.empty(batch, tokens, config.hidden_size, device="meta")
@@ -87,7 +96,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     if (shared := may_have(family, "shared")) is not None:
         spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
         weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
-        given = {"positions": positions, "memory": x, "memory_mask": next(iter(masks.values()))}
+        given |= {"memory": x, "memory_mask": next(iter(masks.values()))}
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}
@@ -96,9 +105,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
         if key not in seen:
             weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
-            more: dict[str, Any] = (
-                {"valid": torch.ones_like(positions, dtype=torch.bool)} if _routed(family, kind) else {}
-            )
+            more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if _routed(family, kind) else {}
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
             more |= {"kv": lent[source]} if (source := source_kind(kind)) else {}
             shapes: dict[str, torch.Size] = {"input": x.shape}

@@ -282,6 +282,17 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
     return {"condition": _silu(total)} | {name: inputs[name] for name in ("text_image", "latent_image")}
 
 
+def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
+    """Inputs of rows [B, S], half of whose tokens are texts; see `registry.FAMILY_DEFAULTS`."""
+    rows, tokens = positions.shape
+    sizes = {"text_image": tokens // 2, "latent_image": tokens - tokens // 2}
+    made = {name: positions.new_zeros(rows, size) for name, size in sizes.items()}
+    conditions = {
+        name: torch.zeros(rows, 1, *tail, device=positions.device) for name, tail in config.conditions.items()
+    }
+    return made | conditions | {"positions": positions[..., None].expand(rows, tokens, 3)}
+
+
 _silu, _ACTIVATION = ACTIVATIONS["silu"], "gelu_pytorch_tanh"
 
 

@@ -249,6 +249,25 @@ def test_rows_are_mapped_and_split() -> None:
     assert_close(torch.cat([run(*half) for half in fnmodels.split(batch, 2)]), wanted)
 
 
+def test_taps_and_edits() -> None:
+    """Every tap that is listed is there in the shape that is listed, and edits of them reach the velocity."""
+    listed = fnmodels.tap_names(CONFIG)
+    scores = {name for name in listed if name.endswith(("scores", "pattern"))}
+    names = tuple(name for name in listed if name not in scores)
+    assert {"layers.0.attention", "layers.1.mlp", "layers.4.mlp.neurons", "layers.2.attention.z"} < set(names)
+    wanted, found = fnmodels.forward(weights(), *prepared(), config=CONFIG, taps=names)
+    letters = {"B": 2, "S": 20, "T": 8, "I": 12}
+    for name in names:
+        shape = [letters.get(size) or int(size) for size in listed[name].strip("[]").split(", ")]
+        assert list(found[name].shape) == shape, name
+    for name in ("layers.1.attention", "layers.0.mlp", "layers.3.mlp.neurons", "hidden"):
+        edits: Any = {name: lambda value, tap: value + value.square()}  # the norm would undo a factor
+        changed = fnmodels.forward(weights(), *prepared(), config=CONFIG, edits=edits)
+        assert (changed - wanted).abs().max() > 1e-3, name
+    with pytest.raises(ValueError, match=r"'layers\.0\.nothing' is unknown"):
+        fnmodels.forward(weights(), *prepared(), config=CONFIG, taps=("layers.0.nothing",))
+
+
 @functools.cache
 def training() -> dict[str, Tensor]:
     """The batch of the loss, with the noise and times of a seed."""
