@@ -48,8 +48,12 @@ def assert_gradients(model: Any, config: Any, params: Any, *, bound: float = 5e-
         finally:
             for path, value in model.named_parameters():
                 value.copy_(values[path])
+    spec = tree.flatten(fnmodels.family_of(config).spec(config))
+    theirs = {path: value for path, value in theirs.items() if spec[path].trainable}  # the others are buffers there
     floor = 1e-2 * max(float(wanted.abs().max()) for wanted in theirs.values())  # a key's bias has a gradient of 0
     for path, leaf in tree.flatten(params).items():
+        if path not in theirs:
+            continue
         found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         worst = float((found - theirs[path]).abs().max())
         assert worst <= bound * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"

@@ -106,7 +106,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
-    names = qwen_vl.names(config, text="model.", vision="visual.")
+    names = vision_language.nested_names(config, text="model.", vision="visual.")
     names["merger.norm"] = "visual.merger.ln_q.weight"
     for ours, theirs in (("up", 0), ("out", 2)):
         names |= vision.weight_and_bias(f"merger.{ours}", f"visual.merger.mlp.{theirs}")

@@ -100,7 +100,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
-    names = qwen_vl.names(config, text="model.language_model.", vision="model.visual.")
+    names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
     return names | qwen_vl.normed_merger_names("merger", "model.visual.merger")
 
 

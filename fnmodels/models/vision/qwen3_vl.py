@@ -113,7 +113,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
-    names = qwen_vl.names(config, text="model.language_model.", vision="model.visual.")
+    names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
     names |= qwen_vl.normed_merger_names("merger", "model.visual.merger")
     for i in range(len(config.vision.deepstack)):
         names |= qwen_vl.normed_merger_names(f"deepstack.{i}", f"model.visual.deepstack_merger_list.{i}")

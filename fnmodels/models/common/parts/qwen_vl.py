@@ -13,9 +13,9 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import gather_cells
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.registry import family_for, family_of
+from fnmodels.models.common.registry import family_for
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
-from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.models.common.storage import Stored
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
@@ -77,14 +77,6 @@ def text_to_hf(config: Any, text_type: str, *unwritten: str) -> dict[str, Any]:
     """The object `text_config`. unwritten: fields of the plain family that the wrapper's text model does not have."""
     values = config.to_hf() | {"model_type": text_type}
     return {name: value for name, value in values.items() if name not in (*unwritten, "architectures")}
-
-
-def names(config: Any, *, text: str, vision: str) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk} of both parts; text, vision: what their names begin with."""
-    inner: dict[str, Stored] = family_of(config.text).hf_names(config.text)
-    inner = {path: renamed(name, r"^model\.", text) for path, name in inner.items()}
-    found = two_towers.with_prefix(inner, "text", "")
-    return found | two_towers.with_prefix(family_of(config.vision).hf_names(config.vision), "vision", vision)
 
 
 def merger_leaves(config: Any, width: int) -> dict[str, Leaf]:

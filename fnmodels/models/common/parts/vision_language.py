@@ -17,6 +17,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
+from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
@@ -68,6 +69,15 @@ def part_names(config: Any, **prefixes: str) -> dict[str, Any]:
         part = towers(config)[path]
         names |= with_prefix(family_of(part).hf_names(part), path, prefix)
     return names
+
+
+def nested_names(config: Any, *, text: str, vision: str) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk} of both parts. text replaces the text's "model.", vision is a prefix."""
+    inner: dict[str, Stored] = family_of(config.text).hf_names(config.text)
+    inner = {path: renamed(name, r"^model\.", text) for path, name in inner.items()}
+    return with_prefix(inner, "text", "") | with_prefix(
+        family_of(config.vision).hf_names(config.vision), "vision", vision
+    )
 
 
 def mlp_names(biases: bool) -> dict[str, str]:

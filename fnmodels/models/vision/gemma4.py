@@ -1,0 +1,158 @@
+"""Gemma 4 with images (Google, 2026): averaged patches among the tokens of the text model. Audio is not read.
+
+In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`. Its
+checkpoints' model type is that of `fnmodels.models.gemma4`, which reads the text alone; with the tower:
+
+config, params = params.load_pretrained(path, family=fnmodels.models.vision.gemma4)
+
+patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
+batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+x = fnmodels.forward(params["vision"], *batch, config=config.vision)
+features = gemma4.project(params, x, gemma4.cells(at, image_ids, config.vision.pooled), config=config)
+inputs, _, freqs_cis = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+places = gemma4.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+inputs = gemma4.with_images(params, inputs, features, places, config=config)
+masks = gemma4.image_masks(config, positions, segment_ids, places)
+logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.image_places import cells, gather_cells, image_places, image_spans  # noqa: F401
+from fnmodels.inputs.mask import Create, MaskLike, masks_of
+from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.spec import bias, norm, weight
+from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import rms_norm
+from fnmodels.tree import Tree
+
+from . import gemma4_vision
+
+_TYPE = "gemma4"
+# What text_config leaves out where it equals the defaults.
+_TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
+_TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_TOKENS = ("boi_token_id", "eoi_token_id", "video_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace; pad_token: what they are for the layers.
+
+    bidirectional: whether the tokens of an image see each other in sliding layers.
+    """
+
+    text: Any
+    vision: gemma4_vision.Config
+    image_token: int
+    pad_token: int = 0
+    bidirectional: bool = False
+    # kept for saving only
+    model_type: str = field(default=_TYPE, compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        outer.choice("model_type", (_TYPE,))
+        if outer.take("vision_config", None) is None:
+            raise ConfigError(f"{outer.where} has no 'vision_config': its text is read by fnmodels.models.gemma4.")
+        text = vision_language.text_config(outer, "gemma4_text", _TEXT)
+        inner = Fields(values["text_config"], f"{outer.where}, text_config")
+        config = Config(
+            text=vision_language.with_tie(text, outer.boolean("tie_word_embeddings", True)),
+            vision=gemma4_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "gemma4_vision")),
+            image_token=outer.integer("image_token_id", 258880, low=0),
+            pad_token=inner.integer("pad_token_id", 0, low=0),
+            bidirectional=inner.take("use_bidirectional_attention", None) == "vision",
+        )
+        ignored = ("audio_config", "audio_token_id", "vision_soft_tokens_per_image")
+        object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS, ignored=ignored))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect, without audio."""
+        own = {"pad_token_id": self.pad_token, "use_bidirectional_attention": "vision" if self.bidirectional else None}
+        text = {name: value for name, value in self.text.to_hf().items() if name != "architectures"}
+        return vision_language.to_hf(
+            self,
+            "Gemma4ForConditionalGeneration",
+            text_config=text | own,
+            image_token_id=self.image_token,
+            tie_word_embeddings=self.text.tie_word_embeddings,
+        )
+
+
+def LEFTOVERS(config: Config) -> tuple[str, ...]:
+    """Those of the text model, and the audio tower, which is not read."""
+    found: Any = may_have(family_of(config.text), "LEFTOVERS")
+    text = [pattern.removeprefix("model.") for pattern in found(config.text)[:1]]
+    return *(rf"model\.language_model\.{pattern}" for pattern in text), r"model\.(audio_tower|embed_audio)\..*"
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, the projection [out, in], and vectors that are not trained."""
+    narrow, wide, std = config.vision.hidden_size, config.text.hidden_size, config.text.initializer_range
+    projector: Tree = {"proj": weight((wide, narrow), ("projection", "embed"), std)}
+    if config.vision.standardize:
+        fixed = {"shift": bias(narrow, "embed"), "scale": norm(narrow, "embed")}
+        projector |= {name: replace(leaf, trainable=False) for name, leaf in fixed.items()}
+    return two_towers.towers_spec(config) | {"projector": projector}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    at = "model.vision_tower."
+    names = vision_language.nested_names(config, text="model.language_model.", vision=at)
+    names["projector.proj"] = "model.embed_vision.embedding_projection.weight"
+    if config.vision.standardize:
+        names |= {"projector.shift": f"{at}std_bias", "projector.scale": f"{at}std_scale"}
+    return names
+
+
+def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Tensor:
+    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
+
+    places: of the patches of each cell of `config.vision.pooled` patches a side, see `cells`.
+    """
+    weights = params["projector"]
+    # in fp32, as the reference: the scale leaves the range of fp16
+    pooled = gather_cells(x, places).float().mean(1)[None].to(x.dtype).float() * config.vision.hidden_size**0.5
+    if config.vision.standardize:
+        pooled = (pooled - weights["shift"].float()) * weights["scale"].float()
+    return linear(rms_norm(pooled.to(x.dtype), None, eps=config.vision.layer_norm_eps), weights["proj"])
+
+
+def with_images(
+    params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Config
+) -> dict[str, Any]:
+    """As `vision_language.with_images`; what the layers read beside the stream is that of padding at images."""
+    found = vision_language.with_images(params, inputs, features, places, config=config)
+    if "token_ids" in inputs:
+        found["token_ids"] = torch.where(places[..., 0] >= 0, config.pad_token, inputs["token_ids"])
+    return found
+
+
+def image_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, places: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask} of the text model: causal; images are bidirectional in sliding layers if `config.bidirectional`.
+
+    positions, segment_ids [B, S]; places [B, S, 2], see `image_places`. A window bounds the past.
+    """
+    seen: Rule = Causal() | SameSpan() if config.bidirectional else Causal()
+    window = Window(config.text.sliding_window or 1)
+    every = family_of(config.text).kinds(config.text)
+    rules: dict[str, Rule] = {kind: window & seen if kind.startswith("sliding") else Causal() for kind in every}
+    return masks_of(rules, positions, segment_ids, spans=image_spans(places, segment_ids), create=create)

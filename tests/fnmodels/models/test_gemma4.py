@@ -1,0 +1,134 @@
+"""Gemma 4 with images equals transformers with every parameter perturbed; packed documents equal each alone.
+
+transformers looks spans up by the index in the document, so each document alone is the oracle.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.inputs.images import patches_of
+from fnmodels.models.vision import gemma4
+from tests.support import wrappers
+from tests.support.cases import generic
+from tests.support.oracle import assert_close, on_disk
+from tests.variants.gemma4 import TINY, variants
+
+IMAGE = 60  # the id of image tokens
+_VISION: dict[str, Any] = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 40, "patch_size": 4}
+_VISION |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+_VISION |= {"pooling_kernel_size": 2, "position_embedding_size": 12, "rms_norm_eps": 1e-2}
+VALUES = {"model_type": "gemma4", "image_token_id": IMAGE, "boi_token_id": 57, "eoi_token_id": 56}
+VALUES |= {"video_token_id": 59, "audio_token_id": 58, "audio_config": None, "vision_config": _VISION}
+_E = variants()["gemma4_text_e"] | {"vocab_size_per_layer_input": 61, "pad_token_id": 3}
+VARIANTS = {  # as 31B and as E2B
+    "gemma4": VALUES
+    | {"vision_config": _VISION | {"standardize": True}}
+    | {"text_config": TINY | {"use_bidirectional_attention": "vision", "sliding_window": 5}},
+    "gemma4_e": VALUES | {"text_config": _E},
+}
+# Per document: numbers of text tokens, and between them the (rows, columns) of images in cells of 2 x 2 patches.
+DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
+
+
+@functools.cache
+def _reference(name: str) -> Any:
+    config = Gemma4Config(**VARIANTS[name])
+    config._attn_implementation = "eager"
+    model = wrappers.perturbed(Gemma4ForConditionalGeneration(config))
+    for path, buffer in model.named_buffers():
+        if "std_" in path or "layer_scalar" in path:
+            buffer.copy_(generic(path, buffer))
+    return model
+
+
+def _config(name: str) -> gemma4.Config:
+    return gemma4.Config.from_hf(VARIANTS[name])
+
+
+@functools.cache
+def _params(name: str) -> Any:
+    return wrappers.ours_of(on_disk(_reference(name)), _config(name))
+
+
+def _ours(name: str, params: Any, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """(logits [2, 36, V], segment ids), two documents in each row; planted bug: the masks of text."""
+    config = _config(name)
+    texts, images = wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8)
+    tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 36)
+    flat = [image for own in images for image in own]
+    patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=50)
+    batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+    x = fnmodels.forward(params["vision"], *batch, config=config.vision)
+    features = gemma4.project(params, x, gemma4.cells(at, image_ids, config.vision.pooled), config=config)
+    own = fnmodels.positions_from_segments(segment_ids)
+    inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=own, segment_ids=segment_ids)
+    places = gemma4.image_places(tokens, IMAGE, torch.ones(features.shape[:2], dtype=torch.bool))
+    inputs = gemma4.with_images(params, inputs, features, places, config=config)
+    masks = masks if causal else gemma4.image_masks(config, own, segment_ids, places)
+    logits: Tensor = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, kernel="math")
+    return logits, segment_ids
+
+
+def _theirs(model: Any) -> Tensor:
+    """[tokens, V]: every document alone, its images padded to as many patches as the largest has."""
+    out = []
+    for text, images in zip(*wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8), strict=True):
+        given: dict[str, Tensor] = {}
+        if images:
+            cells = [patches_of(image, 4, channels_last=True) for image in images]
+            most = max(one.shape[0] * one.shape[1] for one in cells)
+            pixels, places = torch.zeros(len(cells), most, 48), torch.full((len(cells), most, 2), -1)
+            for i, one in enumerate(cells):
+                grid = torch.cartesian_prod(torch.arange(one.shape[0]), torch.arange(one.shape[1]))
+                pixels[i, : len(grid)], places[i, : len(grid)] = one.flatten(0, 1), grid.flip(-1)
+            given = {"pixel_values": pixels, "image_position_ids": places}
+        types = (text == IMAGE).long()[None]
+        out.append(model(input_ids=text[None], mm_token_type_ids=types, **given).logits[0])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_documents_with_images_equal_transformers_alone(name: str) -> None:
+    with torch.no_grad():
+        wanted = _theirs(_reference(name))
+        logits, segment_ids = _ours(name, _params(name))
+        assert_close(logits[segment_ids > 0], wanted)
+        if _config(name).bidirectional:
+            assert (_ours(name, _params(name), causal=True)[0][segment_ids > 0] - wanted).abs().max() > 1e-2
+
+
+def test_gradients_equal_transformers() -> None:
+    name = "gemma4_e"
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params(name))
+    logits, segment_ids = _ours(name, params)
+    logits[segment_ids > 0].square().sum().backward()
+    model = _reference(name)
+    model.zero_grad()
+    _theirs(model).square().sum().backward()
+    wrappers.assert_gradients(model, _config(name), params)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
+    """With the tower by this family; without one, the text alone."""
+    wrappers.assert_files(_reference(name), _config(name), tmp_path, gemma4)
+    assert P.load_pretrained(tmp_path / "theirs")[0] == _config(name).text
+
+
+def test_errors_name_what_does_not_fit() -> None:
+    values = VARIANTS["gemma4"]
+    with pytest.raises(ValueError, match="'use_clipped_linears' is true; only false"):
+        gemma4.Config.from_hf(values | {"vision_config": _VISION | {"use_clipped_linears": True}})
+    with pytest.raises(ValueError, match=r"has no 'vision_config': its text is read by fnmodels.models.gemma4"):
+        gemma4.Config.from_hf(values | {"vision_config": None})
+    with pytest.raises(ValueError, match="The heads are 18 wide, but must be a multiple of 4"):
+        gemma4.Config.from_hf(values | {"vision_config": _VISION | {"hidden_size": 36, "head_dim": 18}})
