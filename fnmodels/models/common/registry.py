@@ -21,7 +21,7 @@ from fnmodels.options import Block
 from fnmodels.tree import Tree, contains
 
 _PACKAGE = "fnmodels.models"
-_TOWERS = "fnmodels.models.vision"
+_TOWERS = ("fnmodels.models.vision", "fnmodels.models.vision_language")
 _ENCODER_DECODERS = "fnmodels.models.encoder_decoder"
 _DIFFUSION = "fnmodels.models.diffusion"
 
@@ -303,7 +303,7 @@ def families() -> dict[str, str]:
 
 def towers() -> dict[str, str]:
     """{Hugging Face model type: name of the module} for vision towers and models with a tower; see `families`."""
-    return _found_in(_TOWERS)
+    return {model_type: name for package in _TOWERS for model_type, name in _found_in(package).items()}
 
 
 def encoder_decoders() -> dict[str, str]:

@@ -15,7 +15,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.image_places import cells, gather_cells, image_spans
-from fnmodels.models.vision import gemma3
+from fnmodels.models.vision_language import gemma3
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 

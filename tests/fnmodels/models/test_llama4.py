@@ -12,7 +12,7 @@ from transformers import AutoConfig, Llama4ForConditionalGeneration
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.vision import llama4
+from fnmodels.models.vision_language import llama4
 from tests.parity.test_llama4 import PUBLISHED_VISION, TOTALS
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk

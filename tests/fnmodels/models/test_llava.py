@@ -13,7 +13,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.inputs.image_places import place
-from fnmodels.models.vision import llava
+from fnmodels.models.vision_language import llava
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 

@@ -11,7 +11,7 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.vision import mistral3
+from fnmodels.models.vision_language import mistral3
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 

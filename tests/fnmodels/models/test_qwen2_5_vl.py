@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.vision import qwen2_5_vl
+from fnmodels.models.vision_language import qwen2_5_vl
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 

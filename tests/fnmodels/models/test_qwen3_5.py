@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import params as P
 from fnmodels import tree
-from fnmodels.models.vision import qwen3_5
+from fnmodels.models.vision_language import qwen3_5
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.qwen3_next import variants

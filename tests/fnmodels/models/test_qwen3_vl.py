@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from fnmodels import tree
-from fnmodels.models.vision import qwen3_vl
+from fnmodels.models.vision_language import qwen3_vl
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 

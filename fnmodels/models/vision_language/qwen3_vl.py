@@ -29,10 +29,9 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
-
-from . import qwen3_vl_vision
 
 MODEL_TYPES = ("qwen3_vl",)
 _TEXT: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}

@@ -28,10 +28,9 @@ from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import norm
+from fnmodels.models.vision import qwen2_5_vl_vision
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
-
-from . import qwen2_5_vl_vision
 
 MODEL_TYPES = ("qwen2_5_vl",)
 _TEXT: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}

@@ -30,11 +30,10 @@ from fnmodels.models.common.parts.vision_language import with_images  # noqa: F4
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.models.common.storage import TensorSlice
+from fnmodels.models.vision import siglip_vision
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
-
-from . import siglip_vision
 
 MODEL_TYPES = ("gemma3",)
 # transformers 5 writes the tower without the component that published files have.

@@ -22,10 +22,9 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.vision import clip_vision
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
-
-from . import clip_vision
 
 MODEL_TYPES = ("llava",)
 # transformers 5 writes the tower without the component that published files have.

@@ -2,7 +2,7 @@
 
 Its checkpoints' model types are those of `fnmodels.models.qwen3_next`, which reads the text alone; with the tower:
 
-config, params = params.load_pretrained(path, family=fnmodels.models.vision.qwen3_5)
+config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.qwen3_5)
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
@@ -28,9 +28,8 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
+from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.tree import Tree
-
-from . import qwen3_vl_vision
 
 LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
 _USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}

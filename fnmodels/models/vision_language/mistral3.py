@@ -23,11 +23,10 @@ from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import norm, weight
+from fnmodels.models.vision import pixtral
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
-
-from . import pixtral
 
 MODEL_TYPES = ("mistral3",)
 # What text_config leaves out where it equals the defaults.

@@ -2,7 +2,7 @@
 
 Its checkpoints' model type is that of `fnmodels.models.llama4`, which reads the text alone; with the tower:
 
-config, params = params.load_pretrained(path, family=fnmodels.models.vision.llama4)
+config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.llama4)
 
 patches, at, image_ids = fnmodels.patch_rows(tiles, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -26,10 +26,9 @@ from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import weight
+from fnmodels.models.vision import llama4_vision
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
-
-from . import llama4_vision
 
 _TYPE = "llama4"
 # What text_config leaves out where it equals the defaults.

@@ -3,7 +3,7 @@
 In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`. Its
 checkpoints' model type is that of `fnmodels.models.gemma4`, which reads the text alone; with the tower:
 
-config, params = params.load_pretrained(path, family=fnmodels.models.vision.gemma4)
+config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.gemma4)
 
 patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -32,11 +32,10 @@ from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.models.common.spec import bias, norm, weight
+from fnmodels.models.vision import gemma4_vision
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
-
-from . import gemma4_vision
 
 _TYPE = "gemma4"
 # What text_config leaves out where it equals the defaults.
