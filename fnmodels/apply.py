@@ -322,7 +322,9 @@ def _hidden(
             "The model has layers with experts, which must know what is padding: pass the inputs that "
             'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
         )
-    x = family.embed(params, inputs, config=config)
+    scope = functools.partial(invariant_rows, options.invariant)
+    with scope():
+        x = family.embed(params, inputs, config=config)
     if x.ndim != 3:
         raise ValueError(
             f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under vmap pass "
@@ -332,11 +334,11 @@ def _hidden(
     _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    extra = None
-    if field_of(config, "hidden_size_per_layer_input"):
-        extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
-    shared = may_have(family, "shared")
-    common = None if shared is None else shared(params, given, config=config)
+    extra, shared = None, may_have(family, "shared")
+    with scope():
+        if field_of(config, "hidden_size_per_layer_input"):
+            extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
+        common = None if shared is None else shared(params, given, config=config)
     batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra, common)
     for tap in taps:
         if tap not in ENDS and tap not in in_layers:

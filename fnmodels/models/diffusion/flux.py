@@ -33,6 +33,7 @@ from fnmodels.ops import (
     project_qkv,
     rms_norm,
 )
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree, flatten
@@ -279,7 +280,8 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
         value, dtype = inputs[name], params[name]["up_proj"].dtype
         value = value if shape else _waves(value)
         total = total + plain_mlp(params[name], value.to(dtype), activation="silu")
-    return {"condition": _silu(total)} | {name: inputs[name] for name in ("text_image", "latent_image")}
+    images = {name: inputs[name] for name in ("text_image", "latent_image")}
+    return {"condition": elementwise(ACTIVATIONS["silu"], total)} | images
 
 
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
@@ -293,7 +295,7 @@ def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
     return made | conditions | {"positions": positions[..., None].expand(rows, tokens, 3)}
 
 
-_silu, _ACTIVATION = ACTIVATIONS["silu"], "gelu_pytorch_tanh"
+_ACTIVATION = "gelu_pytorch_tanh"
 
 
 def _waves(value: Tensor) -> Tensor:
@@ -337,7 +339,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = _normed(x, shift, scale)
     mixed = _attend(_heads(layer["attention"], normed, config), mask, freqs, ctx).flatten(-2)
     up = ctx.tap("mlp.pre", linear(normed, layer["mlp"]["up_proj"], layer["mlp"]["up_bias"]))
-    neurons = ctx.tap("mlp.neurons", ACTIVATIONS[_ACTIVATION](up))
+    neurons = ctx.tap("mlp.neurons", elementwise(ACTIVATIONS[_ACTIVATION], up))
     return x + gate * linear(torch.cat((mixed, neurons), -1), layer["out_proj"], layer["out_bias"])
 
 

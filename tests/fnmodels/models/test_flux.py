@@ -189,6 +189,19 @@ def test_packed_images_are_as_each_alone(kernel: Any) -> None:
             assert_close(of_image(velocity, number), written_out(state(), alone(number)))
 
 
+def test_packed_images_have_the_bits_of_each_alone() -> None:
+    with torch.no_grad():
+        packed = fnmodels.forward(weights(), *prepared(), config=CONFIG, kernel="invariant")
+        for number in range(len(SHAPES)):
+            one = {name: value[None] for name, value in alone(number).items()}
+            conditions = {name: one[name][None] for name in CONFIG.conditions}
+            row = fnmodels.prepare_denoising(
+                CONFIG, one["latents"], one["text"], conditions, positions=one["positions"]
+            )
+            velocity = fnmodels.forward(weights(), *row, config=CONFIG, kernel="invariant")
+            assert torch.equal(velocity[0], of_image(packed, number))
+
+
 def test_one_image_per_row_and_no_guidance() -> None:
     """Rows without segment ids, where the modulation of a row is one vector."""
     config = flux.Config.from_hf(TINY | {"guidance_embeds": False, "out_channels": None})
