@@ -1,10 +1,12 @@
 """The vision tower of Gemma 4 (Google, 2026): RMSNorms before and after, a gated MLP, axial rotary positions.
 
 `forward` returns the hidden states [B, S, D] of the last layer, which have no norm. Images may have any size whose rows
-and columns of patches are multiples of `pooled`; pixels are from 0 to 1. Checkpoints whose linear maps clip what they
-read (`use_clipped_linears`) are refused.
+and columns of patches are multiples of `pooled`; pixels are from 0 to 1. In some checkpoints linear maps clip what they
+read and return to limits of their own.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,11 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.spec import Leaf, Normal, attention_leaves, gated_mlp_leaves, norm, weight
+from fnmodels.models.common.spec import Constant, Leaf, Normal, attention_leaves, gated_mlp_leaves, norm, weight
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
-from fnmodels.ops import apply_rotary, gated_mlp, look_up, project_out, project_qkv
+from fnmodels.ops import apply_rotary, look_up, split_heads
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import glu
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
@@ -26,6 +30,7 @@ MODEL_TYPES = ("gemma4_vision",)
 INPUTS = "patches"
 CAUSAL = False
 
+_LIMITS = {f"{end}_{side}": sign * math.inf for end in ("input", "output") for side, sign in (("min", -1), ("max", 1))}
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _LINEAR = {f"attention.{name}_proj": f"self_attn.{name}_proj.linear" for name in "qkvo"}
 _LINEAR |= {f"mlp.{name}_proj": f"mlp.{name}_proj.linear" for name in ("gate", "up", "down")}
@@ -37,7 +42,8 @@ class Config(vision.VisionConfig):
     """Sizes and switches. pooled: the side of the square of patches whose mean is a feature.
 
     positions: the rows and columns of which the position table has one entry each. layer_norm_eps: of the RMSNorms.
-    standardize: features are shifted and scaled by vectors of the checkpoint.
+    standardize: features are shifted and scaled by vectors of the checkpoint. clipped: each linear map has limits that
+    are not trained.
     """
 
     hidden_act: str = "gelu_pytorch_tanh"
@@ -45,6 +51,7 @@ class Config(vision.VisionConfig):
     pooled: int = 3
     positions: int = 10240
     standardize: bool = False
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +79,7 @@ class Config(vision.VisionConfig):
         heads = usual["num_attention_heads"]
         fields.expect("num_key_value_heads", heads)
         fields.expect("head_dim", usual["hidden_size"] // heads)
-        for name in ("attention_bias", "use_clipped_linears"):
-            fields.expect(name, False)
+        fields.expect("attention_bias", False)
         rope = Fields(fields.take("rope_parameters", {}), "rope_parameters")
         rope.expect("rope_type", "axial", "default")
         config = Config(
@@ -82,6 +88,7 @@ class Config(vision.VisionConfig):
             pooled=fields.integer("pooling_kernel_size", 3),
             positions=fields.integer("position_embedding_size", 10240),
             standardize=fields.boolean("standardize", False),
+            clipped=fields.boolean("use_clipped_linears", False),
         )
         ignored = ("max_position_embeddings", "default_output_length")
         object.__setattr__(config, "extra", fields.finish(ignored))
@@ -92,7 +99,7 @@ class Config(vision.VisionConfig):
         rest: dict[str, Any] = dict.fromkeys(("hidden_act", "layer_norm_eps", "image_size", "num_channels"))
         rest |= {"hidden_activation": self.hidden_act, "rms_norm_eps": self.layer_norm_eps, "head_dim": self.head_dim}
         rest |= {"num_key_value_heads": self.num_attention_heads, "pooling_kernel_size": self.pooled}
-        rest |= {"position_embedding_size": self.positions, "use_clipped_linears": False}
+        rest |= {"position_embedding_size": self.positions, "use_clipped_linears": self.clipped}
         rest |= {"rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta}}
         return vision.vision_to_hf(self, "Gemma4Vision", "standardize", **rest)
 
@@ -108,6 +115,11 @@ def spec(config: Config) -> Tree:
     attention |= {f"{name}_norm": norm(config.head_dim, "head_dim") for name in "qk"}
     layer: Tree = {name: norm(D, "embed") for name in _NORMS}
     layer |= {"attention": attention, "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std)}
+    if config.clipped:
+        limits = {n: Leaf((), torch.float32, (), Constant(v), decay=False, trainable=False) for n, v in _LIMITS.items()}
+        for path in _LINEAR:
+            part, name = path.removesuffix("_proj").split(".")
+            layer[part] = layer[part] | {f"{name}_limits": limits}
     axes = ("axis", "position", "embed")
     tree: Tree = {"patch_proj": weight((D, config.num_channels * config.patch_size**2), ("embed", "pixel"), std)}
     tree["embed_positions"] = Leaf((2, config.positions, D), torch.float32, axes, Normal(std), decay=False)
@@ -118,7 +130,12 @@ def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = {"patch_proj": "patch_embedder.input_proj.weight"}
     names |= {"embed_positions": "patch_embedder.position_embedding_table"}
-    return vision.of_spec(spec(config), names | vision.layer_names(config, "encoder.layers.", _LAYER))
+    names |= vision.layer_names(config, "encoder.layers.", _LAYER)
+    for i in range(config.num_hidden_layers):
+        for path, name in _LINEAR.items():
+            at, there = f"layers.{i}.{path.removesuffix('_proj')}_limits", f"encoder.layers.{i}"
+            names |= {f"{at}.{limit}": f"{there}.{name.removesuffix('linear')}{limit}" for limit in _LIMITS}
+    return vision.of_spec(spec(config), names)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
@@ -144,13 +161,29 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     def normed(x: Tensor, name: str) -> Tensor:
         return rms_norm_fp32_weight(x, layer[name], eps=eps)
 
-    q, k, v = project_qkv(weights, normed(x, "input_layernorm"), head_dim=config.head_dim)
+    x_in = normed(x, "input_layernorm")
+    q, k, v = (split_heads(_linear(weights, name, x_in), config.head_dim) for name in "qkv")
     q = _rotated(rms_norm_fp32_weight(q, weights["q_norm"], eps=eps), freqs)
     k = _rotated(rms_norm_fp32_weight(k, weights["k_norm"], eps=eps), freqs)
-    mixed = project_out(weights, ctx.attend(q, k, rms_norm(v, None, eps=eps), mask, scale=1.0))
-    x = ctx.tap("middle", x + ctx.tap("attention", normed(mixed, "post_attention_layernorm")))
-    fed = gated_mlp(layer["mlp"], normed(x, "pre_feedforward_layernorm"), activation=config.hidden_act, tap=ctx.tap)
+    mixed = ctx.attend(q, k, rms_norm(v, None, eps=eps), mask, scale=1.0)
+    mixed = normed(_linear(weights, "o", mixed.flatten(-2)), "post_attention_layernorm")
+    x = ctx.tap("middle", x + ctx.tap("attention", mixed))
+    fed = _mlp(layer["mlp"], normed(x, "pre_feedforward_layernorm"), config.hidden_act, ctx)
     return x + ctx.tap("mlp", normed(fed, "post_feedforward_layernorm"))
+
+
+def _mlp(weights: Tree, x: Tensor, activation: str, ctx: Context) -> Tensor:
+    gate = ctx.tap("mlp.pre", _linear(weights, "gate", x))
+    return _linear(weights, "down", ctx.tap("mlp.neurons", glu(gate, _linear(weights, "up", x), activation=activation)))
+
+
+def _linear(weights: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
+    """The product with `name`_proj; x and the result are clipped where it has limits."""
+    limits = weights.get(f"{name}_limits")
+    if limits is None:
+        return linear(x, weights[f"{name}_proj"])
+    y = linear(x.clamp(limits["input_min"], limits["input_max"]), weights[f"{name}_proj"])
+    return y.clamp(limits["output_min"], limits["output_max"])
 
 
 def _rotated(x: Tensor, freqs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ transformers looks spans up by the index in the document, so each document alone
 """
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ VARIANTS = {  # as 31B and as E2B
     "gemma4": VALUES
     | {"vision_config": _VISION | {"standardize": True}}
     | {"text_config": TINY | {"use_bidirectional_attention": "vision", "sliding_window": 5}},
-    "gemma4_e": VALUES | {"text_config": _E},
+    "gemma4_e": VALUES | {"text_config": _E, "vision_config": _VISION | {"use_clipped_linears": True}},
 }
 # Per document: numbers of text tokens, and between them the (rows, columns) of images in cells of 2 x 2 patches.
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
@@ -50,6 +51,8 @@ def _reference(name: str) -> Any:
     for path, buffer in model.named_buffers():
         if "std_" in path or "layer_scalar" in path:
             buffer.copy_(generic(path, buffer))
+        if path.endswith(("put_min", "put_max")):  # limits that a part of the values exceeds
+            buffer.fill_((-0.7 if path.endswith("min") else 0.9) * (1 + len(path) % 3 / 10))
     return model
 
 
@@ -107,6 +110,21 @@ def test_packed_documents_with_images_equal_transformers_alone(name: str) -> Non
         assert_close(logits[segment_ids > 0], wanted)
         if _config(name).bidirectional:
             assert (_ours(name, _params(name), causal=True)[0][segment_ids > 0] - wanted).abs().max() > 1e-2
+        if _config(name).vision.clipped:
+            free = {
+                path: 1e9 * leaf if "_limits." in path else leaf for path, leaf in tree.flatten(_params(name)).items()
+            }
+            assert (_ours(name, tree.unflatten(free))[0][segment_ids > 0] - wanted).abs().max() > 1e-2
+
+
+def test_fresh_limits_clip_nothing() -> None:
+    limits = P.init(_config("gemma4_e"), seed=0)["vision"]["layers"][0]["mlp"]["up_limits"]
+    assert {name: float(value) for name, value in limits.items()} == {
+        "input_min": -math.inf,
+        "input_max": math.inf,
+        "output_min": -math.inf,
+        "output_max": math.inf,
+    }
 
 
 def test_gradients_equal_transformers() -> None:
@@ -129,8 +147,8 @@ def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
 
 def test_errors_name_what_does_not_fit() -> None:
     values = VARIANTS["gemma4"]
-    with pytest.raises(ValueError, match="'use_clipped_linears' is true; only false"):
-        gemma4.Config.from_hf(values | {"vision_config": _VISION | {"use_clipped_linears": True}})
+    with pytest.raises(ValueError, match="'attention_bias' is true; only false"):
+        gemma4.Config.from_hf(values | {"vision_config": _VISION | {"attention_bias": True}})
     with pytest.raises(ValueError, match=r"has no 'vision_config': its text is read by fnmodels.models.gemma4"):
         gemma4.Config.from_hf(values | {"vision_config": None})
     with pytest.raises(ValueError, match="The heads are 18 wide, but must be a multiple of 4"):
