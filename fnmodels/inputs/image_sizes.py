@@ -1,8 +1,12 @@
-"""The sizes to which vision-language models resize images (`fnmodels.inputs.images.resize`), and Gemma 3's crops."""
+"""The sizes to which vision-language models resize images, Gemma 3's crops and Llama 4's tiles; see `images`."""
 
 import math
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .images import resize
 
 
 def fit_area(image: Tensor, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -38,6 +42,23 @@ def fit_edge(image: Tensor, factor: int, edge: int) -> tuple[int, int]:
     return height, width
 
 
+def fit_patches(image: Tensor, factor: int, most: int) -> tuple[int, int]:
+    """(height, width), multiples of `factor`, of the greatest size with at most `most` cells: Gemma 4's.
+
+    factor: the pixels of a side of a cell, patch_size * pooled, for an image [C, H, W]. ValueError where no cell fits.
+    """
+    size = _sides(image)
+    scale = math.sqrt(most * factor**2 / math.prod(size))
+    height, width = (math.floor(side * scale / factor) for side in size)
+    if not height and not width:
+        raise ValueError(f"An image of {size[0]} x {size[1]} pixels has no cell of {factor} pixels within {most}.")
+    if not height:  # a strip one cell high
+        height, width = 1, min(size[1] // size[0], most)
+    elif not width:
+        height, width = min(size[0] // size[1], most), 1
+    return height * factor, width * factor
+
+
 def pan_and_scan(image: Tensor, *, least: int = 256, most: int = 4, ratio: float = 1.2) -> list[Tensor]:
     """The crops [C, h, w] along the longer side of an image [C, H, W], which Gemma 3 reads after the whole image.
 
@@ -51,6 +72,39 @@ def pan_and_scan(image: Tensor, *, least: int = 256, most: int = 4, ratio: float
     count = min(most, max(2, min(math.floor(long / least), math.floor(long / short + 0.5))))
     length = math.ceil(long / count)
     return [] if min(length, short) < least else list(image.split(length, dim=axis))
+
+
+def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
+    """[n, C, side, side]: the tiles of an image [C, H, W], row by row, and then the whole image where n > 1: Llama 4's.
+
+    The image is fitted into the canvas of at most `most` tiles that distorts it least, with 0 at the right and below.
+    """
+    size = _sides(image)
+    rows, columns = _canvas(size, side, most)
+    room = [min(max(own, side), count * side) for own, count in zip(size, (rows, columns), strict=True)]
+    if room[1] / size[1] < room[0] / size[0]:
+        fitted = (min(math.floor(size[0] * (room[1] / size[1])), room[0]), room[1])
+    else:
+        fitted = (room[0], min(math.floor(size[1] * (room[0] / size[0])), room[1]))
+    height, width = max(fitted[0], 1), max(fitted[1], 1)
+    padding = (0, columns * side - width, 0, rows * side - height)
+    canvas = F.pad(resize(image, (height, width), how="bilinear"), padding)
+    found = canvas.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    whole = [resize(image, (side, side), how="bilinear")[None]] if rows * columns > 1 else []
+    return torch.cat([found, *whole])
+
+
+def _canvas(size: tuple[int, ...], side: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of tiles: the least enlargement, or else the least reduction, and then the fewest tiles."""
+    by_ratio: dict[float, list[tuple[int, int]]] = {}
+    for count in range(most, 0, -1):
+        for rows in (n for n in range(1, count + 1) if count % n == 0):
+            by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    every = [pair for pairs in by_ratio.values() for pair in pairs]  # in the order in which the reference breaks ties
+    scales = (torch.tensor(every) * side / torch.tensor(size)).amin(-1)  # fp32, as there
+    larger = scales[scales >= 1]
+    best = larger.min() if len(larger) else scales.max()
+    return min((pair for pair, scale in zip(every, scales, strict=True) if scale == best), key=math.prod)
 
 
 def _sides(image: Tensor) -> tuple[int, ...]:

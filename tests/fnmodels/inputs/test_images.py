@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.image_sizes import fit_area, fit_edge, pan_and_scan
+from fnmodels.inputs.image_sizes import fit_area, fit_edge, fit_patches, pan_and_scan, tiles
 from fnmodels.inputs.images import center_crop, normalized, patches_of, resize, shortest_edge
 from tests.support.wrappers import merged_patches
 
@@ -84,18 +84,37 @@ def test_crops_equal_those_of_gemma3(size: tuple[int, int]) -> None:
     assert float((ours - theirs.pixel_values).abs().max()) <= 1e-5
 
 
+@pytest.mark.parametrize("size", [(40, 40), (30, 75), (200, 24), (20, 100), (9, 9), (61, 44), (130, 130)])
+def test_tiles_equal_those_of_llama4(size: tuple[int, int]) -> None:
+    """Which are normalized in bfloat16."""
+    pytest.importorskip("torchvision")
+    import transformers
+
+    image = _image(size)
+    process: Any = transformers.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=6)
+    theirs: Tensor = process(image, return_tensors="pt").pixel_values
+    ours = torch.stack([normalized(one, (0.5,) * 3, (0.5,) * 3) for one in tiles(image, 28, 6)])
+    assert ours.shape == theirs.shape
+    assert float((ours - theirs).abs().max()) <= 1e-2
+
+
 def test_sizes_and_crops_equal_transformers() -> None:
     """For many shapes, without torchvision."""
     pytest.importorskip("PIL")
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     crops_of: Any = functools.partial(Gemma3ImageProcessorPil.pan_and_scan, None)
-    for height, width in torch.randint(4, 130, (200, 2), generator=torch.Generator().manual_seed(0)).tolist():
+    for height, width in torch.randint(4, 130, (200, 2), generator=torch.Generator().manual_seed(0)).tolist() + [
+        [4, 127],
+        [129, 3],
+    ]:
         image = torch.arange(3 * height * width).reshape(3, height, width)
         assert fit_area(image, 8, 500, 2400) == smart_resize(height, width, 8, 500, 2400)
         assert fit_edge(image, 6, 50) == get_resize_output_image_size(image.numpy(), 50, 6, "channels_first")
+        assert fit_patches(image, 12, 20) == get_aspect_ratio_preserving_size(height, width, 4, 180, 3)
         theirs = crops_of(image.numpy(), 12, 3, 1.3)
         ours = pan_and_scan(image, least=12, most=3, ratio=1.3)
         assert len(ours) == len(theirs)
@@ -105,6 +124,8 @@ def test_sizes_and_crops_equal_transformers() -> None:
 def test_sizes_of_no_image_are_refused() -> None:
     with pytest.raises(ValueError, match="An image of 1 x 300 pixels is more than 200 times as long as wide"):
         fit_area(torch.zeros(3, 1, 300), 8, 500, 2400)
+    with pytest.raises(ValueError, match="An image of 40 x 40 pixels has no cell of 8 pixels within 0"):
+        fit_patches(torch.zeros(3, 40, 40), 8, 0)
     with pytest.raises(ValueError, match=r"An image is \[C, H, W\], not \[4, 4\]"):
         fit_edge(torch.zeros(4, 4), 8, 50)
 
