@@ -549,11 +549,6 @@ def _ready_masks(
     form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
-        if options.invariant and (isinstance(mask, Segments) or attention_part(mask) is not mask):
-            raise NotImplementedError(
-                f'kernel="invariant" has no form of {kind!r} layers, which read tokens in their order: sums over '
-                "chunks of tokens and over single tokens differ in their last bits. Take another kernel."
-            )
         if options.invariant and is_indexed(kind):
             raise NotImplementedError(
                 f'kernel="invariant" has no form of {kind!r} layers: the scores by which they choose keys have other '

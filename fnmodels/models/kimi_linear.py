@@ -30,6 +30,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, split_heads, upcast
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
@@ -235,8 +236,8 @@ def kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Confi
     """The heads [B, S, H, d] of x [B, S, D], each times the sigmoid of its gate."""
     d = config.linear_head_dim
     f = upcast(linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])) + weights["dt_bias"]
-    g = -upcast(weights["A_log"]).exp()[:, None] * split_heads(F.softplus(f), d)
-    beta = torch.sigmoid(linear(x, weights["b_proj"]))
+    g = -upcast(weights["A_log"]).exp()[:, None] * split_heads(elementwise(F.softplus, f), d)
+    beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
     o = delta.delta_mixer(weights, x, mask, g, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
     gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), d)
     return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)

@@ -31,6 +31,7 @@ from fnmodels.models.common.spec import (
     weight,
 )
 from fnmodels.models.common.storage import Stored, TensorSlice, fuse, renamed
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
@@ -275,4 +276,4 @@ def _gated_attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config:
     k = rms_norm_zero_centered(k, weights["k_norm"], eps=config.rms_norm_eps)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    return project_out(weights, mixed * torch.sigmoid(gate))
+    return project_out(weights, mixed * elementwise(torch.sigmoid, gate))

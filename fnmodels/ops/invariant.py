@@ -65,6 +65,16 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(flat, (0, missing)) if missing else flat)[: len(flat)].view(x.shape)
 
 
+def pairwise_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, halves added to each other element by element: an order that depends on this size alone."""
+    while (size := x.shape[dim]) > 1:
+        if size % 2:
+            x = torch.cat((x, torch.zeros_like(x.narrow(dim, 0, 1))), dim)
+        first, second = x.unflatten(dim, (2, -1)).unbind(dim - 1 if dim < 0 else dim)
+        x = first + second
+    return x.squeeze(dim)
+
+
 def _whole_blocks(count: int, threads: int) -> int:
     """The least number from `count` that torch's threads, of which a small tensor gets fewer, share in whole blocks."""
     while count % (unit := BLOCK * min(threads, max(-(-count // GRAIN), 1))):

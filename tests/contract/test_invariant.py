@@ -15,7 +15,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import own_choices
 from fnmodels.ops import invariant, linear, mlp
 from fnmodels.ops.attention import invariant as tiles
-from tests.support.cases import Case, attention_of, causal, generic_params, is_ordered, richest, short, tokens_of
+from tests.support.cases import Case, attention_of, causal, generic_params, richest, short, tokens_of
 
 LENGTHS = (139, 5, 31, 1)  # of the documents; the first has more tokens than a tile
 ROOM = 160
@@ -29,7 +29,7 @@ EACH = tuple((((document, length),),) for document, length in enumerate(LENGTHS)
 
 def able(case: Case) -> bool:
     chooses = own_choices(fnmodels.family_of(case.config).kinds(case.config))
-    return causal(case) and not is_ordered(case) and not chooses
+    return causal(case) and not chooses
 
 
 def long_config(case: Case) -> Any:
@@ -40,7 +40,7 @@ def long_config(case: Case) -> Any:
 
 FAMILIES = tuple(short(case) for case in richest() if able(case))
 LLAMA = next(case for case in FAMILIES if case.family == "llama")
-RECURRENT = next(case for case in richest() if is_ordered(case) and not able(case))
+CHOOSES = next(case for case in richest() if causal(case) and not able(case))
 
 every_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -187,6 +187,17 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert any(not torch.equal(found[n], wanted[n]) for found in got for n in found)
 
 
+@pytest.mark.parametrize(("family", "module"), [("qwen3_next", "delta_rule"), ("mamba2", "ssd")])
+def test_chunks_of_a_recurrence_are_found(family: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks begin with the row, and a token of a sampler is a chunk of its own."""
+    config = next(case.config for case in FAMILIES if case.family == family)
+    params = generic_params(config)
+    monkeypatch.setattr(f"fnmodels.ops.recurrent.{module}.rows_are_invariant", lambda: False)
+    wanted, got = alone(config, params), logprobs(config, params, ROWS["other order"])
+    assert any(not torch.equal(got[n], wanted[n]) for n in got)
+    assert not torch.equal(sampled(config, params, (100, 27, *[1] * 3, 9), rings=True, rows=1)[0], wanted[0])
+
+
 def test_adapters_have_their_bits() -> None:
     config = LLAMA.config
     params = tree.map(lambda leaf: leaf + 0.01, P.lora.add(config, generic_params(config), rank=2, seed=0))
@@ -231,9 +242,9 @@ def test_explain_invariance() -> None:
     assert all(found.values()), found
 
 
-def test_recurrent_layers_are_refused() -> None:
-    config = RECURRENT.config
-    with pytest.raises(NotImplementedError, match="which read tokens in their order"):
+def test_layers_that_choose_keys_are_refused() -> None:
+    config = CHOOSES.config
+    with pytest.raises(NotImplementedError, match="the scores by which they choose keys"):
         logprobs(config, generic_params(config), EACH[1])
 
 

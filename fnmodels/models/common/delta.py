@@ -15,6 +15,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.ops import ACTIVATIONS, project_out, split_heads, upcast
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.delta_rule import delta_rule
@@ -102,7 +103,7 @@ def delta_mixer(
     mixed, kept = [], []
     for name, part, tail in zip("qkv", projected, tails, strict=True):
         y, after = short_conv(part, weights[f"{name}_conv"][:, 0], None, ids, tail, last, silu=silu, kernel=kernel)
-        mixed.append(y if silu else ACTIVATIONS[activation](y))
+        mixed.append(y if silu else elementwise(ACTIVATIONS[activation], y))
         kept.append(after)
     dk, dv = widths
     q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))
@@ -116,9 +117,10 @@ def gated_delta_net(
     weights: Tree, x: Tensor, mask: Segments, config: Any, ctx: Context, *, eps: float, strength: float = 1.0
 ) -> Tensor:
     """A Gated DeltaNet layer on x [B, S, D]: the delta rule and a gated norm. strength: the largest beta, at most 2."""
-    beta = torch.sigmoid(linear(x, weights["b_proj"]))
+    beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
     beta = beta if strength == 1.0 else strength * beta
-    g = -upcast(weights["A_log"]).exp() * F.softplus(upcast(linear(x, weights["a_proj"])) + weights["dt_bias"])
+    rate = elementwise(F.softplus, upcast(linear(x, weights["a_proj"])) + weights["dt_bias"])
+    g = -upcast(weights["A_log"]).exp() * rate
     widths = config.linear_key_head_dim, config.linear_value_head_dim
     o = delta_mixer(weights, x, mask, g, beta, widths=widths, activation=config.hidden_act, ctx=ctx)
     z = split_heads(linear(x, weights["z_proj"]), widths[1])

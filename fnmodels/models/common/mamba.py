@@ -18,6 +18,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.ops import ACTIVATIONS, split_heads, upcast
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.gated_norm import group_norm_then_silu, silu_then_group_norm
@@ -199,16 +200,17 @@ def mamba(
     added = torch.cat([weights[f"{name}_conv_bias"] for name in _CONVOLVED]) if mixer.conv_bias else None
     before, silu = torch.cat(parts, -1), activation == "silu"
     mixed, tail = short_conv(before, taps, added, ids, state.get("conv"), last, silu=silu, kernel=kernel)
-    mixed = mixed if silu else ACTIVATIONS[activation](mixed)
+    mixed = mixed if silu else elementwise(ACTIVATIONS[activation], mixed)
     inner, B, C = mixed.split([part.shape[-1] for part in parts], -1)
-    dt = F.softplus(dt + weights["dt_bias"]).clamp(*mixer.limits)  # in the activations' dtype, as the reference
+    # in the activations' dtype, as the reference
+    dt = elementwise(F.softplus, dt + weights["dt_bias"]).clamp(*mixer.limits)
     heads, B, C = split_heads(inner, mixer.head_dim), split_heads(B, mixer.state), split_heads(C, mixer.state)
     A, D = -upcast(weights["A_log"]).exp(), weights["D"]
     y, S = ssd(heads, dt, A, B, C, D, ids, state.get("state"), last, kernel=kernel)
     ctx.keep(conv=tail, state=S, segment=last_segment(ids, last).expand(x.shape[0]))
     y = y.flatten(2)
     if mixer.norm == "none":
-        y = y * F.silu(z)
+        y = y * elementwise(F.silu, z)
     else:
         gated = silu_then_group_norm if mixer.norm == "gate_first" else group_norm_then_silu
         y = gated(y, z, weights["norm"], eps=eps, groups=B.shape[2])

@@ -11,6 +11,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.inputs.segments import previous
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.invariant import elementwise, rows_are_invariant
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 
@@ -92,7 +93,8 @@ def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor, sources: list[Tensor], silu: bool, kernel: Any
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if kernel != "math" and x.shape[1] > 1 and alone(*tensors, segment_ids):
+    exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
+    if kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids):
         index = torch.arange(x.shape[1])
         read = torch.stack([source >= 0 for source in sources])
         shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
@@ -105,9 +107,10 @@ def _convolved(
     for j, source in enumerate(sources, 1):
         at = source[..., None]
         read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
-        y = torch.addcmul(y, read, upcast(weight)[:, -1 - j])  # the same bits as `_block`
+        tap = upcast(weight)[:, -1 - j]
+        y = y + read * tap if exact else torch.addcmul(y, read, tap)  # the same bits as `_block`
     y = y.to(x.dtype)
-    return F.silu(y) if silu else y
+    return elementwise(F.silu, y) if silu else y
 
 
 class _ShortConv(torch.autograd.Function):

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
+from fnmodels.ops.invariant import rows_are_invariant
 from fnmodels.ops.norm import upcast
 
 from . import delta_per_head
 from .before import Before, before_of
+from .by_token import by_token, delta_token
 from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
@@ -73,7 +75,9 @@ def delta_rule(
     one = _token if S == 1 else functools.partial(_chunk, longest=chunk)
     step = functools.partial(one, normalize=normalize, scale=scale)
     by_hand: Any = None
-    if g.ndim == 3:
+    if rows_are_invariant():
+        step = by_token(functools.partial(delta_token, normalize=normalize, scale=scale))
+    elif g.ndim == 3:
         forms = (delta_per_head.chunk, delta_per_head.gradient)
         by_hand = tuple(functools.partial(form, normalize=normalize, scale=scale) for form in forms)
     return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, by_hand=by_hand)

@@ -6,17 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
 
 
 def norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """rms_norm(x) * silu(gate), the product in fp32 (Gated DeltaNet). x, gate: [..., D]; weight: [D]."""
-    return (rms_norm(x, weight, eps=eps) * F.silu(upcast(gate))).to(x.dtype)
+    return (rms_norm(x, weight, eps=eps) * elementwise(F.silu, upcast(gate))).to(x.dtype)
 
 
 def norm_then_sigmoid(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """rms_norm(x) * sigmoid(gate), all in fp32 (Kimi Delta Attention). x, gate: [..., D]; weight: [D]."""
-    return (rms_norm_fp32_weight(upcast(x), weight, eps=eps) * torch.sigmoid(upcast(gate))).to(x.dtype)
+    return (rms_norm_fp32_weight(upcast(x), weight, eps=eps) * elementwise(torch.sigmoid, upcast(gate))).to(x.dtype)
 
 
 def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
@@ -24,7 +25,7 @@ def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    return _group_norm(upcast(x) * F.silu(upcast(gate)), weight, eps, groups).to(x.dtype)
+    return _group_norm(upcast(x) * elementwise(F.silu, upcast(gate)), weight, eps, groups).to(x.dtype)
 
 
 def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
@@ -32,7 +33,7 @@ def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    return (_group_norm(upcast(x), weight, eps, groups) * F.silu(upcast(gate))).to(x.dtype)
+    return (_group_norm(upcast(x), weight, eps, groups) * elementwise(F.silu, upcast(gate))).to(x.dtype)
 
 
 def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:

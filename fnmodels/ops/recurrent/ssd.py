@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
+from fnmodels.ops.invariant import rows_are_invariant
 from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
+from .by_token import by_token, ssd_token
 from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 
@@ -56,9 +58,9 @@ def ssd(
     segment_ids = segment_ids.expand(rows, S)
     run, before = runs(segment_ids, last)
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
-    step = _token if S == 1 else _chunk
+    step = by_token(ssd_token) if rows_are_invariant() else _token if S == 1 else _chunk
     along = (x, dt, B, C, run, before)
-    by_hand = _chunk_in_place, _chunk_gradient
+    by_hand = None if rows_are_invariant() else (_chunk_in_place, _chunk_gradient)
     return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, by_hand=by_hand)
 
 
