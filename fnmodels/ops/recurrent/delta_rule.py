@@ -27,7 +27,7 @@ from fnmodels.ops.norm import upcast
 from . import delta_per_head
 from .before import Before, before_of
 from .by_token import by_token, delta_token
-from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
+from .scan import Step, decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -73,7 +73,7 @@ def delta_rule(
     g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
     beta = upcast(beta).where(valid, 0)
     one = _token if S == 1 else functools.partial(_chunk, longest=chunk)
-    step = functools.partial(one, normalize=normalize, scale=scale)
+    step: Step = functools.partial(one, normalize=normalize, scale=scale)
     by_hand: Any = None
     if rows_are_invariant():
         step = by_token(functools.partial(delta_token, normalize=normalize, scale=scale))
