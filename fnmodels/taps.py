@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, may_have, source_kind
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have, source_kind
 from fnmodels.ops.moe.layer import KEPT
 from fnmodels.ops.norm import watched_norms
 from fnmodels.options import ForwardOptions
@@ -105,7 +105,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
         if key not in seen:
             weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
-            more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if _routed(family, kind) else {}
+            more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
             more |= {"kv": lent[source]} if (source := source_kind(kind)) else {}
             shapes: dict[str, torch.Size] = {"input": x.shape}
@@ -118,5 +118,38 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     return tuple(found)
 
 
-def _routed(family: Any, kind: str) -> bool:
-    return may_have(family, "ROUTED") and kind.endswith("_moe")
+def check_taps_tuple(taps: tuple[str, ...]) -> None:
+    if isinstance(taps, str):
+        raise TypeError(f"taps is the string {taps!r}; it is a tuple of names: taps=({taps!r},).")
+
+
+def list_of_taps(config: DecoderConfig) -> str:
+    """The names of taps, for errors."""
+    inner = [name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")]
+    ends = ", ".join((*ENDS, *FINAL))
+    return f"{ends}, and layers.N.NAME (N a layer or *) with NAME one of {', '.join(dict.fromkeys(inner))}"
+
+
+def check_tap_names(config: DecoderConfig, unread: list[str]) -> None:
+    """ValueError for a tap that was not passed, but for "layers.*.NAME" where only other layers pass it."""
+    names = tap_names(config)
+    elsewhere = {name.split(".", 2)[2] for name in names if name.startswith("layers.")}
+    for tap in unread:
+        number, name = tap.split(".", 2)[1:]
+        if number != "*" or name not in elsewhere:
+            where = f"unknown in layer {number}" if name in elsewhere else "unknown"
+            raise ValueError(f"The tap {tap!r} is {where}. There are {list_of_taps(config)}.")
+
+
+def wanted_taps(config: DecoderConfig, taps: tuple[str, ...], layers: int, run: range) -> frozenset[tuple[int, str]]:
+    check_taps_tuple(taps)
+    wanted = set()
+    for tap in taps:
+        head, _, rest = tap.partition(".")
+        number, _, name = rest.partition(".")
+        if head != "layers" or not name or not (number == "*" or (number.isdigit() and int(number) < layers)):
+            raise ValueError(f"The tap {tap!r} is unknown; there are {list_of_taps(config)}, and {layers} layers.")
+        if number != "*" and int(number) not in run:
+            raise ValueError(f"The tap {tap!r} is outside of layers {run.start} to {run.stop - 1}, which are run here.")
+        wanted |= {(i, name) for i in (run if number == "*" else [int(number)])}
+    return frozenset(wanted)

@@ -307,7 +307,7 @@ def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
 @bug("P4", "llama", through(test_packing.test_rows_of_padding_and_of_one_token))
 def padding_that_is_seen_and_not_cleared(patch: pytest.MonkeyPatch) -> None:
     padding_that_is_seen(patch)
-    patch.setattr("fnmodels.apply._cleared", lambda x, valid: x)
+    patch.setattr("fnmodels.apply.cleared", lambda x, valid: x)
 
 
 @bug("B6", "llama", check(testing.check_padding))

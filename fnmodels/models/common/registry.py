@@ -239,6 +239,11 @@ def field_of(config: Any, name: str) -> Any:
 _REUSE = "_reuse"
 
 
+def is_routed(family: Family, kind: str) -> bool:
+    """Whether layers of this kind are MoE layers: in a ROUTED family, kinds that end in "_moe"."""
+    return may_have(family, "ROUTED") and kind.endswith("_moe")
+
+
 def source_kind(kind: str) -> str | None:
     """The kind whose keys and values layers of this kind read: "full" for "full_reuse"; None: they have their own."""
     return kind.replace(_REUSE, "") if _REUSE in kind else None

@@ -1,0 +1,251 @@
+"""The loop over the layers of a stack: what each block is given, and what it returns beside x."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.edits import BoundEdit, BoundEdits, edits_of_layers, missed
+from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
+from fnmodels.inputs.order import Segments
+from fnmodels.layer_checks import check_choices, check_fit, check_routing, valid_tokens
+from fnmodels.models.common.registry import (
+    DecoderConfig,
+    Family,
+    family_of,
+    field_of,
+    is_indexed,
+    is_routed,
+    may_have,
+    own_choices,
+    source_kind,
+)
+from fnmodels.ops.attention.select import materialize
+from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.slots import Entry, SlotUse
+from fnmodels.options import Block, ForwardOptions
+from fnmodels.taps import AROUND, check_tap_names, list_of_taps, wanted_taps
+from fnmodels.tree import Tree
+
+LayerEdits = Mapping[str, tuple[BoundEdit, dict[str, Tensor]]]  # by tap of one layer
+_NO_EDITS: LayerEdits = {}
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """What layers read and write of a cache in one call.
+
+    entries: {layer index: its tensors}. slots: {kind: slot of each new token, int64 [B, S]; C for a token that is not
+    written}, for kinds with slots. uses: {kind: how entries are read}, which says what the mask's keys are; by default
+    the cached slots, then the new tokens. occupied: {kind: bool [B, C]} where empty slots may hold NaN.
+    """
+
+    entries: Mapping[int, Entry]
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
+    uses: Mapping[str, SlotUse] = field(default_factory=dict)
+    occupied: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self, index: int, kind: str) -> dict[str, Any]:
+        """The keyword tensors of a layer's call."""
+        per_kind = {"slots": self.slots, "occupied": self.occupied}
+        return {"cache": self.entries[index], **{name: of[kind] for name, of in per_kind.items() if kind in of}}
+
+    def use(self, kind: str) -> SlotUse:
+        """How the layers of a kind read their entries."""
+        return self.uses.get(kind, SlotUse())
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
+
+    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P].
+    shared: what every layer reads, see `registry.FAMILY_DEFAULTS`.
+    """
+
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    valid: Tensor | None
+    routing: Tensor | None
+    choices: Tensor | None
+    cache: CacheStep | None = None
+    layer_inputs: Tensor | None = None
+    shared: Tree | None = None
+
+
+def run_stack(
+    params: Tree,
+    x: Tensor,
+    batch: LayerInputs,
+    layers: range,
+    config: DecoderConfig,
+    taps: tuple[str, ...],
+    options: ForwardOptions,
+    ends: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
+    """ends: the names of edits that are not of layers, which the caller applies."""
+    family = family_of(config)
+    kinds = family.kinds(config)
+    lo, hi = layers.start, layers.stop
+    if not 0 <= lo <= hi <= len(kinds):
+        raise ValueError(f"lo is {lo} and hi is {hi}, but 0 <= lo <= hi must hold and the model has {len(kinds)}.")
+    wanted = wanted_taps(config, taps, len(kinds), layers)
+    used = sorted(set(kinds[lo:hi]))
+    masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
+    check_fit(params["layers"], x, masks, freqs_cis, kinds, used, cached=cache is not None)
+    ready = _ready_masks(family, config, {kind: masks[kind] for kind in used}, x, options)
+    sparse = [index for index, kind in enumerate(kinds) if is_routed(family, kind)]
+    valid, routing = batch.valid, batch.routing
+    if any(lo <= index < hi for index in sparse):
+        valid = valid_tokens(valid, {kind: masks[kind] for kind in used}, x)
+    if routing is not None:
+        check_routing(routing, x, len(sparse), config)
+    indexed = own_choices(kinds)
+    if batch.choices is not None:
+        check_choices(batch.choices, x, len(indexed))
+    edits = edits_of_layers(options.edits, ends, len(kinds), layers) if options.edits else {}
+    bind = _Binding(family, config, tuple(sorted({name for _, name in wanted})), options, cache)
+    if field_of(config, "hidden_size_per_layer_input") and batch.layer_inputs is None:
+        raise ValueError(
+            "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
+            "[B, S, layers, P], which the family's function of this name computes."
+        )
+    if may_have(family, "shared") is not None and batch.shared is None:
+        raise ValueError(
+            "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, which "
+            "the family's function of this name makes of the params and inputs."
+        )
+    lent: dict[str, Entry] = {}
+    tapped: dict[str, Tensor] = {}
+    entries: dict[int, Entry] = {}
+    chosen: Tensor | None = None
+    applied: set[tuple[int, str]] = set()
+    for index in range(lo, hi):
+        here = edits.get(index, _NO_EDITS)
+        x = _around("input", x, here)
+        kind, before = kinds[index], x
+        # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
+        tensors: dict[str, Any] = {} if cache is None else cache.tensors(index, kind)
+        if index in sparse:
+            tensors |= {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
+        if is_indexed(kind):
+            tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
+        if batch.layer_inputs is not None:
+            tensors["layer_input"] = batch.layer_inputs[:, :, index]
+        if batch.shared is not None:
+            tensors["shared"] = batch.shared
+        if source := source_kind(kind):
+            tensors["kv"] = _lent(lent, source, index, lo)
+        block, own = bind(kind, here)
+        result = block(params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors, **own)
+        if not isinstance(result, tuple):
+            raise TypeError(
+                f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
+                "of it, returns (x, aux)."
+            )
+        x, aux = result
+        x = _around("output", x, here)
+        applied |= {(index, name) for name in (*here.keys() & set(AROUND), *aux.get("edited", ()))}
+        if cache is not None:
+            entries[index] = aux.get("cache", {})
+        chosen = aux.get("chosen", chosen)
+        if "kv" in aux:
+            lent[kind] = aux["kv"]
+        for name, value in (("input", before), ("output", x), *aux.items()):
+            if (index, name) in wanted:
+                tapped[f"layers.{index}.{name}"] = value
+    if unread := missed(taps, {(int(name.split(".", 2)[1]), name.split(".", 2)[2]) for name in tapped}):
+        check_tap_names(config, unread)
+    if options.edits and (unread := missed(options.edits, applied)):
+        raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(config)}.")
+    return x, tapped, entries
+
+
+def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
+    """The keys that a layer takes: of a replay, or for a layer without an indexer those that the last one chose."""
+    if replay is not None:
+        return replay[:, :, bisect.bisect(indexed, index) - 1]
+    return None if index in indexed else chosen
+
+
+def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
+    """The keys and values of the last layer of the kind `source`; ValueError if none ran here."""
+    if source not in lent:
+        raise ValueError(
+            f"Layer {index} reads the keys and values of the last layer of kind {source!r}, which is before layer "
+            f"{lo}, the first that runs here: one call must run both."
+        )
+    return lent[source]
+
+
+def _ready_masks(
+    family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
+) -> dict[str, MaskLike]:
+    """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
+    softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
+    asks: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": may_have(family, "BIASED")}
+    form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
+    ready: dict[str, MaskLike] = {}
+    for kind, mask in masks.items():
+        if options.invariant and is_indexed(kind):
+            raise NotImplementedError(
+                f'kernel="invariant" has no form of {kind!r} layers: the scores by which they choose keys have other '
+                "last bits in other batches. Take another kernel."
+            )
+        twin = next((o for o in ready if masks[o] is mask and is_indexed(o) == is_indexed(kind)), None)
+        if twin is not None:
+            ready[kind] = ready[twin]
+        elif isinstance(mask, Segments) or is_indexed(kind):
+            ready[kind] = mask  # no kernel reads what depends on order, and a choice of keys needs positions
+        else:
+            ready[kind] = with_attention(mask, form(attention_part(mask), options.kernel, options.layout))
+    return ready
+
+
+class _Binding:
+    """Makes callables (layer, x, mask, freqs, **tensors) -> (x, aux), with only hashable values bound.
+
+    One per kind, and one more for each set of edits by functions; layer_fn is called once for each.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: DecoderConfig,
+        taps: tuple[str, ...],
+        options: ForwardOptions,
+        cache: CacheStep | None,
+    ) -> None:
+        self.family, self.config, self.taps, self.cache, self.layer_fn = family, config, taps, cache, options.layer_fn
+        self.options = replace(options, layer_fn=None, edits=None)
+        self.made: dict[Any, Block] = {}
+
+    def __call__(self, kind: str, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
+        """(block, the tensors of the edits as a keyword of its call)."""
+        within = {tap: edits[tap] for tap in sorted(edits) if tap not in AROUND}
+        statics = tuple(edit for edit, _ in within.values())
+        if (kind, statics) not in self.made:
+            self.made[kind, statics] = self._made(kind, statics)
+        tensors = {"edit_tensors": {tap: tensors for tap, (_, tensors) in within.items()}} if within else {}
+        return self.made[kind, statics], tensors
+
+    def _made(self, kind: str, edits: BoundEdits) -> Block:
+        names = AROUND if is_routed(self.family, kind) else (*AROUND, *MOE_TAPS)
+        more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
+        more |= {"edits": edits} if edits else {}
+        own = tuple(name for name in self.taps if name not in names)
+        bound = functools.partial(
+            self.family.block, config=self.config, kind=kind, options=self.options, taps=own, **more
+        )
+        return bound if self.layer_fn is None else self.layer_fn(bound)
+
+
+def _around(tap: str, x: Tensor, edits: LayerEdits) -> Tensor:
+    """A layer's input or output, which stand outside of its block, after its edit."""
+    edit, tensors = edits.get(tap, (None, {}))
+    return x if edit is None else edit(x, tensors)

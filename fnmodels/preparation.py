@@ -1,0 +1,96 @@
+"""`prepare`: everything of a batch that depends on the order of tokens, made once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.documents import documents
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.inputs.segments import integers
+from fnmodels.models.common.heads import PER_DOCUMENT
+from fnmodels.models.common.registry import DecoderConfig, check_fields, family_of, field_of, may_have
+
+
+def prepare(
+    config: DecoderConfig,
+    tokens: Tensor,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    length: int | Tensor | None = None,
+    token_types: Tensor | None = None,
+) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
+    """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
+
+    tokens: [B, S] ids, or embeddings [B, S, D].
+    segment_ids: [B, S], documents from 1, padding 0 or less; by default each row is one document without padding.
+    positions: [B, S]; by default each row's document is numbered from 0, and a row with several documents raises
+        ValueError. [B, S, 3], or [B, S, 4] with the order in the document first, only for a model whose rotary tables
+        have several axes; [B, S, 4] of another meaning for a vision tower, see `fnmodels.models.common.vision`. Any
+        integer dtype; made int64.
+    length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
+    token_types: [B, S], for an encoder that has embeddings of them; 0 by default.
+
+    For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
+    """
+    if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"prepare takes the config first and then tokens, a tensor [B, S]; it got a {type(config).__name__} and a "
+            f"{type(tokens).__name__}."
+        )
+    if tokens.ndim not in (2, 3):
+        raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
+    shape = tokens.shape[:2]
+    if positions is not None:
+        axes = positions.shape[2:] if positions.ndim == 3 else ()
+        positions = _per_token("positions", positions, shape + axes)
+    if segment_ids is not None:
+        segment_ids = _per_token("segment_ids", segment_ids, shape)
+        positions = _positions(segment_ids) if positions is None else positions
+    else:  # reads no tensor values: works on meta tensors and never synchronizes with the device
+        segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
+        if positions is None:
+            positions = torch.arange(shape[1], device=tokens.device).expand(shape)
+    family = family_of(config)
+    if may_have(family, "INPUTS") == "latents":
+        raise ValueError("This model denoises latents, given texts: take fnmodels.prepare_denoising.")
+    check_fields(config)
+    if may_have(family, "stacks")(config):
+        raise ValueError(
+            "This model has an encoder and a decoder, each with its own tokens: take fnmodels.prepare_pair."
+        )
+    inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
+    if token_types is not None:
+        inputs["token_types"] = _per_token("token_types", token_types, shape)
+    if field_of(config, "head") in PER_DOCUMENT:
+        inputs["documents"] = documents(segment_ids, positions)
+    if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
+        inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
+    masks = family.attention_masks(config, positions, segment_ids)
+    inputs |= may_have(family, "batch_inputs")(config, positions)
+    return inputs, masks, family.freqs_cis(config, positions, length=length)
+
+
+def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+    """Broadcasts a per-token tensor of shape [B, S, ...] or [1, S, ...] to `shape`."""
+    if given.shape not in (shape, (1, *shape[1:])):
+        raise ValueError(f"{name} must be [B, S] = {list(shape[:2])} like the tokens, not {list(given.shape)}.")
+    return integers(name, given).expand(shape)
+
+
+def _positions(segment_ids: Tensor) -> Tensor:
+    valid = segment_ids > 0
+    highest = segment_ids.amax(dim=1, keepdim=True) if segment_ids.shape[1] else segment_ids.new_zeros(1, 1)
+    several = (valid & (segment_ids != highest)).any(dim=1)
+    if several.any():
+        row = int(several.nonzero()[0])
+        raise ValueError(
+            f"Row {row} holds several documents, so their positions must be given: "
+            "fnmodels.positions_from_segments(segment_ids) numbers each from 0."
+        )
+    # The first token of the document has position 0, whatever padding is to its left.
+    before = valid.int().cumsum(dim=1).eq(0).sum(dim=1, keepdim=True)
+    return (torch.arange(segment_ids.shape[1], device=segment_ids.device) - before).clamp(min=0)
