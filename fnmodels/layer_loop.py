@@ -192,11 +192,6 @@ def _ready_masks(
     form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
-        if options.invariant and is_indexed(kind):
-            raise NotImplementedError(
-                f'kernel="invariant" has no form of {kind!r} layers: the scores by which they choose keys have other '
-                "last bits in other batches. Take another kernel."
-            )
         twin = next((o for o in ready if masks[o] is mask and is_indexed(o) == is_indexed(kind)), None)
         if twin is not None:
             ready[kind] = ready[twin]

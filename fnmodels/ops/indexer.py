@@ -17,6 +17,8 @@ from torch import Tensor
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask, MaskLike
 
+from .attention.invariant import dot_products
+from .invariant import pairwise_sum, rows_are_invariant
 from .linear import linear
 from .mla import Rotate
 from .norm import layer_norm, upcast
@@ -95,7 +97,13 @@ def choose(
 
 
 def _scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
-    """Scores [B, Q, K] of q [B, Q, heads, d] and k [B, K, d], weighted by share [B, Q, heads]."""
+    """Scores [B, Q, K] of q [B, Q, heads, d] and k [B, K, d], weighted by share [B, Q, heads].
+
+    Within `invariant_rows`, products and sums have an order that does not depend on the other queries and keys.
+    """
+    if rows_are_invariant():
+        products = dot_products(upcast(q).flatten(1, 2), upcast(k)).unflatten(1, q.shape[1:3])
+        return pairwise_sum(share.unsqueeze(-1) * products.relu(), 2)
     products = upcast(q).flatten(1, 2) @ upcast(k).transpose(-1, -2)
     return (share.unsqueeze(-2) @ products.unflatten(1, q.shape[1:3]).relu()).squeeze(-2)
 

@@ -195,8 +195,6 @@ def test_what_cannot_choose_is_refused(case: Case) -> None:
     for kernel in ("blocks", "varlen"):
         with pytest.raises(ValueError, match="reads rules, and here each query sees 8 keys"):
             forward(inputs, masks, freqs_cis, kernel=kernel, layout=fnmodels.layout(masks))
-    with pytest.raises(NotImplementedError, match="the scores by which they choose keys have other last bits"):
-        forward(inputs, masks, freqs_cis, kernel="invariant")
     given = {name: getattr(batch, name)[:, :18] for name in ("tokens", "positions", "segment_ids", "labels")}
     with pytest.raises(ValueError, match="cp must be 1 for this model"):
         shard_batch(given, 0, 2, config=case.config)

@@ -13,9 +13,9 @@ import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common.registry import own_choices
-from fnmodels.ops import invariant, linear, mlp
+from fnmodels.ops import indexer, invariant, linear, mlp
 from fnmodels.ops.attention import invariant as tiles
-from tests.support.cases import Case, attention_of, causal, generic_params, richest, short, tokens_of
+from tests.support.cases import Case, attention_of, causal, choices_of, generic_params, richest, short, tokens_of
 
 LENGTHS = (139, 5, 31, 1)  # of the documents; the first has more tokens than a tile
 ROOM = 160
@@ -27,20 +27,15 @@ ROWS = {  # of (document or None for padding, length)
 EACH = tuple((((document, length),),) for document, length in enumerate(LENGTHS))
 
 
-def able(case: Case) -> bool:
-    chooses = own_choices(fnmodels.family_of(case.config).kinds(case.config))
-    return causal(case) and not chooses
-
-
 def long_config(case: Case) -> Any:
     """The case's config; with room for the documents, where positions are parameters."""
     learned = any("position" in path for path in tree.flatten(fnmodels.family_of(case.config).spec(case.config)))
     return replace(case.config, max_position_embeddings=ROOM) if learned else case.config
 
 
-FAMILIES = tuple(short(case) for case in richest() if able(case))
+FAMILIES = tuple(short(case) for case in richest() if causal(case))
 LLAMA = next(case for case in FAMILIES if case.family == "llama")
-CHOOSES = next(case for case in richest() if causal(case) and not able(case))
+CHOOSES = tuple(case for case in FAMILIES if own_choices(fnmodels.family_of(case.config).kinds(case.config)))
 
 every_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -242,10 +237,40 @@ def test_explain_invariance() -> None:
     assert all(found.values()), found
 
 
-def test_layers_that_choose_keys_are_refused() -> None:
-    config = CHOOSES.config
-    with pytest.raises(NotImplementedError, match="the scores by which they choose keys"):
-        logprobs(config, generic_params(config), EACH[1])
+def test_scores_of_keys_have_their_bits() -> None:
+    """Of one query or many, of a row of keys or its beginning, alone and beside other rows."""
+    parts = [(slice(0, rows), slice(lo, lo + n)) for rows in (1, 2) for n in (1, 2, 3, 7, 40) for lo in (0, 77)]
+
+    def differ(heads: int) -> int:
+        draw = torch.Generator().manual_seed(0)
+        q, k, share = (torch.randn(2, 200, *shape, generator=draw) for shape in ((heads, 24), (24,), (heads,)))
+        whole, found = indexer._scores(q, share, k), 0
+        for rows, at in parts:
+            for length in (117, 200):
+                got = indexer._scores(q[rows, at], share[rows, at], k[rows, :length])
+                found += not torch.equal(got, whole[rows, at, :length])
+        return found
+
+    with torch.no_grad(), invariant.invariant_rows(True):
+        assert sum(map(differ, (1, 3, 4))) == 0
+    with torch.no_grad():
+        assert sum(map(differ, (1, 3, 4))) > 0
+
+
+@pytest.mark.parametrize("case", CHOOSES, ids=str)
+def test_chosen_keys_are_those_of_other_kernels(case: Case) -> None:
+    """A choice made by another kernel, replayed, gives this kernel's logits: the mask of its tiles is the choice."""
+    batch, _ = batch_in(case.config, ROWS["other order"])
+    params = generic_params(case.config)
+    inputs, masks, freqs = fnmodels.prepare(
+        case.config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=ROOM
+    )
+    replay = {**inputs, "choices": choices_of(params, (inputs, masks, freqs), case.config, kernel="math")}
+    got, wanted = (
+        fnmodels.forward(params, replay, masks, freqs, config=case.config, kernel=kernel)
+        for kernel in ("invariant", "math")
+    )
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_other_forms_are_refused() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of, to_dense
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.attention.invariant import plan_tiles
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of
@@ -182,13 +183,14 @@ class Context:
 
     def choose(
         self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer
-    ) -> MaskLike:
+    ) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
 
         weights: those of latent attention, with an "indexer", whose keys a cache holds. Without one the layer takes the
         choice of the last layer that made one. The choice is in aux as "chosen", for later layers, and as the tap
         "choices", int64 [B, S, k]; the keyword `choices` of the block's call, a choice made before, replaces it.
         Where no query has more than `indexer.count` keys nothing is chosen: the mask is returned as it is.
+        With kernel="invariant" the result is a mask made ready for it.
         """
         with torch.no_grad():  # no decorator, which dynamo cannot read on a method
             # Another tensor than x: what a wrapper of weights keeps of it here has no gradient.
@@ -196,7 +198,7 @@ class Context:
 
     def _chosen(
         self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer
-    ) -> MaskLike:
+    ) -> Any:
         own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
         everything, cached = given is None and shape_of(mask)[-1] <= indexer.count, "cache" in self.tensors
         k: Tensor | None = None
@@ -223,7 +225,8 @@ class Context:
             given = choose(own, x, query_latent(weights, x), k, freqs, keys, indexer)
         if own is not None:
             given = self.aux["chosen"] = self.tap("choices", given)
-        return chosen(keys, given)
+        allowed = chosen(keys, given)
+        return plan_tiles(mask, allowed) if self.options.invariant else allowed
 
     def _attention(
         self,

@@ -59,8 +59,11 @@ class Tiles:
         return [(keys, self.masks[index]) for keys, index in self.hidden[tile]]
 
 
-def plan_tiles(mask: MaskLike) -> Tiles:
-    """The tiles of a batch, from values. ValueError for a mask without rules, and for positions that repeat."""
+def plan_tiles(mask: MaskLike, chosen: Tensor | None = None) -> Tiles:
+    """The tiles of a batch, from values. ValueError for a mask without rules, and for positions that repeat.
+
+    chosen: bool [B, 1, Q, K]; of the keys that the mask allows, those that queries chose. None: all.
+    """
     if not isinstance(mask, Mask):
         raise ValueError(
             f'kernel="invariant" reads positions: give it a fnmodels.Mask, not a {type(mask).__name__}, or take '
@@ -81,7 +84,8 @@ def plan_tiles(mask: MaskLike) -> Tiles:
     queries = keys if whole else _places(q, documents, highest, k)
     (q_positions, q_segments, q_spans), (k_positions, k_segments, k_spans) = q.sorted(queries), k.sorted(keys)
     order = Mask(q_positions, q_segments, k_positions, k_segments, q_spans, k_spans, mask.rule)
-    masks, seen, hidden = _tiles_of(order)
+    taken = None if chosen is None else _taken(chosen[:, 0], queries, keys)
+    masks, seen, hidden = _tiles_of(order, taken)
     shape = batch, q.positions.shape[1], k.positions.shape[1]
     plain = [None if _in_order(side, given) else side for side, given in ((queries, q), (keys, k))]
     places = None if plain[0] is None else _inverse(queries, q.positions)
@@ -165,12 +169,22 @@ def _inverse(places: Tensor, like: Tensor) -> Tensor:
     return found.scatter(0, places.flatten(), torch.arange(places.numel(), device=places.device))[:-1].view(like.shape)
 
 
-def _tiles_of(mask: Mask) -> tuple[tuple[Tensor, ...], tuple[Pair, ...], tuple[tuple[Pair, ...], ...]]:
-    """(masks, seen, hidden) as in `Tiles`, of the sorted batch."""
+def _taken(chosen: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """chosen [B, Q, K] by the places of queries [R, n] and keys [R, m]: [R, n, m]; any value at empty places."""
+    rows, count, length = chosen.shape
+    q, k = queries.clamp(max=rows * count - 1), keys.clamp(max=rows * length - 1)
+    return chosen[q[:, :, None] // count, q[:, :, None] % count, k[:, None] % length]
+
+
+def _tiles_of(
+    mask: Mask, taken: Tensor | None
+) -> tuple[tuple[Tensor, ...], tuple[Pair, ...], tuple[tuple[Pair, ...], ...]]:
+    """(masks, seen, hidden) as in `Tiles`, of the sorted batch. taken: bool [R, queries, keys] as the mask."""
     masks: list[Tensor] = []
     seen, hidden = [], []
     for lo in range(0, mask.q_positions.shape[1], TILE):
-        tile = mask.select(slice(lo, lo + TILE), slice(None)).dense()[:, 0].unflatten(-1, (-1, TILE))
+        tile = mask.select(slice(lo, lo + TILE), slice(None)).dense()[:, 0]
+        tile = (tile if taken is None else tile & taken[:, lo : lo + TILE]).unflatten(-1, (-1, TILE))
         some, every = tile.any(-1).any(1).any(0).tolist(), tile.all(-1).all(1).all(0).tolist()
         first = some.index(True) if True in some else 0
         end = len(some) - some[::-1].index(True) if True in some else 0
@@ -213,6 +227,14 @@ def invariant_attention(
     if plan.queries is None or plan.places is None:
         return out[:, : plan.shape[1]]
     return F.pad(out[:, : plan.queries.shape[1]].flatten(0, 1), (0, 0, 0, 0, 0, 1))[plan.places]
+
+
+def dot_products(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [B, m, d] times columns [B, n, d]: [B, m, n], each with the bits of its row and column alone."""
+    m, n, d = rows.shape[1], columns.shape[1], rows.shape[2]
+    rows = F.pad(rows, (0, -d % WIDTH, 0, -m % ROWS))
+    columns = F.pad(columns, (0, -d % WIDTH, 0, -n % TILE))
+    return torch.bmm(rows, columns.mT)[:, :m, :n]
 
 
 def _rows(t: Tensor, places: Tensor | None, multiple: int) -> Tensor:
