@@ -26,6 +26,7 @@ _SAVED_MODULES = {
     "fnmodels.ops.attention.block_sparse": "fnmodels.ops.attention_blocks",
     "fnmodels.ops.attention.select": "fnmodels.ops.attention",
     "fnmodels.ops.moe.dispatch": "fnmodels.ops.dispatch",
+    "params.lora.nodes": "params.lora",
 }
 _LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
 

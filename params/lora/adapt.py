@@ -1,0 +1,153 @@
+"""Adapters put into a tree of parameters, taken out of it, and merged with the weights."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.spec import Constant, Leaf
+from fnmodels.tree import Tree
+from params.initialize import draw
+from params.io.safetensors_file import Box
+
+from .leaves import adapter_leaves, chosen_targets, initial_magnitude, map_leaves, nodes_of, on_same_mesh
+from .nodes import Lora, RowLora
+
+
+def add(
+    config: DecoderConfig,
+    params: Tree,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Iterable[str] = ("q_proj", "v_proj"),
+    seed: int = 0,
+    rslora: bool = False,
+    dora: bool = False,
+) -> Tree:
+    """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
+
+    targets: last components of paths ("q_proj": every linear weight of that name, except experts'), or shell patterns
+    over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). ValueError: a target matches nothing, or matches a
+    leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path),
+    uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
+    rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a magnitude, which starts as the norms of the
+    weight's rows; UnsupportedError for experts and DTensors.
+    """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; it must be at least 1.")
+    chosen = chosen_targets(config, params, tuple(targets))
+    scale = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+
+    def adapted(path: str, weight: Any) -> Any:
+        if path not in chosen:
+            return weight
+        a, b = adapter_leaves(chosen[path], rank)
+
+        def uniform(box: Box | None) -> Tensor:
+            # the distribution function of a normal variable is uniform at its draws
+            return torch.special.erf(draw(a, seed, f"{path}.a", box) / math.sqrt(2)) / math.sqrt(a.shape[-1])
+
+        pair = on_same_mesh(weight, (a, b), uniform, lambda box: draw(b, seed, f"{path}.b", box))
+        node = Lora(weight, *pair, scale)
+        return replace(node, magnitude=initial_magnitude(path, node)) if dora else node
+
+    return map_leaves(adapted, params)
+
+
+def merge(params: Tree) -> Tree:
+    """`params` with every adapter merged into its weight: plain tensors again."""
+    return map_leaves(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
+
+
+def adapters(params: Tree) -> Tree:
+    """The adapters of `params` alone, at their paths: what is trained and saved, and what torch.func differentiates."""
+    return _present(map_leaves(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params))
+
+
+def _present(node: Tree) -> Tree:
+    """The tree without the entries of dicts that are None, which torch.func refuses as leaves."""
+    if isinstance(node, dict):
+        return {key: _present(value) for key, value in node.items() if value is not None}
+    return [_present(value) for value in node] if isinstance(node, list) else node
+
+
+def weights(params: Tree) -> Tree:
+    """`params` without adapters: each `Lora` is replaced by its weight, unchanged."""
+    return map_leaves(lambda _, leaf: leaf.weight if isinstance(leaf, Lora) else leaf, params)
+
+
+def attach(params: Tree, trained: Tree) -> Tree:
+    """`params` with the adapters of `trained` (a tree from `adapters`), replacing any that `params` has."""
+    nodes = nodes_of(trained)
+
+    def attached(path: str, leaf: Any) -> Any:
+        weight = leaf.weight if isinstance(leaf, Lora) else leaf
+        return replace(nodes[path], weight=weight) if path in nodes else weight
+
+    return map_leaves(attached, params)
+
+
+def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
+    """`params` with adapters of which row i of a batch gets number rows[i]: several fine-tuned models in one batch.
+
+    params: without adapters. adapters: trees with adapters, of any rank and targets; one without any is the model
+    itself. rows: int64 [B]. Each row's output is that of `attach(params, adapters[rows[i]])`. Every target must read
+    [B, S, in]: losses that flatten tokens take none of lm_head. ValueError for rows outside of the adapters, and
+    UnsupportedError for experts.
+    """
+    if rows.ndim != 1 or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(adapters)):
+        raise ValueError(f"rows must be [B], each from 0 to {len(adapters) - 1}; it is {rows.tolist()}.")
+    nodes = [nodes_of(one) for one in adapters]
+    if nodes_of(params):
+        raise ValueError("params hold adapters already; merge them, or take `weights`.")
+
+    def stacked(path: str, weight: Any) -> Any:
+        own = [found.get(path) for found in nodes]
+        return weight if not any(own) else _stacked(path, weight, own, rows)
+
+    return map_leaves(stacked, params)
+
+
+def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor) -> RowLora:
+    if weight.ndim != 2:
+        raise UnsupportedError(
+            f"{path} {list(weight.shape)} is a weight of experts; adapters per row have no form of it."
+        )
+    first = next(node for node in own if node is not None)
+    rank = max(len(node.a) for node in own if node is not None)
+    none = Lora(weight, first.a[:0], first.b[:, :0])
+    given = [none if node is None else replace(node, weight=weight) for node in own]
+    a = torch.stack([F.pad(node.a, (0, 0, 0, rank - len(node.a))) for node in given])
+    b = torch.stack([F.pad(node.scale * node.b, (0, rank - len(node.a))) for node in given])
+    if all(node.magnitude is None for node in given):
+        return RowLora(weight, a, b, rows)
+    ones = torch.ones_like(weight[:, 0])
+    factors = [ones if node.magnitude is None else node.magnitude / node.row_norms() for node in given]
+    return RowLora(weight, a, b, rows, torch.stack(factors))
+
+
+def spec(config: DecoderConfig, params: Tree) -> Tree:
+    """The family's spec for `params` with adapters: only a and b are trainable, and weight decay applies to them."""
+    leaves = tree.flatten(family_of(config).spec(config))
+
+    def frozen(path: str, value: Any) -> Any:
+        leaf = leaves[path]
+        base = replace(leaf, trainable=False, decay=False)
+        if not isinstance(value, Lora):
+            return base
+        magnitude = (
+            None
+            if value.magnitude is None
+            else Leaf(leaf.shape[:1], leaf.dtype, leaf.axes[:1], Constant(1.0), unit=leaf.unit)
+        )
+        return Lora(base, *adapter_leaves(leaf, value.a.shape[-2]), value.scale, magnitude)
+
+    return map_leaves(frozen, params)

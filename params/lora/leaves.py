@@ -1,0 +1,103 @@
+"""Which leaves take an adapter, and the leaves of one."""
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.spec import Constant, Leaf, Normal
+from fnmodels.tree import Tree
+from params.io.safetensors_file import Box
+from params.sharding import sharding_of
+
+from .nodes import Lora
+
+
+def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
+    """{path: leaf} of the linear weights that match `targets`; ValueError as in `add`."""
+    leaves = tree.flatten(family_of(config).spec(config))
+    if nodes_of(params):
+        raise ValueError("params hold adapters already; merge them first.")
+    chosen: set[str] = set()
+    for target in targets:
+        ends = {p for p in leaves if p.rpartition(".")[2] == target}
+        named = {p for p in ends if is_linear(p, leaves[p])} or ends
+        named |= {p for p in leaves if fnmatch.fnmatchcase(p, target)}
+        if not named:
+            last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if is_linear(p, leaf)})
+            raise ValueError(f"The target {target!r} names no parameter; linear weights end in {', '.join(last)}.")
+        chosen |= named
+    wrong = sorted(path for path in chosen if not takes_adapter(path, leaves[path]))
+    if wrong:
+        raise ValueError(f"{wrong[0]} {list(leaves[wrong[0]].shape)} is no weight of a linear map; adapters need one.")
+    return {path: leaves[path] for path in chosen}
+
+
+def targets(config: DecoderConfig) -> list[str]:
+    """The paths of all weights that can have an adapter: linear ones, and those of experts."""
+    return [path for path, leaf in tree.flatten(family_of(config).spec(config)).items() if takes_adapter(path, leaf)]
+
+
+def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
+    """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names."""
+    return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
+
+
+def takes_adapter(path: str, leaf: Leaf) -> bool:
+    """Whether a leaf is a linear weight or that of experts [E, out, in]."""
+    return is_linear(path, leaf) or (len(leaf.shape) == 3 and ".experts." in path and path.endswith("_proj"))
+
+
+def adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
+    """The leaves (a, b) of an adapter of the weight `leaf`."""
+    (*count, out_size, in_size), (*axis, out_axis, in_axis) = leaf.shape, leaf.axes
+    a = Leaf((*count, rank, in_size), leaf.dtype, (*axis, "rank", in_axis), Normal(1.0), unit=leaf.unit)
+    b = Leaf((*count, out_size, rank), leaf.dtype, (*axis, out_axis, "rank"), Constant(0.0), unit=leaf.unit)
+    return a, b
+
+
+def nodes_of(params: Tree) -> dict[str, Lora]:
+    found: dict[str, Lora] = {}
+
+    def note(path: str, leaf: Any) -> None:
+        if isinstance(leaf, Lora):
+            found[path] = leaf
+
+    map_leaves(note, params)
+    return found
+
+
+def on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | None], Tensor]) -> tuple[Any, Any]:
+    """(a, b) on the weight's device, in its dtype and sharded to match; each of `make` returns a box (None: all)."""
+    sharding = sharding_of(weight)
+    if sharding is None:
+        a, b = (values(None).to(weight) for values in make)
+        return a, b
+    distributed = []
+    last = weight.ndim - 1
+    for leaf, values, rank_dim in zip(leaves, make, (last - 1, last), strict=True):
+        dims = tuple(None if dim == rank_dim else dim for dim in sharding.dims)
+        own = replace(sharding, dims=dims, shape=leaf.shape)
+        distributed.append(own.distribute(values(own.local_box()).to(weight.device, weight.dtype)))
+    return distributed[0], distributed[1]
+
+
+def initial_magnitude(path: str, node: Lora) -> Tensor:
+    if node.weight.ndim != 2 or sharding_of(node.weight) is not None:
+        what = "a DTensor" if node.weight.ndim == 2 else "a weight of experts"
+        raise UnsupportedError(f"{path} is {what}, for which DoRA is not supported: take plain LoRA.")
+    return node.row_norms().to(node.weight.dtype)
+
+
+def map_leaves(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
+    """A tree map that calls function(path, leaf) and treats a `Lora` or `RowLora` as one leaf."""
+    if isinstance(node, dict):
+        return {key: map_leaves(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
+    if isinstance(node, list):
+        return [map_leaves(function, value, f"{path}.{i}") for i, value in enumerate(node)]
+    return function(path, node)
