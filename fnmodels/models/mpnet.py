@@ -19,7 +19,7 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     pooled,
 )
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
-from fnmodels.models.common.spec import weight
+from fnmodels.models.common.spec import embedding
 from fnmodels.ops.attention.relative_bias import RelativeBias, by_distance
 from fnmodels.tree import Tree
 
@@ -73,8 +73,9 @@ class Config(encoder.EncoderConfig):
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    table = (config.relative_attention_num_buckets, config.num_attention_heads)
-    return encoder.spec(config) | {"relative_bias": weight(table, ("bucket", "heads"), config.initializer_range)}
+    sizes = (config.relative_attention_num_buckets, config.num_attention_heads)
+    biases = embedding(*sizes, config.initializer_range, axis="bucket", size_axis="heads")
+    return encoder.spec(config) | {"relative_bias": biases}
 
 
 def hf_names(config: Config) -> dict[str, str]:

@@ -120,7 +120,8 @@ def test_rows_of_caches(name: str) -> None:
     _, cache = after(begun(config, params), tokens[:, :3])
     wanted, longer = after(cache, tokens[:, 3:4])
     swapped = fnmodels.take(cache, [1, 0])
-    assert torch.equal(after(swapped, tokens[[1, 0], 3:4])[0], wanted[[1, 0]])
+    # fp64: a row has other last bits at another place of a product
+    torch.testing.assert_close(after(swapped, tokens[[1, 0], 3:4])[0], wanted[[1, 0]], rtol=0, atol=1e-12)
     back = fnmodels.insert(swapped, [0, 1], cache)
     assert torch.equal(after(back, tokens[:, 3:4])[0], wanted)
     assert torch.equal(after(fnmodels.truncate(longer, 3), tokens[:, 3:4])[0], wanted)

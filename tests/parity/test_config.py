@@ -101,6 +101,7 @@ def test_published_configs_are_read_alike(family: str) -> None:
         assert _config(values) == _config(AutoConfig.for_model(**reference_values(values)).to_dict())
 
 
-@pytest.mark.parametrize("name", presets())
+# diffusers' config.json names a class instead of a model type; tests/fnmodels/models/test_presets.py counts it
+@pytest.mark.parametrize("name", [name for name in presets() if "model_type" in published()[name]])
 def test_presets_are_read_alike(name: str) -> None:
     assert preset(name) == _config(AutoConfig.for_model(**reference_values(published()[name])).to_dict())

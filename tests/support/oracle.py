@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import fnmodels
 from fnmodels import tree
@@ -19,6 +20,9 @@ from tests.support.cases import collected, generic, variants_of
 
 # transformers 5.23 lists it among models with vision only
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# transformers 5.24 reads it in Llama 4's wrapper and has it in no output of a text model
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    MoeCausalLMOutputWithPast.image_outputs = None
 EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 

@@ -7,6 +7,7 @@ model goes on with change(value).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -159,4 +160,5 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
 
 def _attends(module: Any) -> bool:
     """Whether the module calls the attention function of its file."""
-    return EAGER in type(module).forward.__code__.co_names and hasattr(sys.modules[type(module).__module__], EAGER)
+    forward = inspect.unwrap(type(module).forward)  # transformers wraps it for names of arguments that it renamed
+    return EAGER in forward.__code__.co_names and hasattr(sys.modules[type(module).__module__], EAGER)

@@ -73,9 +73,9 @@ def weight(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.02, *, 
     return Leaf(shape, torch.float32, axes, Normal(std), unit=unit)
 
 
-def embedding(rows: int, size: int, std: float = 0.02, *, axis: str = "vocab") -> Leaf:
+def embedding(rows: int, size: int, std: float = 0.02, *, axis: str = "vocab", size_axis: str = "embed") -> Leaf:
     """An embedding table: normal init, no weight decay, which would shrink rows that no batch contains."""
-    return Leaf((rows, size), torch.float32, (axis, "embed"), Normal(std), decay=False)
+    return Leaf((rows, size), torch.float32, (axis, size_axis), Normal(std), decay=False)
 
 
 def norm(size: int, axis: str, value: float = 1.0, *, unit: int = 1) -> Leaf:

@@ -219,7 +219,7 @@ def _stack_spec(config: Config) -> Tree:
     if config.stack == "decoder":
         layer |= {"cross_attention_layernorm": norm(D, "embed"), "cross_attention": attention}
     layer |= {"post_attention_layernorm": norm(D, "embed"), "mlp": mlp}
-    table = weight((config.relative_attention_num_buckets, N), ("bucket", "heads"), std)
+    table = embedding(config.relative_attention_num_buckets, N, std, axis="bucket", size_axis="heads")
     return {"relative_bias": table, "layers": [layer] * config.num_hidden_layers, "norm": norm(D, "embed")}
 
 
