@@ -137,7 +137,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     """
     if length < SHORTEST:
         raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
-    config: Any = load_config(folder)
+    config: Any = load_config(folder, part="text")
     if field_of(config, "head") not in ("lm", "masked_lm"):
         raise UnsupportedError(f"Only logits of tokens are compared, and this model's head is {config.head!r}.")
     optional = may_have(family_of(config), "OPTIONAL")  # transformers does not load these
@@ -242,7 +242,7 @@ def _unreached(config: DecoderConfig, length: int) -> list[str]:
 def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | None]:
     """(our parameters, None), or ({}, the error that says how the files do not fit our spec)."""
     try:
-        return load_pretrained(folder, dtype=torch.float32, drop=drop)[1], None
+        return load_pretrained(folder, dtype=torch.float32, drop=drop, part="text")[1], None
     except MismatchError as error:
         return {}, error
 

@@ -10,7 +10,7 @@ import difflib
 import importlib
 from typing import Any, cast
 
-from fnmodels.models.common.registry import Family, claim, every_model, family_for, may_have, model_type_of
+from fnmodels.models.common.registry import Family, claim, every_model, family_reading, may_have, towers
 
 
 def preset(name: str) -> Any:
@@ -21,7 +21,7 @@ def preset(name: str) -> Any:
         hint = f"near it are {', '.join(near)}" if near else f"there are {', '.join(presets())}"
         raise ValueError(f"There is no preset {name!r}; {hint}.")
     values = known[name]
-    return family_for(model_type_of(values)).Config.from_hf(values)
+    return family_reading(values).Config.from_hf(values)
 
 
 def presets() -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def presets() -> tuple[str, ...]:
 def published() -> dict[str, dict[str, Any]]:
     """{name: config.json} of this file and of each family's PRESETS; UserError where two of them claim one name."""
     owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
-    for module in dict.fromkeys(every_model().values()):
+    for module in dict.fromkeys((*every_model().values(), *towers().values())):
         family = cast(Family, importlib.import_module(module))
         for name, values in may_have(family, "PRESETS").items():
             claim(owners, name, module, "preset")

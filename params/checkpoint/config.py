@@ -12,7 +12,15 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import config_class, families, family_for, model_type_of, to_hf
+from fnmodels.models.common.registry import (
+    config_class,
+    families,
+    family_of,
+    family_reading,
+    may_have,
+    model_type_of,
+    to_hf,
+)
 from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
@@ -21,13 +29,27 @@ TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def load_config(path: str | os.PathLike[str], *, family: Any = None) -> Any:
-    """The Config of a checkpoint folder; family and errors as in `load_pretrained`."""
-    return read_config(path, family)[0]
+def load_config(path: str | os.PathLike[str], *, family: Any = None, part: str | None = None) -> Any:
+    """The Config of a checkpoint folder; family, part and errors as in `load_pretrained`."""
+    return part_of(read_config(path, family, part)[0], part, Path(path))
 
 
-def read_config(path: str | os.PathLike[str], family: Any = None) -> tuple[Any, dict[str, Any]]:
-    """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by the model_type."""
+def part_of(config: Any, part: str | None, folder: Path) -> Any:
+    """The Config of one part of a model, None for the model; ValueError for a part that it does not have."""
+    if part is None:
+        return config
+    family = family_of(config)
+    own = {"text" if may_have(family, "INPUTS") == "tokens" else "vision": config}
+    parts: dict[str, Any] = getattr(family, "towers", lambda config: own)(config)
+    if part not in parts:
+        raise ValueError(f"{folder}: the model has no part {part!r}; it has {', '.join(parts)}.")
+    return parts[part]
+
+
+def read_config(
+    path: str | os.PathLike[str], family: Any = None, part: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by config.json."""
     folder = Path(path)
     if not folder.exists():
         reason = "There is no such checkpoint folder (nothing is ever downloaded"
@@ -53,7 +75,7 @@ def read_config(path: str | os.PathLike[str], family: Any = None) -> tuple[Any, 
             raise ConfigError("'model_type' is not there, which is needed.")
         if not isinstance(model_type, str):
             raise ConfigError(f"'model_type' must be a string, not {shown(model_type)}.")
-        config = config_class(family or family_for(model_type)).from_hf(values)
+        config = config_class(family or family_reading(values, part)).from_hf(values)
         _check_dtype(values)
         _check_tokens(values)
         _check_architectures(values, to_hf(config).get("architectures"))

@@ -40,7 +40,7 @@ from params.io.safetensors_file import (
 from params.sharding import Sharding, plan_by_path
 
 from . import tensor_map
-from .config import read_config
+from .config import part_of, read_config
 from .dequantize import Found, Quantized, pair_scales, read_quantized, split_rows
 from .integer_weights import is_zero_bias
 from .shard_index import as_lines, open_folder
@@ -95,9 +95,10 @@ def load_pretrained(
     leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
     drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
     config.json says. The returned config reflects that. head="none" reads the model without its head, which the files
-    may have or not, so that `forward` returns hidden states after the final norm. part="text" or "vision": of a model
-    of several parts, such as CLIP or LLaVA, that one alone: (its Config, its params); all headers are checked, and only
-    its tensors are read. A text model is its own part "text". report: is called with a LoadReport (`report=print`).
+    may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read with
+    its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its Config,
+    its params); all headers are checked, and only its tensors are read. A text model is its own part "text". report: is
+    called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
@@ -105,7 +106,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = _part(folder, check_folder(folder, stack, drop, family, head), part)
+        checked = check_folder(folder, stack, drop, family, head, part)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {
@@ -173,10 +174,15 @@ class CheckedFolder:
 
 
 def check_folder(
-    folder: Path, stack: ExitStack, drop: Collection[str] = (), family: Any = None, head: str | None = None
+    folder: Path,
+    stack: ExitStack,
+    drop: Collection[str] = (),
+    family: Any = None,
+    head: str | None = None,
+    part: str | None = None,
 ) -> CheckedFolder:
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
-    declared, values = read_config(folder, family)
+    declared, values = read_config(folder, family, part)
     config = declared if head is None else replace(declared, head=head, num_labels=0)
     opened = open_folder(folder, stack, may_have(family_of(config), "WEIGHTS"))
     files = tuple({file.path: file for file, _ in opened.values()}.values())
@@ -200,23 +206,17 @@ def check_folder(
     )
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
-    return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
+    checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
+    return _only(part_of(config, part, folder), part, checked)
 
 
-def _part(folder: Path, checked: CheckedFolder, part: str | None) -> CheckedFolder:
-    """The folder with the parameters of one part only; ValueError for a part that the model does not have."""
-    if part is None:
-        return checked
-    config, family = checked.config, family_of(checked.config)
-    own = {"text" if may_have(family, "INPUTS") == "tokens" else "vision": config}
-    parts: dict[str, Any] = getattr(family, "towers", lambda config: own)(config)
-    if part not in parts:
-        raise ValueError(f"{folder}: the model has no part {part!r}; it has {', '.join(parts)}.")
-    if parts[part] is config:
+def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:
+    """The folder with the parameters of the part whose Config this is."""
+    if config is checked.config:
         return checked
     chosen = [one for one in checked.parameters if one.path.startswith(f"{part}.")]
     inner = tuple(replace(one, path=one.path.removeprefix(f"{part}.")) for one in chosen)
-    return replace(checked, config=parts[part], parameters=inner)
+    return replace(checked, config=config, parameters=inner)
 
 
 def _compare(

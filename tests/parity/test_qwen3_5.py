@@ -42,7 +42,7 @@ def test_the_text_part_of_both(case: Case, tmp_path: Path) -> None:
     """The text model of a full checkpoint from transformers: equal logits; saved with the same names and bits."""
     model = model_of(case)
     model.save_pretrained(tmp_path / "theirs")
-    config, weights = P.load_pretrained(tmp_path / "theirs")
+    config, weights = P.load_pretrained(tmp_path / "theirs", part="text")
     assert config == case.config and config.model_type == case.config.model_type
     tokens = tokens_of(config, 2, 24)
     ours = forward(weights, fnmodels.prepare(config, tokens), config=config, kernel="math")
@@ -71,7 +71,7 @@ def test_positions_of_time_height_and_width(case: Case, tmp_path: Path) -> None:
     """Where axes differ, as in transformers; where they are equal, as without axes; packed, as each document alone."""
     model = model_of(case)
     model.save_pretrained(tmp_path)
-    config, weights = P.load_pretrained(tmp_path)
+    config, weights = P.load_pretrained(tmp_path, part="text")
 
     def logits(tokens: Tensor, positions: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         given = fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids)

@@ -59,10 +59,10 @@ def assert_gradients(model: Any, config: Any, params: Any, *, bound: float = 5e-
         assert worst <= bound * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"
 
 
-def assert_files(model: Any, config: Any, folder: Path, family: Any = None) -> None:
+def assert_files(model: Any, config: Any, folder: Path) -> None:
     """Their folder is read as this config and these values; ours is read by them without a missing or extra tensor."""
     model.save_pretrained(folder / "theirs")
-    read, params = P.load_pretrained(folder / "theirs", family=family)
+    read, params = P.load_pretrained(folder / "theirs")
     assert read == config
     mine = tree.flatten(ours_of(on_disk(model), config))
     assert all(torch.equal(leaf, mine[path]) for path, leaf in tree.flatten(params).items())
@@ -71,9 +71,19 @@ def assert_files(model: Any, config: Any, folder: Path, family: Any = None) -> N
     assert not any(told.values()), told
     assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
     for part in ("text", "vision"):
-        own, loaded = P.load_pretrained(folder / "theirs", family=family, part=part)
-        assert own == getattr(config, part)
+        own, loaded = P.load_pretrained(folder / "theirs", part=part)
+        assert own == getattr(config, part) == P.load_config(folder / "theirs", part=part)
         assert all(torch.equal(leaf, mine[f"{part}.{path}"]) for path, leaf in tree.flatten(loaded).items())
+
+
+def assert_text_alone(config: Any, folder: Path) -> None:
+    """After `assert_files`: the text is saved as a model without a tower, and read as one."""
+    text, params = P.load_pretrained(folder / "theirs", part="text")
+    P.save_pretrained(folder / "text", text, params)
+    again, loaded = P.load_pretrained(folder / "text")
+    assert again == text == config.text and type(again) is type(text)
+    flat = tree.flatten(params)
+    assert all(torch.equal(leaf, flat[path]) for path, leaf in tree.flatten(loaded).items())
 
 
 def rows_of(texts: Sequence[Sequence[Tensor]], length: int) -> tuple[Tensor, Tensor]:

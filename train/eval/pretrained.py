@@ -46,12 +46,12 @@ def weights_folder(folder: Path) -> Path:
 
 
 def load_model(folder: Path, *, merge: bool = False, **options: Any) -> tuple[Any, Tree]:
-    """(config, params) of a checkpoint folder, or of a folder of adapters with their base model.
+    """(config, params) of the text model in a checkpoint folder, or of a folder of adapters with their base model.
 
     options: keywords of `params.load_pretrained`. merge: adds adapters into the weights.
     """
     base = weights_folder(folder)
-    config, params = P.load_pretrained(base, **options)
+    config, params = P.load_pretrained(base, part="text", **options)
     if base != folder:
         params = P.lora.load_adapters(folder, config, params)
     return config, P.lora.merge(params) if merge else params

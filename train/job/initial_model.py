@@ -68,7 +68,7 @@ def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Model:
     tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
     if settings.lora:
         return replace(from_checkpoint(Path(str(settings.init)), settings, on_meta=on_meta), tokenizer=tokenizer)
-    config = P.load_config(path)
+    config = P.load_config(path, part="text")
     pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
     params = params_without_storage(config, settings)
     return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
@@ -102,7 +102,7 @@ def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
     if settings.lora and folder != source:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
     with ExitStack() as stack:
-        config = check_folder(folder, stack, unused_parts(source)).config
+        config = check_folder(folder, stack, unused_parts(source), part="text").config
     if not may_have(fnmodels.family_of(config), "CAUSAL"):
         raise UserError(
             f"--init {source} is a {config.model_type}, whose tokens see later ones, and this job trains next-token "
@@ -119,7 +119,7 @@ def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) 
     options: Json = {"copy": True, "drop": unused_parts(source), "plan": plan}
     if settings.lora is None:
         return pretrained.load_model(source, merge=True, dtype=torch.float32, **options)
-    config, params = P.load_pretrained(source, dtype=getattr(torch, str(settings.dtype)), **options)
+    config, params = P.load_pretrained(source, part="text", dtype=getattr(torch, str(settings.dtype)), **options)
     return config, add_adapters(config, params, settings)
 
 
@@ -182,7 +182,7 @@ def run_spec(config: DecoderConfig, settings: Settings) -> Tree:
 
 def unused_parts(source: Path) -> tuple[str, ...]:
     """Parts of the checkpoint that the loss does not use: MTP heads."""
-    config = P.load_config(pretrained.weights_folder(source))
+    config = P.load_config(pretrained.weights_folder(source), part="text")
     found: dict[str, str] = may_have(fnmodels.family_of(config), "OPTIONAL")
     return tuple(part for part, count in found.items() if getattr(config, count))
 

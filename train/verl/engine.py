@@ -130,14 +130,15 @@ class VerlEngine:
     def _loaded(self) -> tuple[DecoderConfig, Tree]:
         """(config, params) of the checkpoint without the parts that no loss reads, sharded over the mesh."""
         folder = Path(self.model_config.local_path)
-        found = P.load_config(folder)
+        found = P.load_config(folder, part="text")
         optional: dict[str, str] = may_have(family_of(found), "OPTIONAL")
         drop = tuple(part for part, count in optional.items() if getattr(found, count))
         options: dict[str, Any] = {"dtype": settings.dtype_of(self.engine_config), "copy": True, "drop": drop}
+        options["part"] = "text"
         if self.devices is None:
             return P.load_pretrained(folder, device=_device_type(), **options)
         with ExitStack() as stack:
-            config = check_folder(folder, stack, drop).config
+            config = check_folder(folder, stack, drop, part="text").config
         return P.load_pretrained(folder, plan=self._plan(config, self.devices), **options)
 
     # Passes

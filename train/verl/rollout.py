@@ -69,7 +69,7 @@ class Server:
 
     def __init__(self, folder: str, config: Any, seed: int) -> None:
         self.settings, self.seed, self.count = config, seed, 0
-        self.config = P.load_config(folder)
+        self.config = P.load_config(folder, part="text")
         self.stop_ids = end_ids(Path(folder))
         self.params: Any = None
         self.version: int | None = None

@@ -322,8 +322,11 @@ def diffusion_models() -> dict[str, str]:
 
 
 def every_model() -> dict[str, str]:
-    """{model type: name of the module} of `families`, `towers`, `encoder_decoders` and `diffusion_models`."""
-    return families() | towers() | encoder_decoders() | diffusion_models()
+    """{model type: name of the module} of `families`, `towers`, `encoder_decoders` and `diffusion_models`.
+
+    A type of both of the first two, such as llama4, is that of the family of text.
+    """
+    return towers() | families() | encoder_decoders() | diffusion_models()
 
 
 def model_type_of(values: Mapping[str, Any]) -> Any:
@@ -350,8 +353,18 @@ def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
         raise UserError(f"The {what} {key!r} is claimed by {owner} and by {module}; remove it from one of them.")
 
 
+def family_reading(values: Mapping[str, Any], part: str | None = None) -> Family:
+    """The family that reads a config.json: with `vision_config` that with the tower, unless `part` is "text"."""
+    model_type = model_type_of(values)
+    with_tower = towers().get(model_type) if part != "text" and values.get("vision_config") is not None else None
+    return cast(Family, importlib.import_module(with_tower)) if with_tower else family_for(model_type)
+
+
 def family_for(model_type: str) -> Family:
-    """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types."""
+    """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types.
+
+    Of a type that is read with and without its tower, that of the text.
+    """
     known = every_model()
     if model_type not in known:
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")

@@ -1,9 +1,7 @@
 """Gemma 4 with images (Google, 2026): averaged patches among the tokens of the text model. Audio is not read.
 
-In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`. Its
-checkpoints' model type is that of `fnmodels.models.gemma4`, which reads the text alone; with the tower:
-
-config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.gemma4)
+In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.gemma4`.
 
 patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -37,7 +35,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
-_TYPE = "gemma4"
+MODEL_TYPES = ("gemma4",)
 # What text_config leaves out where it equals the defaults.
 _TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
@@ -57,14 +55,14 @@ class Config:
     pad_token: int = 0
     bidirectional: bool = False
     # kept for saving only
-    model_type: str = field(default=_TYPE, compare=False)
+    model_type: str = field(default="gemma4", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", (_TYPE,))
+        outer.choice("model_type", MODEL_TYPES)
         if outer.take("vision_config", None) is None:
             raise ConfigError(f"{outer.where} has no 'vision_config': its text is read by fnmodels.models.gemma4.")
         text = vision_language.text_config(outer, "gemma4_text", _TEXT)

@@ -1,8 +1,6 @@
 """Llama 4 with images (Meta, 2025): cells of 2 x 2 patches of tiles among the tokens of the text model.
 
-Its checkpoints' model type is that of `fnmodels.models.llama4`, which reads the text alone; with the tower:
-
-config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.llama4)
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.llama4`.
 
 patches, at, image_ids = fnmodels.patch_rows(tiles, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -30,7 +28,7 @@ from fnmodels.models.vision import llama4_vision
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
-_TYPE = "llama4"
+MODEL_TYPES = ("llama4",)
 # What text_config leaves out where it equals the defaults.
 _TEXT = {"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
 _TEXT |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
@@ -44,14 +42,14 @@ class Config:
     vision: llama4_vision.Config
     image_token: int
     # kept for saving only
-    model_type: str = field(default=_TYPE, compare=False)
+    model_type: str = field(default="llama4", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", (_TYPE,))
+        outer.choice("model_type", MODEL_TYPES)
         text = vision_language.text_config(outer, "llama4_text", _TEXT)
         config = Config(
             text=vision_language.with_tie(text, outer.boolean("tie_word_embeddings", text.tie_word_embeddings)),

@@ -1,8 +1,6 @@
 """Qwen3.5 with images: the tower of Qwen3-VL, without DeepStack, among the tokens of Qwen3.5's text models.
 
-Its checkpoints' model types are those of `fnmodels.models.qwen3_next`, which reads the text alone; with the tower:
-
-config, params = params.load_pretrained(path, family=fnmodels.models.vision_language.qwen3_5)
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.qwen3_next`.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
@@ -41,6 +39,7 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_5": (_USUAL | _DENSE, "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": (_USUAL | _MOE, "Qwen3_5MoeForConditionalGeneration"),
 }
+MODEL_TYPES = tuple(_TYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        model_type = outer.choice("model_type", tuple(_TYPES))
+        model_type = outer.choice("model_type", MODEL_TYPES)
         text_type, tower_type = f"{model_type}_text", f"{model_type}_vision"
         tower = qwen_vl.tower_values(outer, tower_type)
         if tower.setdefault("deepstack_visual_indexes", []):

@@ -140,9 +140,8 @@ def test_gradients_equal_transformers() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
-    """With the tower by this family; without one, the text alone."""
-    wrappers.assert_files(_reference(name), _config(name), tmp_path, gemma4)
-    assert P.load_pretrained(tmp_path / "theirs")[0] == _config(name).text
+    wrappers.assert_files(_reference(name), _config(name), tmp_path)
+    wrappers.assert_text_alone(_config(name), tmp_path)
 
 
 def test_errors_name_what_does_not_fit() -> None:
