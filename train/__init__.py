@@ -43,6 +43,7 @@ from train.losses.documents import (
     token_classification_loss,
 )
 from train.losses.flow_matching import flow_matching_loss, flow_noise
+from train.losses.image_text import image_text_batch, image_text_loss
 from train.losses.lm_head import head_loss
 from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
@@ -74,7 +75,7 @@ __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
 __all__ += ["logprob_loss", "logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
 __all__ += ["OutputLoss", "token_values", "value_loss", "reward_loss", "advantages"]
 __all__ += ["answer_loss", "classification_loss", "contrastive_loss", "document_batch", "token_classification_loss"]
-__all__ += ["pair_loss", "flow_matching_loss", "flow_noise"]
+__all__ += ["pair_loss", "flow_matching_loss", "flow_noise", "image_text_batch", "image_text_loss"]
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]
