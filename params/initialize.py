@@ -60,7 +60,7 @@ def init(
 def new_head(
     config: DecoderConfig, params: Tree, *, head: str, num_labels: int, seed: int = 0, plan: Tree | None = None
 ) -> tuple[DecoderConfig, Tree]:
-    """(config, params) of the same decoder with a new head (`fnmodels.models.common.heads`), drawn as by `init`.
+    """(config, params) of the same model with a new head (`fnmodels.models.common.heads`), drawn as by `init`.
 
     A value model for PPO is `new_head(config, params, head="tokens", num_labels=1)`, a reward model has the head
     "classification". The other leaves are those of `params`, not copies. plan: for the result, of DTensors.
@@ -68,7 +68,7 @@ def new_head(
     fields: Any = {"head": head, "num_labels": num_labels}
     made = replace(config, **fields)
     kept, leaves = tree.flatten(params), tree.flatten(family_of(made).spec(made))
-    like, shardings = kept["norm"], {} if plan is None else tree.flatten(plan)
+    like, shardings = kept["embed_tokens"], {} if plan is None else tree.flatten(plan)
 
     def drawn(path: str) -> Tensor:
         if plan is None:

@@ -16,6 +16,7 @@ EXTRA_OF = {
     "jinja2": "text",
     "tensorboard": "log",
     "matplotlib": "log",
+    "PIL": "log",
     "rich": "log",
     "pyarrow": "data",
     "lm_eval": "eval",

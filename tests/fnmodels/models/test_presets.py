@@ -1,5 +1,6 @@
 """Presets: their parameter counts are the published totals, and a wrong name says what is near."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,22 @@ def test_counts_equal_the_published_totals(name: str, record_property: Callable[
         count = f"{P.count(config) // 10 ** (9 - decimals) / 10**decimals:.{decimals}f}B"
     assert count == total
     record_property(PRESET, (config.model_type, P.count(config)))
+
+
+# Totals of encoders without the head that their preset has: {name: (whether with a pooler, parameters)}.
+WITHOUT_HEAD = {
+    "bert-base-uncased": (1, 109_482_240),
+    "xlm-roberta-base": (1, 278_043_648),
+    "xlm-roberta-large": (1, 559_890_432),
+    "eurobert-210m": (None, 211_766_016),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_HEAD)
+def test_counts_without_a_head(name: str) -> None:
+    pooler, total = WITHOUT_HEAD[name]
+    changes: dict[str, Any] = {"head": "none"} | ({} if pooler is None else {"pooler": pooler})
+    assert P.count(dataclasses.replace(preset(name), **changes)) == total
 
 
 def largest() -> Iterator[Any]:
