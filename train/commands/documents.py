@@ -1,4 +1,4 @@
-"""python -m train.documents --run DIR --data FILE --init FOLDER --loss KIND: trains encoders on lines of JSON.
+"""python -m train.commands.documents --run DIR --data FILE --init FOLDER --loss KIND: trains encoders on lines of JSON.
 
     --loss pairs      an embedder, by in-batch negatives: {"query", "positive"} and {"negatives"} if there are some
     --loss labels     a classifier of texts: {"text", "label"}
@@ -16,6 +16,7 @@ import argparse
 import functools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,8 +48,10 @@ from train.step import make_step
 from . import plain_run
 
 _MASKS = ("[MASK]", "<mask>")
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-_TOKENIZER += ("preprocessor_config.json",)
+_COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
+    "preprocessor_config.json",
+)
 Examples = list[dict[str, Any]]
 Encode = Callable[[str], list[int]]
 
@@ -67,7 +70,7 @@ class Job:
 
 def parser() -> Parser:
     flags = plain_run.new_parser(
-        "python -m train.documents",
+        "python -m train.commands.documents",
         "Train an encoder on pairs, labels, masked tokens or captions.",
         data="lines of JSON, one example each",
         init="start from this checkpoint, a folder with a tokenizer.json (needed)",
@@ -98,7 +101,7 @@ def train(arguments: argparse.Namespace) -> int:
     step = make_step(job.loss, optimizer, clip=arguments.clip)
     state = plain_run.run_steps(arguments, step, state, batch, identity)
     job.save(arguments.run / "model", state.params)
-    for name in _TOKENIZER:
+    for name in _COPIED:
         if (file := arguments.init / name).is_file():
             shutil.copyfile(file, arguments.run / "model" / name)
     print(f"model: {arguments.run / 'model'}")
@@ -178,8 +181,10 @@ def _classifier(arguments: argparse.Namespace, numbers: dict[str | int, int]) ->
         config, params = replace(config, pooler=0), {k: v for k, v in params.items() if k != "pooler"}
     config, params = P.new_head(config, params, head="classification", num_labels=labels, seed=arguments.seed)
     names = json.dumps({str(number): str(label) for label, number in numbers.items()}, sort_keys=True)
-    rest = tuple(entry for entry in config.extra if entry[0] != "id2label")
-    return replace(config, extra=(*rest, ("id2label", names))), params
+    kept: Any = config
+    return replace(
+        kept, extra=(*(entry for entry in kept.extra if entry[0] != "id2label"), ("id2label", names))
+    ), params
 
 
 def _masked(arguments: argparse.Namespace, examples: Examples) -> Job:
@@ -230,4 +235,8 @@ _JOBS = {"pairs": _pairs, "labels": _labels, "masked": _masked, "captions": _cap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.documents", parser, train, argv, needs=("tokenizers",))
+    return run_command("python -m train.commands.documents", parser, train, argv, needs=("tokenizers",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What `python -m train.flow` and `python -m train.documents` share: flags, saved steps, and the loop, of one process.
+"""Flags, saved steps and the loop of runs in one process: what the commands `flow` and `documents` share.
 
 A batch is a function of (seed, step), so a run that was stopped and resumed ends with the same weights, bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Lines of JSON, one example each: the data of `python -m train.documents`.
+"""Lines of JSON, one example each: the data of `python -m train.commands.documents`.
 
 pairs      {"query": TEXT, "positive": TEXT, "negatives": [TEXT, ...]}    negatives may be left out
 labels     {"text": TEXT, "label": TEXT or integer}
@@ -37,7 +37,7 @@ _KINDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "captions": {"image": (_is_text, "the name of a file"), "text": _TEXT},
 }
 KINDS = tuple(_KINDS)
-_OPTIONAL = {"negatives": []}
+_OPTIONAL: dict[str, Any] = {"negatives": []}
 
 
 def read_examples(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -90,8 +90,8 @@ def image_text_loss(
         signs = torch.where(same, 1.0, -1.0)
         return -F.logsigmoid(signs * of_text).sum(), torch.tensor(len(numbers))
     of_image, target = similarity(params, texts, image).float().T, same.int().argmax(1)
-    both = (F.cross_entropy(logits, target, reduction="sum") for logits in (of_text, of_image))
-    return sum(both) / 2, torch.tensor(len(numbers))
+    both = torch.stack([F.cross_entropy(logits, target, reduction="sum") for logits in (of_text, of_image)])
+    return both.mean(), torch.tensor(len(numbers))
 
 
 def _features(params: Tree, batch: Mapping[str, Tensor], config: Any, options: ForwardKwargs) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`python -m train.documents`: runs of every loss learn, their models are read, and they resume to the same bytes."""
+"""The command `documents`: runs of every loss learn, their models are read, and they resume to the same bytes."""
 
 import json
 from pathlib import Path
