@@ -58,7 +58,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 Contenders = dict[str, Callable[[], Any]]
 
 
-def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
+def block(dtype: torch.dtype, sizes: dict[str, int], device: str = "cpu") -> Contenders:
     """One layer of experts: functions that return (output, gradients in the order of `leaves`)."""
     tokens, dim, experts, inner = (
         sizes[name] for name in ("tokens", "hidden_size", "num_experts", "moe_intermediate_size")
@@ -66,12 +66,12 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
 
     leaves = {"router": 4 * draw(experts, dim), "gate_proj": draw(experts, inner, dim)}
     leaves |= {"up_proj": draw(experts, inner, dim), "down_proj": draw(experts, dim, inner)}
     x, grad_output = draw(1, tokens, dim) * dim**0.5, draw(1, tokens, dim)
-    valid = torch.ones(1, tokens, dtype=torch.bool)
+    valid = torch.ones(1, tokens, dtype=torch.bool, device=device)
     route = functools.partial(softmax_top_k, k=sizes["num_experts_per_tok"], renormalize=True)
     act = functools.partial(glu, activation="silu")
 
@@ -85,7 +85,7 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
         names = {k: v for k, v in sizes.items() if k != "tokens"}
         config = Qwen3MoeConfig(**names, norm_topk_prob=True)
         config._experts_implementation = path
-        layer = Qwen3MoeSparseMoeBlock(config).to(dtype)
+        layer = Qwen3MoeSparseMoeBlock(config).to(device, dtype)
         with torch.no_grad():
             layer.gate.weight.copy_(leaves["router"])
             layer.experts.gate_up_proj.copy_(torch.cat((leaves["gate_proj"], leaves["up_proj"]), dim=1))

@@ -99,14 +99,14 @@ def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, R
 
     leaves = fnmodels.tree.map(lambda leaf: leaf.clone().requires_grad_(), weights)
     inputs, masks, freqs = fnmodels.prepare(config, tokens, length=length)
+    layout = fnmodels.layout(masks)  # as the step makes it
     x = torch.randn(rows, length, hidden).to(dtype).requires_grad_()
     up = torch.randn_like(x)
     layer_fn = functools.partial(torch.compile, dynamic=False) if compile == "block" else None
 
     def layers() -> None:
-        out = fnmodels.run_layers(
-            leaves, x, masks, freqs, 0, size["layers"], config=config, valid=inputs["valid"], layer_fn=layer_fn
-        )
+        how: Any = {"config": config, "valid": inputs["valid"], "layer_fn": layer_fn, "layout": layout}
+        out = fnmodels.run_layers(leaves, x, masks, freqs, 0, size["layers"], **how)
         torch.autograd.grad(out, [x, *fnmodels.tree.leaves(leaves["layers"])], up)
 
     layer = fnmodels.tree.flatten(leaves["layers"][0])
@@ -125,7 +125,7 @@ def parts(size: dict[str, int], dtype: torch.dtype, compile: str) -> dict[str, R
 
     def attended() -> None:
         for _ in range(size["layers"]):
-            out = attention(*heads, masks["full"], scale=width**-0.5, kernel="auto")
+            out = attention(*heads, masks["full"], scale=width**-0.5, kernel="auto", layout=layout)
             torch.autograd.grad(out, heads, mixed)
 
     gates = [torch.randn(rows, length, size["mlp"]).to(dtype).requires_grad_() for _ in range(2)]

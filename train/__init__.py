@@ -21,6 +21,7 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
+from fnmodels.ops.float8 import float8_layers
 from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
@@ -69,6 +70,7 @@ from train.state import State, init_state
 from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step"]
+__all__ += ["float8_layers"]
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]
 __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]

@@ -127,6 +127,23 @@ def test_profile_step(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_data(output: Output) -> None:
+    out = output("data.py", "--quick", "--rounds", "1")
+    for name in ("tokenize, our processes", "pack, documents", "pack, stream", "batches", "batches of a terabyte"):
+        assert f"\n| {name} | " in out, out
+
+
+@pytest.mark.slow
+def test_gpu(output: Output) -> None:
+    out = output("gpu.py", "--quick", "--device", "cpu")
+    ours = ("fnmodels", "fnmodels sdpa, compiled blocks", "fnmodels float8, compiled blocks")
+    for name in (*ours, "modules", "modules, compiled layers", "transformers sdpa"):
+        assert len([line for line in out.splitlines() if line.startswith(f"| {name} | ") and "%" in line]) == 1, out
+    for part in ("\n  one product in float8 ", "\n| sdpa | none | ", "\n  fnmodels, to the device "):
+        assert part in out, out
+
+
+@pytest.mark.slow
 def test_simulate(output: Output) -> None:
     out = output("simulate.py", "--quick")
     assert "\n| fsdp=2 | " in out and out.endswith("x |\n"), out

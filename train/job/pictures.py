@@ -1,4 +1,4 @@
-"""Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, throughput and MFU."""
+"""Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, speed, memory and MFU."""
 
 import math
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ PANELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
+    "peak_memory": "peak memory, bytes",
     "mfu": "MFU",
     "expert_load": "busiest expert / mean",
 }

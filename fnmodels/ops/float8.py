@@ -1,0 +1,113 @@
+"""Linear layers in float8: the projections of a model's layers multiply in 8 bits, by a wrapper of its blocks.
+
+    loss = functools.partial(train.next_token_loss, config=config, layer_fn=train.float8_layers)
+
+The recipe (arXiv 2209.05433): inputs and weights are cast to e4m3 and gradients to e5m2, each with one scale that is
+the power of two which brings its largest value just below the format's, computed anew in every call. Products sum in
+fp32 and return in the dtype of the input. Parameters, gradients, embedding, head, norms, attention, routers and
+experts are as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fnmodels import tree
+from fnmodels.options import Block
+from fnmodels.tree import Tree
+
+_SIDE = 16  # the hardware's products take sides that are multiples of it
+_SCALED_BY_TENSOR = F.ScalingType.TensorWise
+
+
+def float8_layers(block: Block) -> Block:
+    """A `layer_fn`: the block, with its projections multiplied in float8.
+
+    Composes with remat, compile and sharded parameters (dp, fsdp), and has first derivatives by autograd only.
+    """
+
+    def run(layer: Tree, *args: Any, **more: Any) -> Any:
+        return block(in_float8(layer), *args, **more)
+
+    return run
+
+
+def in_float8(layer: Tree) -> Tree:
+    """The layer's parameters with every weight [out, in] named ..._proj as a `Float8`, if both sides divide by 16."""
+    flat = tree.flatten(layer)
+    return tree.unflatten({path: Float8(leaf) if _multiplies(path, leaf) else leaf for path, leaf in flat.items()})
+
+
+def _multiplies(path: str, leaf: Any) -> bool:
+    fits = path.endswith("_proj") and type(leaf) in (Tensor, torch.nn.Parameter) and leaf.ndim == 2
+    return fits and not any(side % _SIDE for side in leaf.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Float8:
+    """A weight [out, in] that F.linear applies in float8; torch raises for every other function of it."""
+
+    weight: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or isinstance(args[0], cls):
+            return NotImplemented
+        return _linear(args[0], args[1].weight, *args[2:], **(kwargs or {}))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = x.flatten(0, -2)
+    more = -rows.shape[0] % _SIDE
+    y: Tensor = _Product.apply(F.pad(rows, (0, 0, 0, more)) if more else rows, weight)
+    y = (y[: rows.shape[0]] if more else y).view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+class _Product(torch.autograd.Function):
+    """x [rows, in] weight^T. The gradients are products of what forward multiplied, as 8 bits hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        left, right = cast(x, torch.float8_e4m3fn), cast(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(*left, *right)
+        ctx.dtypes = x.dtype, weight.dtype
+        return product(left, right, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        grad, scale = cast(grad_output, torch.float8_e5m2)
+        to_x, to_weight = ctx.dtypes
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            product((grad, scale), (_transposed(weight), weight_scale), to_x) if needs_x else None,
+            product((_transposed(grad), scale), (_transposed(x), x_scale), to_weight) if needs_weight else None,
+        )
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x / scale in float8, scale): scale is the least power of two with which every value fits; fp32, 0-d."""
+    largest = x.detach().abs().amax().float()
+    exponent = torch.log2(largest / torch.finfo(dtype).max).ceil()
+    scale = torch.exp2(torch.where(largest > 0, exponent, 0).clamp(-126, 127))
+    return (x / scale).to(dtype), scale
+
+
+def product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """left [M, K] right^T [K, N] of two results of `cast`, summed in fp32 and rounded to `dtype`."""
+    (x, x_scale), (weight, weight_scale) = left, right
+    scales = (x_scale, _SCALED_BY_TENSOR, weight_scale, _SCALED_BY_TENSOR)
+    y: Tensor = F.scaled_mm(x, weight.t(), *scales, output_dtype=dtype)
+    return y
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous()
