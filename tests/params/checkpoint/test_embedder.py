@@ -153,3 +153,34 @@ def test_as_sentence_transformers(tmp_path: Path) -> None:
         assert torch.equal(
             package.SentenceTransformer(str(ours), device="cpu").encode(texts, convert_to_tensor=True), wanted
         )
+
+
+def test_as_cross_encoders(tmp_path: Path) -> None:
+    """Rerankers: packed pairs have the scores of sentence-transformers, which reads our folder to the bit."""
+    package = pytest.importorskip("sentence_transformers")
+    from transformers import BertTokenizerFast
+
+    values = variants_of("bert").TINY | {"architectures": ["BertForSequenceClassification"]}
+    values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(values["vocab_size"] - 5))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=24)
+    save(model_of(values), tmp_path / "theirs")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    pairs = [(" ".join(words[5 + i : 8 + i]), " ".join(words[9 + i : 10 + 3 * i])) for i in range(1, 6)]
+    model = package.CrossEncoder(str(tmp_path / "theirs"), device="cpu")
+    as_is = torch.nn.Identity()
+    wanted = model.predict(pairs, convert_to_tensor=True, activation_fn=as_is)
+
+    config, params = P.load_pretrained(tmp_path / "theirs")
+    ids = tokenizer([a for a, _ in pairs], [b for _, b in pairs])
+    packed = fnmodels.pack(ids["input_ids"], 40, method="concat", split=False)
+    where = {"positions": packed.positions, "segment_ids": packed.segment_ids}
+    where["token_types"] = fnmodels.pack(ids["token_type_ids"], 40, method="concat", split=False).tokens
+    scores = fnmodels.forward(params, *fnmodels.prepare(config, packed.tokens, **where), config=config)
+    torch.testing.assert_close(scores[:, 0], wanted, rtol=0, atol=2e-6)
+    assert wanted.std() > 0.02  # the scores of a random model are near each other
+    P.save_pretrained(tmp_path / "ours", config, params)
+    tokenizer.save_pretrained(tmp_path / "ours")
+    again = package.CrossEncoder(str(tmp_path / "ours"), device="cpu")
+    assert torch.equal(again.predict(pairs, convert_to_tensor=True, activation_fn=as_is), wanted)
