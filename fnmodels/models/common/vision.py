@@ -19,6 +19,7 @@ from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.inputs.segments import text_order
+from fnmodels.inputs.values import readable
 from fnmodels.ops.embedding import look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
@@ -352,7 +353,8 @@ def table_inputs(config: Any, positions: Tensor, *, resample: Resample, placed: 
     """What `prepare` adds for a learned position table [placed + side * side, D] resampled to each image's grid.
 
     placed: how many special tokens have an entry, before those of patches; others have no position. "table_index" int64
-    [B, S, K], the entries that a token's position is made of, and "table_weight" fp32 [B, S, K], their weights.
+    [B, S, K], the entries that a token's position is made of, and "table_weight" fp32 [B, S, K], their weights. K is
+    what the batch needs, or, where its values cannot be read, what any grid needs.
     """
     side, patch = config.side, positions.clamp(min=0)
     (rows, by_row), (columns, by_column) = (
@@ -366,6 +368,10 @@ def table_inputs(config: Any, positions: Tensor, *, resample: Resample, placed: 
     first = torch.zeros_like(weights)
     first[..., 0] = 1
     weights = torch.where(is_special, first * (special < placed), weights)
+    if readable(weights):  # an image of the table's own grid reads one entry for each patch, and not those around it
+        used = (weights != 0).flatten(0, -2).any(0)
+        used[0] = True
+        index, weights = index[..., used], weights[..., used]
     return {"table_index": index, "table_weight": weights.float()}
 
 
