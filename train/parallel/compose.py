@@ -56,11 +56,8 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     """The `Composed` of a mesh and strategy. remat, compile: as in `train.make_step`; counts: see `RunOptions`."""
     devices, strategy, config = placed.devices, placed.strategy, placed.config
     mesh = mesh_of(devices)
-    if config is not None and may_have(family_of(config), "shared") is not None and mesh.tp * mesh.cp * mesh.pp > 1:
-        raise ValueError(
-            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as "
-            f"position biases of all heads, so the mesh {mesh} must not have tp, cp or pp above 1; fsdp and dp work."
-        )
+    if config is not None:
+        check_family(config, mesh, sequence=strategy.sequence)
     tensor: TensorParallel | None = None
     if mesh.tp > 1:
         shards = placed.shards
@@ -99,6 +96,24 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
         experts = functools.partial(expert_parallel, devices.get_group("ep"))
         options = replace(options, experts=_around_name("experts", mesh, experts))
     return Composed(options, params, None if tensor is None else tensor.region.join, remat != "none")
+
+
+def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
+    """ValueError for a mesh over which a model of this family cannot be divided."""
+    family = family_of(config)
+    several = hasattr(family, "towers") or may_have(family, "stacks")(config)
+    if several and (mesh.cp * mesh.pp > 1 or sequence):
+        raise ValueError(
+            f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
+            "not have cp or pp above 1, nor sequence=True; fsdp, dp and tp work."
+        )
+    latents = may_have(family, "INPUTS") == "latents"  # whose single layers write heads and neurons by one matrix
+    if may_have(family, "shared") is not None and (mesh.cp * mesh.pp * (mesh.tp if latents else 1) > 1 or sequence):
+        raise ValueError(
+            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as the "
+            f"distances of tokens, so the mesh {mesh} must not have {'tp, ' * latents}cp or pp above 1, nor "
+            f"sequence=True; fsdp{', dp and tp' if not latents else ' and dp'} work."
+        )
 
 
 def full_rows(group: dist.ProcessGroup, x: Tensor, places: Tensor) -> tuple[Tensor, int]:

@@ -10,14 +10,18 @@ import torch
 import fnmodels
 import params as P
 import train
-from fnmodels import bert, flux, t5, tree
+from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
 from tests.support.cases import generic_params
 from tests.support.one_process import error, worst
 from tests.support.ranks_pool import Ranks, devices
 from tests.variants.flux import TINY as FLUX
+from tests.variants.vision import variants as towers
+from tests.variants.whisper import TINY as WHISPER
 from train.dist.dtensor import local_tree
-from train.parallel import Mesh, compose
+from train.optim.base import with_paths
+from train.parallel import Mesh, Strategy, compose
 from train.parallel.compose import all_documents
+from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of, shardings
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,15 +68,70 @@ def flow_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     return config, functools.partial(train.flow_matching_loss, config=config), made
 
 
+def sound_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of Whisper: two clips with their texts in each row."""
+    config = whisper.Config.from_hf(WHISPER | {"decoder_attention_heads": 4, "vocab_size": 64})
+    draw, made = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        clips = [torch.randn(config.num_mel_bins, frames, generator=draw) for frames in (6, 4)]
+        frames, positions, segment_ids = fnmodels.frame_rows(clips, config, length=6)
+        texts = torch.randint(3, config.vocab_size, (1, 7), generator=draw)
+        own = fnmodels.segments_from_lengths([[4, 2]], 7)
+        batch = {"tokens": frames, "positions": positions, "segment_ids": segment_ids, "decoder_tokens": texts}
+        batch |= {"decoder_segment_ids": own, "decoder_positions": fnmodels.positions_from_segments(own)}
+        made.append(batch | {"labels": texts.roll(-1, 1).where(own > 0, -100)})
+    return config, functools.partial(train.pair_loss, config=config), made
+
+
+def image_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of CLIP: a row of two captions and their images, of two sizes."""
+    text = SIZES | {"vocab_size": 64, "max_position_embeddings": 8, "bos_token_id": 62, "eos_token_id": 63}
+    vision = SIZES | {"image_size": 12, "patch_size": 6}
+    values = {"model_type": "clip", "projection_dim": 20, "text_config": text, "vision_config": vision}
+    config = clip.Config.from_hf(values)
+    draw, made = torch.Generator().manual_seed(0), []
+    for half in range(2):
+        images = [torch.randn(3, 12, width, generator=draw) for width in (12, 18)]
+        captions = [[62, 5 + half, 63], [62, 7 + half, 9, 63]]
+        batch = train.image_text_batch(captions, images, config, pairs=2)
+        made.append(batch | {"labels": batch["labels"] + 2 * half})
+    return config, functools.partial(train.image_text_loss, config=config), made
+
+
+def picture_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of ViT as a classifier: two images in each row."""
+    config = vit.Config.from_hf(towers()["vit_labels"])
+    draw, made = torch.Generator().manual_seed(0), []
+    for half in range(2):
+        images = [torch.randn(3, 12, 18, generator=draw) for _ in range(2)]
+        patches, positions, image_ids = fnmodels.patch_rows(images, config, length=14)
+        labels = (image_ids + half) % 3
+        made.append({"tokens": patches, "positions": positions, "segment_ids": image_ids, "labels": labels})
+    return config, functools.partial(train.classification_loss, config=config), made
+
+
+def shared_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of MPNet, whose layers share a bias of each head."""
+    config = mpnet.Config(vocab_size=64, max_position_embeddings=16, head="classification", num_labels=4, **SIZES)
+    return config, functools.partial(train.classification_loss, config=config), setting("classification")[2]
+
+
+SETTINGS = {"pairs": pair_setting, "flow": flow_setting, "sound": sound_setting, "images": image_setting}
+SETTINGS |= {"pictures": picture_setting, "shared": shared_setting}
+
+
 def stepped(head: str, over: str) -> dict[str, float]:
-    settings = {"pairs": pair_setting, "flow": flow_setting}
-    config, loss, halves = settings[head]() if head in settings else setting(head)
+    config, loss, halves = SETTINGS[head]() if head in SETTINGS else setting(head)
     optimizer, mesh, params = train.adamw(1e-2, eps=1e-3), Mesh.parse(over), generic_params(config)
     batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
-    one, expected = train.make_step(loss, optimizer, clip=0.5)(train.init_state(params, optimizer), batch)
+    one, expected = train.make_step(loss, optimizer, clip=0.5, accumulate=mesh.pp)(
+        train.init_state(params, optimizer), batch
+    )
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
-    held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, params)
-    step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh)
+    plan = stage_plan(plan, config, devices(mesh), Strategy()) if mesh.pp > 1 else plan
+    whole = tree.flatten(params)
+    held = with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
+    step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh, accumulate=mesh.pp)
     state, metrics = step(train.init_state(held, optimizer), batch)
     after, shards = tree.flatten(one.params), tree.flatten(shardings(state.params))
     local = tree.flatten(local_tree(state.params))
@@ -83,8 +142,11 @@ def stepped(head: str, over: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("head", "over"),
     [
-        *((head, "fsdp=2") for head in (*HEADS, "pairs", "flow")),
-        ("none", "tp=2"),
+        *((head, "fsdp=2") for head in (*HEADS, *SETTINGS)),
+        *((head, "tp=2") for head in ("none", *SETTINGS) if head != "flow"),
+        ("classification", "pp=2"),
+        ("pictures", "pp=2"),
+        ("pairs", "fsdp=2,tp=2"),
         ("none", "dp=2,fsdp=2"),
         ("none", "dp=2,tp=2"),
     ],
@@ -92,7 +154,24 @@ def stepped(head: str, over: str) -> dict[str, float]:
 def test_a_step_over_a_mesh_is_that_of_one_process(ranks: Ranks, head: str, over: str) -> None:
     found = ranks(math.prod(Mesh.parse(over).sizes.values()))(stepped, head, over)
     assert worst(found)[0] < 1e-5, worst(found)
-    assert len(found[0]) > 20
+    assert sum(map(len, found)) > 20 * math.prod(Mesh.parse(over).sizes.values()) // Mesh.parse(over).pp
+
+
+@pytest.mark.parametrize(
+    ("setting", "over", "words"),
+    [
+        (pair_setting, "pp=2", "A t5 has two stacks of layers with rows of different lengths"),
+        (image_setting, "cp=2", "A clip has two stacks of layers"),
+        (shared_setting, "pp=2", "The layers of a mpnet read tensors of whole rows beside the residual stream"),
+        (flow_setting, "tp=2", "must not have tp, cp or pp above 1, nor sequence=True; fsdp and dp work"),
+    ],
+)
+def test_meshes_that_do_not_divide_a_model(setting: Any, over: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compose.check_family(setting()[0], Mesh.parse(over), sequence=False)
+    compose.check_family(setting()[0], Mesh.parse("fsdp=2"), sequence=False)
+    with pytest.raises(ValueError, match="nor sequence=True"):
+        compose.check_family(setting()[0], Mesh.parse("fsdp=2"), sequence=True)
 
 
 def stepped_without_others() -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 
 from .schedule import Pipeline
@@ -34,14 +34,24 @@ def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int
     family = fnmodels.family_of(config)
     spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
     outside = tree.map(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
-    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     first, last = _Reads(outside), _Reads(outside)
-    x = family.embed(first, {"tokens": token, "positions": token}, config=config)
+    x = family.embed(first, _one_token(config), config=config)
     family.unembed(last, x, config=config)
     if "mtp" in outside:
-        family.embed(last, {"tokens": token, "positions": token}, config=config)
+        family.embed(last, _one_token(config), config=config)
     held = frozenset(outside)
     return held & first.seen, held & (last.seen | (held - first.seen)), x.shape[-1]
+
+
+def _one_token(config: Any) -> dict[str, torch.Tensor]:
+    """The inputs of one token, or of one patch, without values."""
+    family = fnmodels.family_of(config)
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    if may_have(family, "INPUTS") != "patches":
+        return {"tokens": token, "positions": token}
+    positions = token[..., None].expand(1, 1, 4)
+    pixels = torch.zeros(1, 1, config.num_channels * config.patch_size**2, device="meta")
+    return {"tokens": pixels, "positions": positions, **may_have(family, "batch_inputs")(config, positions)}
 
 
 class _Reads(dict[str, Any]):

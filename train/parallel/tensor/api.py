@@ -133,6 +133,9 @@ class TensorParallel:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
         made: dict[str, Tree] = {}
         for name, leaf in params.items():
+            if isinstance(leaf, Mapping) and "layers" in leaf:  # a stack or a tower
+                made[name] = self.outside(leaf)
+                continue
             leaf = leaf if name == "layers" else tree.map(local, leaf)
             if name in ("embed_tokens", "lm_head") and "vocab" in self.sharded:
                 if isinstance(leaf, lora.Lora):

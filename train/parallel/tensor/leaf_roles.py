@@ -3,6 +3,7 @@
 All checks run before the first step: a plan that cannot run raises ValueError here.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ SHARDED = (*_REGIONS, *_KEYS, "expert_mlp", "vocab")
 # gradient might be partial.
 _KNOWN = {*SHARDED, *(axis for inside in _REGIONS.values() for axis in inside), "embed", "expert", "router"}
 _KNOWN |= {"moe_latent", "per_layer", "one", "kernel"}
+_LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,25 @@ def uses_of(
 ) -> dict[str, dict[str, Use]]:
     """{kind of layer: the `Use` of each parameter, and of parts of adapters, by path within a layer}.
 
-    dims, sharded: from `sharded_dims`. kinds: of each layer; an MTP head's block has that of the last.
+    dims, sharded: from `sharded_dims`. kinds: of each layer, one stack or tower after the other; an MTP head's block
+    has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
     """
+    layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
+    kind_of = dict(zip(layers, kinds, strict=True))
     found: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
     normed = {"heads", "kv_heads"} | ({"linear_heads"} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
-            uses = found[kinds[int(path.split(".")[1])] if path.startswith("layers.") else kinds[-1]]
+            layer = _LAYER.fullmatch(path)
+            uses = found[kinds[-1] if layer is None else kind_of[layer[1]]]
             is_norm = dims[path] is not None and leaf.axes[0] in normed and leaf.axes[1:] == () and "norm" in inner
             use = Use("norm", False) if is_norm else _use(leaf, dims[path] is not None, sharded, region)
-            uses[inner] = use
+            if uses.setdefault(inner, use) != use:
+                raise ValueError(
+                    f"{path} is used by each process in another way than {inner} of another stack; leave heads out of "
+                    "the rules."
+                )
             uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
     return found
 
@@ -123,8 +133,8 @@ def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> 
 
     keys: the axis of their key heads.
     """
-    parts = path.split(".")
-    if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
+    parts = (path_in_layer(path) or path).split(".")
+    if any(part.isdigit() for part in parts) and leaf.axes == ("head_dim",):
         raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
     if keys not in leaf.axes or is_part:
         return
@@ -140,9 +150,9 @@ def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> 
 
 def path_in_layer(path: str) -> str | None:
     """The path within a layer, also for the block of an MTP head; None for parameters outside of layers."""
+    if layer := _LAYER.fullmatch(path):
+        return layer[2]
     parts = path.split(".")
-    if parts[0] == "layers":
-        return ".".join(parts[2:])
     return ".".join(parts[3:]) if parts[0] == "mtp" and parts[2] == "block" else None
 
 
