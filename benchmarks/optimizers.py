@@ -75,6 +75,8 @@ def build(config: llama.Config, dtype: torch.dtype, names: list[str]) -> dict[st
         "pure": pure,
         "master": lambda: ours(train.with_master),
         "stochastic": lambda: ours(train.with_stochastic_rounding),
+        "8 bits": lambda: ours(train.with_small_state),
+        "16 bits": lambda: ours(lambda optimizer: train.with_small_state(optimizer, bits=16)),
     }
     return {name: make() for name, make in made.items() if name in names}
 
@@ -95,7 +97,7 @@ def check(built: dict[str, tuple[Callable[[], Any], Any]], dtype: torch.dtype) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["in place", "pure", "master", "stochastic"]
+    names = ["in place", "pure", "master", "stochastic", "8 bits", "16 bits"]
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--contenders", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=9)

@@ -63,6 +63,7 @@ from train.optim.base import Optimizer, apply_updates, clip_by_global_norm, glob
 from train.optim.lion import lion
 from train.optim.muon import muon
 from train.optim.schedules import warmup_stable_decay
+from train.optim.small_state import with_small_state
 from train.optim.stochastic_rounding import stochastic_round, with_stochastic_rounding
 from train.optim.transforms import chain, clip_norm, masked
 from train.optim.wrappers import averaged, partition, with_ema, with_master
@@ -83,7 +84,7 @@ __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_st
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]
 __all__ += ["token_budget", "unpacked", "Delta", "deltas", "apply_deltas"]
 __all__ += ["chain", "clip_norm", "masked", "partition", "averaged", "with_ema", "with_master"]
-__all__ += ["with_stochastic_rounding", "stochastic_round"]
+__all__ += ["with_stochastic_rounding", "stochastic_round", "with_small_state"]
 __all__ += ["Saver", "checkpoint", "sharded", "random_state", "set_random_state"]
 __all__ += ["Generations", "Request", "Sampling", "ServeState", "generate", "stream", "serve", "serve_step"]
 __all__ += ["sample_step", "beam_search", "best_of", "speculate"]

@@ -95,10 +95,14 @@ class _Product(torch.autograd.Function):
 
 def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x / scale in float8, scale): scale is the least power of two with which every value fits; fp32, 0-d."""
-    largest = x.detach().abs().amax().float()
-    exponent = torch.log2(largest / torch.finfo(dtype).max).ceil()
-    scale = torch.exp2(torch.where(largest > 0, exponent, 0).clamp(-126, 127))
+    scale = scale_of(x.detach().abs().amax().float(), dtype)
     return (x / scale).to(dtype), scale
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least power of two by which `largest`, fp32, must be divided to fit in the float8 `dtype`; 1 for 0."""
+    exponent = torch.log2(largest / torch.finfo(dtype).max).ceil()
+    return torch.exp2(torch.where(largest > 0, exponent, 0).clamp(-126, 127))
 
 
 def product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

@@ -4,9 +4,10 @@ import ctypes
 import os
 import sys
 
-# Both keep 1,024 shapes by default, about 0.3 MB each. A step has fewer than 100 shapes that the next step has too;
-# those that depend on the batch (labelled tokens, tokens of an expert) do not come back.
-CAPACITY = 128
+# Both keep 1,024 shapes by default, about 0.3 MB each. A step has fewer than 96 shapes that the next step has too;
+# those that depend on the batch (labelled tokens, tokens of an expert) do not come back. A model of 0.4M parameters
+# grows by 85 MB from its first step, with 128 shapes by 113 MB, at the same speed.
+CAPACITY = 96
 VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 KEPT = 2**31 - 1  # bytes; mallopt takes an int
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}  # variable: mallopt's number of the same setting
