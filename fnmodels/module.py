@@ -27,11 +27,14 @@ class ModelModule(nn.Module):
             parameter = made.setdefault(id(leaf), nn.Parameter(leaf.detach(), leaf.is_floating_point()))
             node.register_parameter(last, parameter)
 
+    def params(self) -> Tree:
+        """The tree of the parameters."""
+        return tree.unflatten(dict(self.named_parameters(remove_duplicate=False)))
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         """tokens [B, S] -> logits [B, S, V]; positions and segment_ids as in `fnmodels.prepare`."""
-        params = tree.unflatten(dict(self.named_parameters(remove_duplicate=False)))
         prepared = prepare(self._config, tokens, positions=positions, segment_ids=segment_ids)
-        logits: Tensor = forward(params, *prepared, config=self._config, **self._options)
+        logits: Tensor = forward(self.params(), *prepared, config=self._config, **self._options)
         return logits
 
 
