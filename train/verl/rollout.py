@@ -34,7 +34,12 @@ KNOWN = {"temperature", "top_k", "top_p", "min_p", "max_tokens", "max_new_tokens
 
 
 class Arrivals:
-    """An iterator over requests that have come; it stops where there is none, and goes on where there is one again."""
+    """An iterator over requests that have come; it stops where there is none, and goes on where there is one again.
+
+    closed: it stops too, because the weights of the running `serve` are no longer those that were sent last.
+    """
+
+    closed = False
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Request, Future[TokenOutput]]] = deque()
@@ -57,7 +62,7 @@ class Arrivals:
 
     def __next__(self) -> Request:
         with self.changed:
-            if not self._waiting:
+            if self.closed or not self._waiting:
                 raise StopIteration
             request, future = self._waiting.popleft()
             self.taken.append(future)
@@ -71,8 +76,7 @@ class Server:
         self.settings, self.seed, self.count = config, seed, 0
         self.config = P.load_config(folder, part="text")
         self.stop_ids = end_ids(Path(folder))
-        self.params: Any = None
-        self.version: int | None = None
+        self.weights: tuple[Any, int | None] | None = None  # and their version
         self._arriving: dict[str, Tensor] = {}
         self._requests = Arrivals()
         threading.Thread(target=self._serve_forever, daemon=True).start()
@@ -119,6 +123,7 @@ class Server:
         while True:
             self._requests.wait()
             self._requests.taken.clear()
+            self._requests.closed = False  # before `_serve` reads the weights: whoever replaces them closes it after
             try:
                 self._serve()
             except Exception as error:  # whoever waits is told
@@ -129,12 +134,12 @@ class Server:
 
     def _serve(self) -> None:
         """Answers requests until there are none; one call uses one version of the weights."""
-        if self.params is None:
+        if self.weights is None:
             raise RuntimeError("The rollout has no weights yet: update_weights comes first.")
         answers: dict[int, tuple[list[int], list[float]]] = {}
-        version, taken = self.version, self._requests.taken
+        (params, version), taken = self.weights, self._requests.taken
         slots = min(self.settings.max_num_seqs, SLOTS)
-        for event in serve(self.params, self.config, self._requests, slots=slots, capacity=self._capacity()):
+        for event in serve(params, self.config, self._requests, slots=slots, capacity=self._capacity()):
             tokens, logp = answers.setdefault(event.row, ([], []))
             tokens.append(event.token)
             logp.append(event.logp)
@@ -150,13 +155,14 @@ class Server:
         dtype = DTYPES[self.settings.dtype]
         self._arriving |= {name: tensor.to(dtype) for name, tensor in tensors}
         if last:
-            self.params = P.from_tensors(self.config, self._arriving.items())
-            self.version, self._arriving = version, {}
+            self.weights, self._arriving = (P.from_tensors(self.config, self._arriving.items()), version), {}
+            self._requests.closed = True
 
     def sleep(self) -> None:
         """Frees the weights, where the configuration says so: new ones come before the next request."""
         if self.settings.free_cache_engine:
-            self.params = None
+            self.weights = None
+            self._requests.closed = True
 
     def idle(self) -> None:
         """Calls for the memory of caches, which lasts as long as an answer, or for weights that are in place."""
