@@ -121,10 +121,6 @@ def _encode(arguments: argparse.Namespace, config: Any, longest: int | None = No
     return encode
 
 
-def _row(documents: Sequence[Sequence[int]]) -> int:
-    return max(512, *map(len, documents))
-
-
 def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
     options: Any = {"dtype": torch.float32, "copy": True}
     if (arguments.init / "modules.json").is_file():
@@ -141,7 +137,7 @@ def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
         labels = [i for i, some in enumerate(texts) for _ in some]
         roles = [min(role, 2) for some in texts for role in range(len(some))]
         documents = [encode(text) for some in texts for text in some]
-        return document_batch(documents, _row(documents), labels=labels, roles=roles)
+        return document_batch(documents, sum(map(len, documents)), labels=labels, roles=roles)
 
     return Job(
         config,
@@ -160,7 +156,8 @@ def _labels(arguments: argparse.Namespace, examples: Examples) -> Job:
 
     def batch(own: Examples, generator: torch.Generator) -> Batch:
         documents = [encode(one["text"]) for one in own]
-        return document_batch(documents, _row(documents), labels=[numbers[one["label"]] for one in own])
+        labels = [numbers[one["label"]] for one in own]
+        return document_batch(documents, sum(map(len, documents)), labels=labels)
 
     return _whole(config, params, functools.partial(classification_loss, config=config), batch)
 
@@ -199,7 +196,7 @@ def _masked(arguments: argparse.Namespace, examples: Examples) -> Job:
 
     def batch(own: Examples, generator: torch.Generator) -> Batch:
         documents = [encode(one["text"]) for one in own]
-        made = document_batch(documents, _row(documents))
+        made = document_batch(documents, sum(map(len, documents)))
         tokens, labels = mask_tokens(
             *(made["tokens"], made["segment_ids"], generator),
             mask_id=mask,

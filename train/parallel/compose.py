@@ -107,12 +107,11 @@ def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
             f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
             "not have cp or pp above 1, nor sequence=True; fsdp, dp and tp work."
         )
-    latents = may_have(family, "INPUTS") == "latents"  # whose single layers write heads and neurons by one matrix
-    if may_have(family, "shared") is not None and (mesh.cp * mesh.pp * (mesh.tp if latents else 1) > 1 or sequence):
+    if may_have(family, "shared") is not None and (mesh.cp * mesh.pp > 1 or sequence):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as the "
-            f"distances of tokens, so the mesh {mesh} must not have {'tp, ' * latents}cp or pp above 1, nor "
-            f"sequence=True; fsdp{', dp and tp' if not latents else ' and dp'} work."
+            f"distances of tokens, so the mesh {mesh} must not have cp or pp above 1, nor sequence=True; fsdp, dp and "
+            "tp work."
         )
 
 

@@ -22,7 +22,8 @@ class TensorSlice:
     rows: number of rows of the full tensor. transposed: on disk it is [in, out] (no effect on a bias).
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
     projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. ones (a, b): the
-    parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after.
+    parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after. columns: the slice is of
+    the columns of a tensor [out, rows] instead, in one group.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorSlice:
     transposed: bool = False
     batched: bool = False
     ones: tuple[int, int] | None = None
+    columns: bool = False
 
     def __post_init__(self) -> None:
         if self.rows % self.groups or not 0 <= self.start < self.stop <= self.rows // self.groups:
@@ -84,6 +86,8 @@ def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     if stored.ones:
         return (*(1,) * stored.ones[0], stored.rows, *(1,) * stored.ones[1])
+    if stored.columns:
+        return (shape[0], stored.rows)
     experts, inner = (shape[:1], shape[2:]) if stored.batched else ((), shape[1:])
     return (*experts, *inner, stored.rows) if stored.transposed else (*experts, stored.rows, *inner)
 
@@ -97,6 +101,7 @@ def extract(stored: Single, tensor: Tensor) -> Tensor:
         return tensor
     axis, rows = _rows(stored, tensor)
     value = rows.flatten(axis, axis + 1)
+    value = value.mT if stored.columns else value
     return value if 1 in value.stride() else value.contiguous()
 
 
@@ -106,6 +111,7 @@ def extract_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> 
         out.copy_(tensor)
         return
     axis, rows = _rows(stored, tensor)
+    out = out.mT if stored.columns else out
     if out.shape[axis] == stored.groups * rows.shape[axis + 1]:
         out.unflatten(axis, (stored.groups, -1)).copy_(rows)
     else:
@@ -129,6 +135,8 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
     """The region of the file's tensor that holds a shard of the parameter: one non-empty slice per dimension."""
     if isinstance(stored, str):
         return DiskRegion(shard, stored)
+    if stored.columns:
+        return DiskRegion((shard[0], slice(stored.start + shard[1].start, stored.start + shard[1].stop)), stored.name)
     axis = 1 if stored.batched else 0
     lead, rows, inner = shard[:axis], shard[axis], shard[axis + 1 :]
     if stored.groups == 1:
@@ -158,6 +166,7 @@ def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
     for piece, value in slices:
         assert isinstance(piece, TensorSlice)
         axis, rows = _rows(piece, out)
+        value = value.mT if piece.columns else value
         rows.copy_(value.unflatten(axis, (piece.groups, -1)))
     return out
 
@@ -198,6 +207,6 @@ def _rows(stored: TensorSlice, tensor: Tensor) -> tuple[int, Tensor]:
     """(axis of the groups, a view [(E,) groups, rows of the slice per group, (in)] of the file's tensor)."""
     axis = 1 if stored.batched else 0
     tensor = tensor.view(-1) if stored.ones else tensor
-    rows = tensor.mT if stored.transposed and tensor.ndim > axis + 1 else tensor
+    rows = tensor.mT if stored.columns or (stored.transposed and tensor.ndim > axis + 1) else tensor
     blocks = rows.unflatten(axis, (stored.groups, -1))
     return axis, blocks.narrow(axis + 1, stored.start, stored.stop - stored.start)

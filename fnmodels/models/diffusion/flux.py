@@ -24,6 +24,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import Constant, Leaf, attention_leaves, bias, norm, plain_mlp_leaves, weight
+from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import (
     ACTIVATIONS,
     apply_rotary_interleaved,
@@ -72,7 +73,7 @@ _STREAMS = {
         "mlp.down": "ff_context.net.2",
     },
 }
-_SINGLE = {"modulation": "norm.linear", "mlp.up": "proj_mlp", "out": "proj_out"}
+_SINGLE = {"modulation": "norm.linear", "mlp.up": "proj_mlp", "mlp.down": "proj_out", "attention.o": "proj_out"}
 _SINGLE |= {name: _STREAMS["image"][name] for name in _STREAMS["image"] if name[-1] in "qkv" or "norm" in name}
 _ENDS = {"image": "x_embedder", "text": "context_embedder", "modulation": "norm_out.linear", "out": "proj_out"}
 _ENDS |= {
@@ -201,29 +202,32 @@ def _modulation(width: int, parts: int) -> dict[str, Leaf]:
     return _affine("modulation", _zeros((parts * width, width), ("modulation", "embed")))
 
 
-def _attention(config: Config, *, out: bool) -> dict[str, Leaf]:
+def _attention(config: Config, *, bias_out: bool) -> dict[str, Leaf]:
     D, N, H = config.hidden_size, config.num_attention_heads, config.head_dim
-    leaves = attention_leaves(D, N, N, H, std=_STD, qkv_bias=True, o_bias=out)
-    if not out:
-        del leaves["o_proj"]
+    leaves = attention_leaves(D, N, N, H, std=_STD, qkv_bias=True, o_bias=bias_out)
     return leaves | {name: norm(H, "head_dim") for name in ("q_norm", "k_norm")}
 
 
 def _stream(config: Config) -> Tree:
     mlp = plain_mlp_leaves(config.hidden_size, config.intermediate_size, std=_STD)
-    return _modulation(config.hidden_size, 6) | {"attention": _attention(config, out=True), "mlp": mlp}
+    return _modulation(config.hidden_size, 6) | {"attention": _attention(config, bias_out=True), "mlp": mlp}
 
 
 def _single(config: Config) -> Tree:
     D, F = config.hidden_size, config.intermediate_size
-    up = _affine("up", weight((F, D), ("mlp", "embed"), _STD))
-    out = _affine("out", weight((D, D + F), ("embed", "attention_and_mlp"), _STD))
-    return _modulation(D, 3) | {"attention": _attention(config, out=False), "mlp": up} | out
+    mlp = plain_mlp_leaves(D, F, std=_STD)  # the bias of its output is also that of attention's
+    return _modulation(D, 3) | {"attention": _attention(config, bias_out=False), "mlp": mlp}
 
 
-def hf_names(config: Config) -> dict[str, str]:
-    """{path of a parameter: its name on disk}."""
-    return {path: _name(path, config) for path in flatten(spec(config))}
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; the outputs of a single layer are columns of one tensor there."""
+    names: dict[str, Stored] = {path: _name(path, config) for path in flatten(spec(config))}
+    D, width = config.hidden_size, config.hidden_size + config.intermediate_size
+    for i in range(config.num_layers, config.num_layers + config.num_single_layers):
+        for path, start, stop in (("attention.o_proj", 0, D), ("mlp.down_proj", D, width)):
+            own = f"layers.{i}.{path}"
+            names[own] = TensorSlice(_name(own, config), start, stop, width, columns=True)
+    return names
 
 
 def _name(path: str, config: Config) -> str:
@@ -337,10 +341,11 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     images = torch.cat((text, latent), 1)
     shift, scale, gate = _modulated_by(layer, condition, images, 3)
     normed = _normed(x, shift, scale)
-    mixed = _attend(_heads(layer["attention"], normed, config), mask, freqs, ctx).flatten(-2)
-    up = ctx.tap("mlp.pre", linear(normed, layer["mlp"]["up_proj"], layer["mlp"]["up_bias"]))
-    neurons = ctx.tap("mlp.neurons", elementwise(ACTIVATIONS[_ACTIVATION], up))
-    return x + gate * linear(torch.cat((mixed, neurons), -1), layer["out_proj"], layer["out_bias"])
+    mixed = _attend(_heads(layer["attention"], normed, config), mask, freqs, ctx)
+    added = project_out(layer["attention"], mixed) + plain_mlp(
+        layer["mlp"], normed, activation=_ACTIVATION, tap=ctx.tap
+    )
+    return x + gate * added
 
 
 def _double(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ctx: Context) -> Tensor:

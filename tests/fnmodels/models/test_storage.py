@@ -26,6 +26,7 @@ FUSED = [TensorSlice("qkv", 0, 4, 8), TensorSlice("qkv", 4, 6, 8), TensorSlice("
 GROUPED = [TensorSlice("qkv", i, i + 1, 6, groups=2) for i in range(3)]
 TRANSPOSED = [TensorSlice("qkv", 0, 3, 6, transposed=True), TensorSlice("qkv", 3, 6, 6, transposed=True)]
 HALVES = [TensorSlice("experts", i, i + 4, 8, transposed=True, batched=True) for i in (0, 4)]  # Llama 4's
+COLUMNS = [TensorSlice("out", 0, 4, 10, columns=True), TensorSlice("out", 4, 10, 10, columns=True)]  # Flux's
 TURNS = [TensorSlice("experts", i, i + 1, 8, groups=4, transposed=True, batched=True) for i in (0, 1)]  # gpt-oss's
 
 
@@ -33,6 +34,7 @@ def test_take_selects_rows():
     whole = torch.arange(6.0)
     assert [extract(part, whole).tolist() for part in GROUPED] == [[0, 3], [1, 4], [2, 5]]
     assert extract(FUSED[1], torch.arange(8)).tolist() == [4, 5]
+    assert extract(COLUMNS[1], torch.arange(20).view(2, 10)).tolist() == [[*range(4, 10)], [*range(14, 20)]]
     assert extract(TRANSPOSED[1], torch.arange(12).view(2, 6)).tolist() == [[3, 9], [4, 10], [5, 11]]
 
 
@@ -88,6 +90,10 @@ def _layouts(draw: st.DrawFn) -> tuple[list[TensorSlice], tuple[int, ...]]:
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     groups, transposed, batched = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.booleans())
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if draw(st.booleans()):
+        ends = zip(starts, sizes, strict=True)
+        parts = [TensorSlice("w", start, start + size, sum(sizes), columns=True) for start, size in ends]
+        return draw(st.permutations(parts)), (draw(st.integers(1, 3)), sum(sizes))
     rows = groups * sum(sizes)
     parts = [
         TensorSlice("w", start, start + size, rows, groups=groups, transposed=transposed, batched=batched)

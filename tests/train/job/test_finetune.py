@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import family_reading, may_have
 from params.io.safetensors_file import open_tensors
+from tests.fnmodels.models import test_llava, test_qwen3_5
 from tests.support.cases import cases, generic_params, kinds_of, richest
 from tests.train.job.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
 from train import checkpoint
@@ -54,6 +55,23 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
     assert rows(tmp_path / "run")[0]["lr"] <= 3e-4
     routed = any(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
     assert all(("expert_load" in row) == routed and row.get("expert_load", 1) >= 1 for row in rows(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_5"])
+def test_the_text_of_a_model_with_images_trains(name, tmp_path, text, capsys):  # noqa: F811
+    """With all weights and with adapters; the tower is not read, and the run is a model of text."""
+    values = test_llava.VARIANTS["llama"] if name == "llava" else test_qwen3_5._values("qwen3_5")
+    config = family_reading(values).Config.from_hf(values)
+    base = checkpoint_of(tmp_path / "base", config)
+    assert hasattr(P.load_config(base), "vision")
+    for folder, flags in (("run", ()), ("lora", ("--lora", "r=2,targets=down_proj"))):
+        assert train(tmp_path / folder, text, "--init", base, "--steps", 2, "--batch-rows", 1, *flags) == 0
+        trained, params = pretrained.load_model(tmp_path / folder)
+        assert trained == config.text and "vision" not in params
+        assert all(row["finite"] for row in rows(tmp_path / folder))
+    capsys.readouterr()
+    assert sample([str(base), "--prompt", "def ", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("d e f")
 
 
 @pytest.fixture
@@ -181,7 +199,7 @@ def test_a_mistake_in_lora_is_a_sentence_and_begins_no_run(tmp_path, text, base,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("lora", [(), ("--lora", "r=2,targets=q_proj")])
+@pytest.mark.parametrize("lora", [(), ("--lora", "r=2,targets=down_proj")])
 @pytest.mark.parametrize(
     ("kept", "words"),
     [

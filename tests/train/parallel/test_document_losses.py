@@ -143,7 +143,7 @@ def stepped(head: str, over: str) -> dict[str, float]:
     ("head", "over"),
     [
         *((head, "fsdp=2") for head in (*HEADS, *SETTINGS)),
-        *((head, "tp=2") for head in ("none", *SETTINGS) if head != "flow"),
+        *((head, "tp=2") for head in ("none", *SETTINGS)),
         ("classification", "pp=2"),
         ("pictures", "pp=2"),
         ("pairs", "fsdp=2,tp=2"),
@@ -163,13 +163,13 @@ def test_a_step_over_a_mesh_is_that_of_one_process(ranks: Ranks, head: str, over
         (pair_setting, "pp=2", "A t5 has two stacks of layers with rows of different lengths"),
         (image_setting, "cp=2", "A clip has two stacks of layers"),
         (shared_setting, "pp=2", "The layers of a mpnet read tensors of whole rows beside the residual stream"),
-        (flow_setting, "tp=2", "must not have tp, cp or pp above 1, nor sequence=True; fsdp and dp work"),
+        (flow_setting, "cp=2", "The layers of a FluxTransformer2DModel read tensors of whole rows"),
     ],
 )
 def test_meshes_that_do_not_divide_a_model(setting: Any, over: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compose.check_family(setting()[0], Mesh.parse(over), sequence=False)
-    compose.check_family(setting()[0], Mesh.parse("fsdp=2"), sequence=False)
+    compose.check_family(setting()[0], Mesh.parse("fsdp=2,tp=2"), sequence=False)
     with pytest.raises(ValueError, match="nor sequence=True"):
         compose.check_family(setting()[0], Mesh.parse("fsdp=2"), sequence=True)
 

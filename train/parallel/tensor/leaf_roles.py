@@ -26,7 +26,7 @@ SHARDED = (*_REGIONS, *_KEYS, "expert_mlp", "vocab")
 # All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
 # gradient might be partial.
 _KNOWN = {*SHARDED, *(axis for inside in _REGIONS.values() for axis in inside), "embed", "expert", "router"}
-_KNOWN |= {"moe_latent", "per_layer", "one", "kernel"}
+_KNOWN |= {"moe_latent", "per_layer", "one", "kernel", "modulation"}
 _LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
 
 
