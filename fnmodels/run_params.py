@@ -40,11 +40,18 @@ class Run(Protocol):
 
 @pytree_dict
 class RunParams(dict[str, Any]):
-    """A params tree and the `Run` that adapts its forward passes. `fnmodels.tree.map` (a cast, say) keeps the run."""
+    """A params tree and the `Run` that adapts its forward passes. `fnmodels.tree.map` (a cast, say) keeps the run.
+
+    A part with layers of its own, such as a tower of a model that reads images, is RunParams of the same run.
+    """
 
     def __init__(self, params: Mapping[str, Any], run: Run) -> None:
         super().__init__(params)
         self.run = run
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return RunParams(value, self.run) if type(value) is dict and "layers" in value else value
 
     def with_entries(self, entries: Mapping[str, Any], /) -> RunParams:
         """`entries` as the params of the same run."""

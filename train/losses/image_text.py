@@ -10,7 +10,6 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.packing import IGNORE, Document
 from fnmodels.options import ForwardKwargs
-from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
 from .model_loss import check_entries, run_options
@@ -100,7 +99,7 @@ def _features(params: Tree, batch: Mapping[str, Tensor], config: Any, options: F
     for name, entries in (("text", _TEXT), ("vision", _IMAGE)):
         tower: Any = getattr(config, name)
         values, positions, segment_ids = (batch[entry] for entry in entries)
-        own = with_run(params, params[name])
+        own = params[name]
         prepared = fnmodels.prepare(tower, values, positions=positions, segment_ids=segment_ids)
         hidden = fnmodels.forward(own, *prepared, config=tower, **options)
         documents = fnmodels.documents(segment_ids, positions) if name == "text" else fnmodels.documents(segment_ids)

@@ -20,22 +20,22 @@ from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 
 IMAGE = 60  # the id of image tokens
-_VISION = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-_VISION |= {"num_attention_heads": 4, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-2}
-_TEXT: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61}
-_TEXT |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-_TEXT |= {"sliding_window": 6, "rms_norm_eps": 7e-3, "max_position_embeddings": 64, "query_pre_attn_scalar": 12}
-_TEXT |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-VALUES = {"model_type": "gemma3", "image_token_index": IMAGE, "mm_tokens_per_image": 9, "vision_config": _VISION}
-VALUES |= {"text_config": _TEXT, "boi_token_index": 58, "eoi_token_index": 59}
-CONFIG = gemma3.Config.from_hf(VALUES | {"vision_config": _VISION | {"vision_use_head": False}})
+VISION = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 4, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-2}
+TEXT: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61}
+TEXT |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TEXT |= {"sliding_window": 6, "rms_norm_eps": 7e-3, "max_position_embeddings": 64, "query_pre_attn_scalar": 12}
+TEXT |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+VALUES = {"model_type": "gemma3", "image_token_index": IMAGE, "mm_tokens_per_image": 9, "vision_config": VISION}
+VALUES |= {"text_config": TEXT, "boi_token_index": 58, "eoi_token_index": 59}
+CONFIG = gemma3.Config.from_hf(VALUES | {"vision_config": VISION | {"vision_use_head": False}})
 # Per document, the numbers of text tokens before, between and after its images of 9 tokens, longer than the window.
 DOCUMENTS = ((2, 3), (5, 1, 4), (3,), (0, 2))
 
 
 @functools.cache
 def _reference() -> Any:
-    config = Gemma3Config(**VALUES | {"vision_config": _VISION | {"vision_use_head": False}})
+    config = Gemma3Config(**VALUES | {"vision_config": VISION | {"vision_use_head": False}})
     config._attn_implementation = "eager"
     return wrappers.perturbed(Gemma3ForConditionalGeneration(config))
 
@@ -134,8 +134,8 @@ def test_errors_name_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="image_tokens is 8, but must be the square of a divisor of the 6 patches"):
         gemma3.Config.from_hf(VALUES | {"mm_tokens_per_image": 8})
     with pytest.raises(ValueError, match="'use_bidirectional_attention' must be false"):
-        gemma3.Config.from_hf(VALUES | {"text_config": _TEXT | {"use_bidirectional_attention": True}})
+        gemma3.Config.from_hf(VALUES | {"text_config": TEXT | {"use_bidirectional_attention": True}})
     with pytest.raises(ValueError, match="'tie_word_embeddings' is true; only false"):
         gemma3.Config.from_hf(
-            VALUES | {"tie_word_embeddings": True, "text_config": _TEXT | {"tie_word_embeddings": False}}
+            VALUES | {"tie_word_embeddings": True, "text_config": TEXT | {"tie_word_embeddings": False}}
         )

@@ -11,6 +11,9 @@ import fnmodels
 import params as P
 import train
 from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
+from fnmodels.models.vision_language import gemma3
+from tests.fnmodels.models.test_gemma3 import TEXT, VISION
+from tests.fnmodels.models.test_gemma3 import VALUES as GEMMA3
 from tests.support.cases import generic_params
 from tests.support.one_process import error, worst
 from tests.support.ranks_pool import Ranks, devices
@@ -116,8 +119,41 @@ def shared_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     return config, functools.partial(train.classification_loss, config=config), setting("classification")[2]
 
 
+def answer_loss(params: Any, batch: dict[str, torch.Tensor], *, config: Any) -> Any:
+    """Next-token prediction of texts with images by Gemma 3: a loss of one's own."""
+    given = {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
+    prepared = fnmodels.prepare(config.vision, batch["patches"], **given)
+    x = fnmodels.forward(params["vision"], *prepared, config=config.vision)
+    cells = gemma3.cells(batch["patch_positions"], batch["image_ids"], config.pooled)
+    features = gemma3.project(params, x, cells, config=config)
+    where = {name: batch[name] for name in ("positions", "segment_ids")}
+    inputs, _, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
+    places = gemma3.image_places(batch["tokens"], config.image_token, features.new_ones(features.shape[:2]) > 0)
+    inputs = gemma3.with_images(params, inputs, features, places, config=config)
+    masks = gemma3.image_masks(config.text, *where.values(), places)
+    logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+    return train.cross_entropy(logits, batch["labels"])
+
+
+def reader_setting() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
+    """(config, loss, the rows of each rank) of Gemma 3: two documents in each row, with an image each."""
+    vision = VISION | {"vision_use_head": False}
+    config = gemma3.Config.from_hf(GEMMA3 | {"vision_config": vision, "text_config": TEXT | {"vocab_size": 64}})
+    draw, made = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        own = fnmodels.segments_from_lengths([[14, 12]], 28)
+        tokens = torch.randint(1, 58, own.shape, generator=draw)
+        tokens[0, 2:11] = tokens[0, 15:24] = config.image_token
+        images = list(torch.randn(2, 3, 24, 24, generator=draw))
+        patches, places, image_ids = fnmodels.patch_rows(images, config.vision, length=72)
+        batch = {"tokens": tokens, "positions": fnmodels.positions_from_segments(own), "segment_ids": own}
+        batch |= {"patches": patches, "patch_positions": places, "image_ids": image_ids}
+        made.append(batch | {"labels": tokens.roll(-1, 1).where(own > 0, -100)})
+    return config, functools.partial(answer_loss, config=config), made
+
+
 SETTINGS = {"pairs": pair_setting, "flow": flow_setting, "sound": sound_setting, "images": image_setting}
-SETTINGS |= {"pictures": picture_setting, "shared": shared_setting}
+SETTINGS |= {"pictures": picture_setting, "shared": shared_setting, "reader": reader_setting}
 
 
 def stepped(head: str, over: str) -> dict[str, float]:
