@@ -172,12 +172,18 @@ def vit(folder: Path, sizes: dict[str, Any], count: int, *, steps: bool) -> tupl
 
 
 def report(part: str, contenders: Contenders, count: int, rounds: int) -> None:
-    first = {name: run() for name, run in contenders.items()}
+    first: dict[str, torch.Tensor] = {}
+
+    def kept(name: str) -> torch.Tensor:
+        result = contenders[name]()
+        first.setdefault(name, result)
+        return result
+
+    taken = take_turns({name: functools.partial(kept, name) for name in contenders}, rounds)
     for name, result in first.items():
         if name != "timm":  # whose weights are its own
             bound = 1e-4 if result.dtype is torch.float32 else 2e-2
             torch.testing.assert_close(first["fnmodels"], result, rtol=bound, atol=bound, msg=f"{part}: {name} differs")
-    taken = take_turns(contenders, rounds)
     print(f"\n{part}: {count} a run (target {TARGETS[part]} x the others)")
     print("| who | a second | x as fast is fnmodels | by CPU time | peak MiB |")
     print("|---|---|---|---|---|")
