@@ -141,7 +141,7 @@ def vit(folder: Path, sizes: dict[str, Any], count: int, *, steps: bool) -> tupl
     step = train.make_step(functools.partial(train.classification_loss, config=config), optimizer)
     state = [train.init_state(params, optimizer)]
 
-    def ours() -> torch.Tensor:
+    def ours(params: Any = params) -> torch.Tensor:
         tokens, positions, segment_ids = fnmodels.patch_rows(list(images), config)
         if steps:
             given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
@@ -168,7 +168,10 @@ def vit(folder: Path, sizes: dict[str, Any], count: int, *, steps: bool) -> tupl
 
         return run
 
-    return {"fnmodels": ours} | {name: runs(model) for name, model in nets.items() if model is not None}, count
+    own: Contenders = {"fnmodels": ours}
+    if not steps:
+        own["fnmodels, P.packed"] = functools.partial(ours, P.packed(params))
+    return own | {name: runs(model) for name, model in nets.items() if model is not None}, count
 
 
 def report(part: str, contenders: Contenders, count: int, rounds: int) -> None:
@@ -211,7 +214,7 @@ def main() -> None:
         "bf16": functools.partial(embed, sizes=sizes, count=texts, longest=longest, dtype=torch.bfloat16),
         "tune": functools.partial(tune, sizes=sizes, count=8 if args.quick else 32, longest=longest),
         "vit forward": functools.partial(vit, sizes=picture, count=2 if args.quick else 8, steps=False),
-        "vit step": functools.partial(vit, sizes=picture, count=2 if args.quick else 4, steps=True),
+        "vit step": functools.partial(vit, sizes=picture, count=2 if args.quick else 8, steps=True),
     }
     print(json.dumps({"threads": args.threads, "rounds": rounds}))
     for part, make in makers.items():

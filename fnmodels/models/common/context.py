@@ -47,7 +47,7 @@ from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
-from fnmodels.options import Block, ForwardOptions
+from fnmodels.options import Block, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
@@ -77,6 +77,11 @@ class Context:
         if name in self.taps:
             self.aux[name] = value
         return value
+
+    @property
+    def shown(self) -> Tap:
+        """`tap`, or `untapped` where no tap or edit is asked for: then an operation may reuse the memory of values."""
+        return self.tap if self.taps or self.edits else untapped
 
     def wants(self, name: str) -> bool:
         """Whether a tap or an edit is of this name."""

@@ -291,7 +291,7 @@ def block(
     name = "post_attention_layernorm"
     x = ctx.tap("middle", layer_norm(x + mixed, layer[name], layer[f"{name}_bias"], eps=eps))
     feed = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp
-    inner = ctx.tap("mlp", feed(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap))
+    inner = ctx.tap("mlp", feed(layer["mlp"], x, activation=config.hidden_act, tap=ctx.shown))
     name = "post_feedforward_layernorm"
     return layer_norm(x + inner, layer[name], layer[f"{name}_bias"], eps=eps)
 

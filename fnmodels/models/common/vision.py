@@ -418,7 +418,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Any, k
     x = ctx.tap("middle", x + ctx.tap("attention", mixed if scales[0] is None else mixed * scales[0]))
     normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
     feed = gated_mlp if "gate_proj" in mlp else plain_mlp
-    y = feed(mlp, normed, activation=config.mlp_act, tap=ctx.tap)
+    y = feed(mlp, normed, activation=config.mlp_act, tap=ctx.shown)
     return x + ctx.tap("mlp", y if scales[1] is None else y * scales[1])
 
 
