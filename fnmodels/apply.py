@@ -20,6 +20,7 @@ from fnmodels.inputs.mask import MaskLike
 from fnmodels.layer_checks import cleared, valid_of_masks
 from fnmodels.layer_loop import CacheStep, LayerInputs, run_stack
 from fnmodels.models.common import decoder
+from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have
 from fnmodels.ops.invariant import invariant_rows
@@ -238,19 +239,29 @@ def _hidden(
     check_taps_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    extra, shared = None, may_have(family, "shared")
+    shared = may_have(family, "shared")
     with scope():
-        if field_of(config, "hidden_size_per_layer_input"):
-            extra = cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
+        extra = layer_inputs_of(params, inputs, x, config=config)
         common = None if shared is None else shared(params, given, config=config)
     batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
     for tap in taps:
         if tap not in ENDS and tap not in in_layers:
             why = "; only forward, prefill and decode pass it" if tap in FINAL else ""
             raise ValueError(f"The tap {tap!r} is unknown here{why}. There are {list_of_taps(config)}.")
-    x, tapped, entries = run_stack(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
+    x, tapped, entries, _ = run_stack(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
     ends["hidden"] = x = edit_end(options.edits, "hidden", x)
     return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
+
+
+def layer_inputs_of(params: Tree, inputs: Tree, x: Tensor, /, *, config: DecoderConfig) -> Tensor | None:
+    """What each layer reads beside the residual stream, [B, S, layers, P], 0 at padding; None for most models.
+
+    x: [B, S, D], what the family's `embed` returns.
+    """
+    if not field_of(config, "hidden_size_per_layer_input"):
+        return None
+    found = may_have(family_of(config), "layer_inputs")(params, inputs, x, config=config)
+    return cleared(found, inputs.get("valid") if isinstance(inputs, Mapping) else None)
 
 
 def run_layers(
@@ -268,30 +279,37 @@ def run_layers(
     choices: Tensor | None = None,
     layer_inputs: Tensor | None = None,
     shared: Tree | None = None,
+    carried: Tree | None = None,
     taps: tuple[str, ...] = (),
     cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
     """Runs layers lo <= i < hi on x [B, S, D], as a pipeline stage does; returns x, or (x, taps) with taps.
 
-    With cache, {layer index: entry} or a `CacheStep` of these layers, {layer index: new entry} is returned too, last.
+    With cache, {layer index: entry} or a `CacheStep` of these layers, {layer index: new entry} is returned too; with
+    carried, what later layers read of these and of those before, last.
 
     params: needs only "layers": the list of all layers, or a stage's {layer index: layer}.
     valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
         zero before layer 0, as in `forward`, and MoE layers do not route it.
     routing, choices: those of the full model. taps, options: as in `forward`.
     layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
-        with hidden_size_per_layer_input.
+        with hidden_size_per_layer_input; or its end, for layers lo to the last.
     shared: what the family's function of this name returns, where it has one.
+    carried: what the layers before lo left, {} before layer 0; see `fnmodels.models.common.carried`.
 
-    ValueError for a layer that reads keys and values of an earlier one which is not run here.
+    ValueError for a layer that reads keys and values of an earlier one which is neither run here nor in carried.
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = cleared(x, valid_of_masks(masks, x) if valid is None else valid)
     step = CacheStep(cache) if isinstance(cache, Mapping) else cache
-    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared)
+    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         how = params.run.adapted(how, masks)
-    x, tapped, entries = run_stack(params, x, batch, range(lo, hi), config, taps, how)
-    return _returned(x, tapped, entries, taps, cache)
+    x, tapped, entries, passed = run_stack(params, x, batch, range(lo, hi), config, taps, how)
+    found = _returned(x, tapped, entries, taps, cache)
+    if carried is None:
+        return found
+    left = left_for(family_of(config).kinds(config), hi, *passed)
+    return (*found, left) if isinstance(found, tuple) else (found, left)

@@ -64,8 +64,9 @@ class CacheStep:
 class LayerInputs:
     """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
-    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P].
-    shared: what every layer reads, see `registry.FAMILY_DEFAULTS`.
+    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
+    the last layers alone. shared: what every layer reads, see `registry.FAMILY_DEFAULTS`. carried: see
+    `common.carried`.
     """
 
     masks: Mapping[str, MaskLike]
@@ -76,6 +77,7 @@ class LayerInputs:
     cache: CacheStep | None = None
     layer_inputs: Tensor | None = None
     shared: Tree | None = None
+    carried: Tree = field(default_factory=dict)
 
 
 def run_stack(
@@ -87,8 +89,11 @@ def run_stack(
     taps: tuple[str, ...],
     options: ForwardOptions,
     ends: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
-    """ends: the names of edits that are not of layers, which the caller applies."""
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry], tuple[Tensor | None, dict[str, Entry]]]:
+    """(x, taps, entries of a cache, (the last choice of keys, keys and values that were lent)).
+
+    ends: the names of edits that are not of layers, which the caller applies.
+    """
     family = family_of(config)
     kinds = family.kinds(config)
     lo, hi = layers.start, layers.stop
@@ -120,10 +125,10 @@ def run_stack(
             "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, which "
             "the family's function of this name makes of the params and inputs."
         )
-    lent: dict[str, Entry] = {}
+    lent: dict[str, Entry] = dict(batch.carried.get("kv", {}))
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
-    chosen: Tensor | None = None
+    chosen: Tensor | None = batch.carried.get("chosen")
     applied: set[tuple[int, str]] = set()
     for index in range(lo, hi):
         here = edits.get(index, _NO_EDITS)
@@ -136,7 +141,7 @@ def run_stack(
         if is_indexed(kind):
             tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
         if batch.layer_inputs is not None:
-            tensors["layer_input"] = batch.layer_inputs[:, :, index]
+            tensors["layer_input"] = batch.layer_inputs[:, :, index - len(kinds)]
         if batch.shared is not None:
             tensors["shared"] = batch.shared
         if source := source_kind(kind):
@@ -163,7 +168,7 @@ def run_stack(
         check_tap_names(config, unread)
     if options.edits and (unread := missed(options.edits, applied)):
         raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(config)}.")
-    return x, tapped, entries
+    return x, tapped, entries, (chosen, lent)
 
 
 def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
@@ -178,7 +183,7 @@ def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
     if source not in lent:
         raise ValueError(
             f"Layer {index} reads the keys and values of the last layer of kind {source!r}, which is before layer "
-            f"{lo}, the first that runs here: one call must run both."
+            f"{lo}, the first that runs here: run both in one call, or pass `carried` of the layers before {lo}."
         )
     return lent[source]
 

@@ -10,6 +10,7 @@ mask has no positions (a bool tensor, a BlockMask) keys are named by their index
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,27 @@ class Indexer:
 
     count: int
     rotate: Rotate
+
+
+class KeysOfRanks(Protocol):
+    """The attribute `keys_of_ranks` of a kernel whose rows are pieces of longer ones, the rest of which other processes
+    hold: queries choose among the keys of all, and the kernel takes a dense mask of its own queries over all keys. All
+    processes make the same calls in the same order.
+    """
+
+    def mask(self, mask: MaskLike) -> Mask:
+        """That of this piece's queries over the keys of all pieces."""
+        ...
+
+    def gather(self, k: Tensor) -> Tensor:
+        """The keys [B, K, d] of all pieces, of this one's [B, S, d]; without a gradient."""
+        ...
+
+
+def keys_of_ranks(kernel: Any) -> KeysOfRanks | None:
+    """The `KeysOfRanks` of a kernel, or None where all keys are here."""
+    found: KeysOfRanks | None = getattr(kernel, "keys_of_ranks", None)
+    return found
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from tests.support.cases import (
     summed_loss,
     trainable,
 )
-from train.parallel.context.api import context_kernel, shard_batch
-from train.parallel.pipeline.schedule import pipeline
+from train.parallel.context.api import context_kernel
 
 CHOOSING = [case for case in cases() if own_choices(fnmodels.family_of(case.config).kinds(case.config))]
 WIDE = [replace(case, name=f"{case.name}_every_key", config=replace(case.config, index_topk=64)) for case in CHOOSING]
@@ -177,10 +176,6 @@ def test_layers_that_share_a_choice(case: Case) -> None:
     assert torch.equal(rest, whole)
     with pytest.raises(ValueError, match=f"'layers.{first}.choices' is unknown in layer {first}"):
         fnmodels.forward(params, inputs, masks, freqs_cis, config=config, taps=(f"layers.{first}.choices",))
-    sizes = [first, len(kinds) - first]
-    with pytest.raises(ValueError, match=f"a stage begins at layer {first}, which takes its choice of keys from an"):
-        pipeline(config, 2, split=sizes)
-    assert pipeline(config, 2, split=[own[1], len(kinds) - own[1]]).size == 2
 
 
 @every_case
@@ -195,23 +190,10 @@ def test_what_cannot_choose_is_refused(case: Case) -> None:
     for kernel in ("blocks", "varlen"):
         with pytest.raises(ValueError, match="reads rules, and here each query sees 8 keys"):
             forward(inputs, masks, freqs_cis, kernel=kernel, layout=fnmodels.layout(masks))
-    given = {name: getattr(batch, name)[:, :18] for name in ("tokens", "positions", "segment_ids", "labels")}
-    with pytest.raises(ValueError, match="cp must be 1 for this model"):
-        shard_batch(given, 0, 2, config=case.config)
-
-
-@every_width
-def test_kernels_of_context_parallelism_refuse(case: Case) -> None:
-    """Also short shards, among whose keys nothing would have to be chosen."""
-    batch, params = batch_of(case.config, segments((4,))), generic_params(case.config)
-
-    class Alone:
-        def size(self) -> int:
-            return 1
-
-    kernel: Any = context_kernel("gather", Alone())  # type: ignore[arg-type]
+    kernel: Any = context_kernel("gather", None)  # type: ignore[arg-type]
+    dense = {kind: mask.dense() for kind, mask in masks.items()}
     with pytest.raises(ValueError, match=r"cuts masks that are data, fnmodels\.Mask, and this one is a Tensor"):
-        fnmodels.forward(params, *batch.prepared(), config=case.config, kernel=kernel)
+        forward(inputs, dense, freqs_cis, kernel=kernel)
 
 
 def test_as_many_keys_as_there_are_is_dense_latent_attention() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import ordered_kinds
+from fnmodels.models.common.registry import is_indexed, ordered_kinds
 from params import Rules, plan
 from tests.support.cases import batch_of, cases, generic_params, segments
 from tests.support.ranks_pool import FOLDER, devices
@@ -56,6 +56,14 @@ from train.update import update
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 # Recurrent layers, experts and attention with a gate; convolutions with biases.
 HYBRIDS = {"qwen3_next": "qwen3_next", "lfm2": "lfm2_bias_untied"}
+# A variant of every family whose layers go along the sequence, choose their keys, or borrow those of others.
+SEQUENTIAL = {
+    **{name: name for name in ("qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "bamba")},
+    **{name: name for name in ("falcon_h1_norm", "granitemoehybrid", "nemotron_h_moe", "nemotron_h_latent_bias")},
+    **{name: name for name in ("granitemoehybrid_dense_tied", "lfm2_moe", "deepseek_v32", "glm_moe_dsa")},
+    "gemma4_e": "gemma4_text_e",
+    "gemma4_moe": "gemma4_text_moe",
+}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
@@ -67,6 +75,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
     "qwen3_next": {"balance": Balance(sequence=0.3, z=0.1)},
+    "gemma4_moe": {"balance": Balance(sequence=0.3, z=0.1)},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
     "policy": {"balance": Balance(sequence=0.3, z=0.1)},
@@ -94,7 +103,8 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = dataclasses.replace(even((MODELS | HYBRIDS | WHOLE | TAUGHT)[name]), **CHANGES[name])
+    config = even((MODELS | HYBRIDS | SEQUENTIAL | WHOLE | TAUGHT)[name])
+    config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
     if layers is None:
@@ -115,6 +125,14 @@ def even(name: str) -> Any:
     if "linear_num_value_heads" in names:
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     return dataclasses.replace(config, **changes)
+
+
+def even_experts(config: Any) -> dict[str, Any]:
+    """The changes that make a model's experts, if it has any, eight in two groups."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    changes = {name: 8 for name in names if getattr(config, name, 0)}
+    grouped = changes and getattr(config, "n_group", 1) > 1
+    return changes | ({"n_group": 2, "topk_group": 1} if grouped else {})
 
 
 @functools.cache
@@ -171,11 +189,13 @@ def policy(
 
 
 def weights_of(config: Any) -> Any:
-    """Generic parameters: in fp32, or fp64 for models with recurrent layers.
+    """Generic parameters: in fp32, or fp64 for models with recurrent layers and those that choose keys.
 
-    Their fp32 gradients in one process are up to 1.2e-5 from those in fp64, those of attention 4e-6.
+    Their fp32 gradients in one process are up to 1.2e-5 from those in fp64, those of attention 4e-6; and rounding makes
+    another choice.
     """
-    return generic_params(config, torch.float64 if ordered_kinds(config) else torch.float32)
+    precise = ordered_kinds(config) or any(map(is_indexed, fnmodels.family_of(config).kinds(config)))
+    return generic_params(config, torch.float64 if precise else torch.float32)
 
 
 def spec_of(name: str, layers: int | None = None) -> Any:

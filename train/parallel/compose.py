@@ -39,13 +39,14 @@ class Composed:
     """options: `RunOptions` of a loss over the mesh. params: maps `local_tree(params)` to the params of the loss.
 
     full_states: gathers hidden states [B, S, D] that `sequence` shards, for the next stage; None: they are full
-    already. remat: whether layers are recomputed in backward.
+    already. remat: whether layers are recomputed in backward. key_heads: how many of a layer's key heads a rank has.
     """
 
     options: RunOptions
     params: Callable[[Tree], Tree]
     full_states: Callable[[Tensor], Tensor] | None
     remat: bool
+    key_heads: Callable[[int], int] = int
 
     def loss(self, function: Callable[..., Any]) -> ModelLoss:
         """function(params, batch) as a `ModelLoss` of this rank's shards of both."""
@@ -95,7 +96,9 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     if mesh.ep > 1:
         experts = functools.partial(expert_parallel, devices.get_group("ep"))
         options = replace(options, experts=_around_name("experts", mesh, experts))
-    return Composed(options, params, None if tensor is None else tensor.region.join, remat != "none")
+    if tensor is None:
+        return Composed(options, params, None, remat != "none")
+    return Composed(options, params, tensor.region.join, remat != "none", tensor.key_heads)
 
 
 def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:

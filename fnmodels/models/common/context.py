@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdits
-from fnmodels.inputs.convert import shape_of, to_dense
+from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.invariant import plan_tiles
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of
+from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of, keys_of_ranks
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.mla import (
     Rotate,
@@ -205,27 +205,29 @@ class Context:
         self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer
     ) -> Any:
         own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
-        everything, cached = given is None and shape_of(mask)[-1] <= indexer.count, "cache" in self.tensors
+        ranks = keys_of_ranks(kernel)
+        whole = mask if ranks is None else ranks.mask(mask)
+        everything, cached = given is None and shape_of(whole)[-1] <= indexer.count, "cache" in self.tensors
         k: Tensor | None = None
         if own is not None and (cached or (given is None and not everything)):
             k = index_keys(own, x, freqs, indexer)
             k = self._extend({"index": k})["index"] if cached else k
+            k = k if ranks is None or everything else ranks.gather(k)
         if everything:
             if own is not None and self.wants("choices"):
-                self.aux["choices"] = all_visible(keys_of(mask)).expand(x.shape[0], -1, -1)
-            # A kernel of context parallelism, whose ranks would each choose among their own keys, refuses dense masks.
-            return to_dense(mask) if callable(kernel) else mask
+                self.aux["choices"] = all_visible(keys_of(whole)).expand(x.shape[0], -1, -1)
+            return mask
         if kernel in ("blocks", "varlen"):
             raise ValueError(
                 f'kernel="{kernel}" reads rules, and here each query sees {indexer.count} keys that the layer chose: '
                 '"auto", "sdpa" and kernel="math" take any mask.'
             )
-        keys = keys_of(mask)
+        keys = keys_of(whole)
         if given is None:
             if own is None or k is None:
                 raise ValueError(
                     "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer "
-                    "that has an indexer, or pass `choices`."
+                    "that has an indexer, or pass `choices` or `carried`."
                 )
             given = choose(own, x, query_latent(weights, x), k, freqs, keys, indexer)
         if own is not None:

@@ -117,6 +117,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "num_labels": 0,
     "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads
+    "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }
 

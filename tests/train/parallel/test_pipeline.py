@@ -393,7 +393,7 @@ def test_what_does_not_fit_raises(make: Callable[[Any], Any], sentence: str) -> 
         make(config_of("llama_tied", 4))
 
 
-REFUSED = ("gemma4_text_e", "mpnet")
+REFUSED = ("mpnet",)
 DEEP = [case for case in cases() if case.config.num_hidden_layers > 1 and case.name not in REFUSED]
 
 
@@ -413,22 +413,16 @@ def test_shares_of_every_family_are_the_whole(case: Any) -> None:
     loss, result = as_loss(logits_of), lambda logits: (logits, None, {})
     (part,) = microbatches(loss, pipe, shares[0], [batch])
     staged = StagedLoss(loss, pipe, result=result)
-    sent, _, _ = staged.run(0, shares[0], (), part)
-    (logits,), _, _ = staged.run(1, shares[1], sent, part)
-    assert torch.equal(logits, fnmodels.forward(params, *prepared, config=config, kernel="math"))
+    sent, _, _ = staged.run(0, shares[0], {}, part)
+    found, _, _ = staged.run(1, shares[1], sent, part)
+    assert torch.equal(found["total"], fnmodels.forward(params, *prepared, config=config, kernel="math"))
 
 
 def test_what_stages_do_not_pass_on_is_refused() -> None:
-    config = next(case.config for case in cases() if case.name == "gemma4_text_e")
-    with pytest.raises(ValueError, match="embeddings of the token ids, which stages of a pipeline do not pass on"):
-        pipeline(config, 2, "GPipe")
     biased = next(case.config for case in cases() if case.name == "mpnet")
     with pytest.raises(ValueError, match="read a table of relative position biases, which stages"):
         pipeline(biased, 2, "GPipe")
-    borrowing = dataclasses.replace(config, hidden_size_per_layer_input=0)
-    with pytest.raises(ValueError, match="Layer 2 reads the keys and values of an earlier layer, and its stage begins"):
-        pipeline(borrowing, 2, "GPipe")
-    assert pipeline(config, 1, "GPipe").size == 1
+    assert pipeline(biased, 1, "GPipe").size == 1
 
 
 def test_padding_to_a_bucket() -> None:

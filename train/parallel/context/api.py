@@ -12,7 +12,9 @@ rotary tables are those of its tokens, in any order. Attention is a `kernel=` of
     ring      keys and values pass from rank to rank, and partial results are merged (arXiv 2310.01889)
 
 Recurrent layers and convolutions of a hybrid get the state of the positions before theirs (`state`), so ranks hold
-contiguous positions of such a model: order "auto". A function around the kernel must keep its attribute `before`.
+contiguous positions of such a model: order "auto". Where attention chooses its keys, a rank gathers the index keys of
+all, and its queries choose among them. A function around the kernel must keep its attributes `before` and
+`keys_of_ranks`.
 
 Losses are sums: totals, counts and gradients are to be summed over the ranks and divided once. Quantities of full rows
 need more: for balance losses, which are means over rows, `whole_balance` computes each rank's summand; for rope
@@ -33,11 +35,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fnmodels
-from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
-from fnmodels.inputs.mask import Mask
-from fnmodels.models.common.registry import DecoderConfig, is_indexed, ordered_kinds
+from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.models.common.registry import DecoderConfig, ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
@@ -48,6 +49,7 @@ from train.parallel.mesh import DATA, mesh_of
 from train.parallel.padding import is_per_row
 
 from . import ring
+from .keys import RanksKeys, of_all_ranks, over_all_keys
 from .once import remembered
 from .ring import Call
 from .state import RanksBefore
@@ -87,11 +89,6 @@ def shard_batch(
     if length % ranks:
         raise ValueError(
             f"Rows of {length} tokens do not divide by cp = {ranks}: pad them to a multiple (segment 0, labels -100)."
-        )
-    if ranks > 1 and config is not None and any(map(is_indexed, fnmodels.family_of(config).kinds(config))):
-        raise ValueError(
-            f"The queries of {type(config).__module__} choose among the keys of their whole row, of which a rank would "
-            "have a part: cp must be 1 for this model."
         )
     order = resolved_order(order, config)
     if isinstance(order, str):
@@ -201,16 +198,21 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         return run(q, k, v, known(mask, q, call), call)
 
     kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
+    kernel.keys_of_ranks = RanksKeys(group)  # type: ignore[attr-defined]
     return kernel
 
 
 def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
-    """ValueError before any communication, for conditions that are the same on all ranks."""
-    if not isinstance(mask, Mask):
+    """ValueError before any communication, for conditions that are the same on all ranks.
+
+    mask: of local queries and keys, or the dense one of local queries over all ranks' keys that a choice makes.
+    """
+    chosen = isinstance(mask, Tensor) and mask.shape[-2:] == (q.shape[1], k.shape[1] * ranks)
+    if not chosen and not isinstance(mask, Mask):
         raise ValueError(
             f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."
         )
-    if mask.q_positions.shape[1] != q.shape[1] or mask.kv_positions.shape[1] != k.shape[1]:
+    if not chosen and (mask.q_positions.shape[1] != q.shape[1] or mask.kv_positions.shape[1] != k.shape[1]):
         raise ValueError(
             f"The mask is of {mask.q_positions.shape[1]} queries and {mask.kv_positions.shape[1]} keys, and this rank "
             f"has {q.shape[1]} and {k.shape[1]}: make it of the rank's part of the batch."
@@ -223,25 +225,15 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
         )
 
 
-def _whole(mask: Mask, group: ProcessGroup) -> Mask:
-    """The mask of all ranks' queries and keys, from each rank's own: one all-gather of integers."""
-    flat = tree.flatten(mask)
-    stacked = torch.stack(torch.broadcast_tensors(*flat.values()), -1)
-    gathered = iter(collectives.all_gather(stacked, 1, group).unbind(-1))
-    return tree.map(lambda _: next(gathered), mask)
-
-
-def _form(mask: Mask, q: Tensor, layout: Layout | None, call: Call) -> Any:
+def _form(mask: MaskLike, q: Tensor, layout: Layout | None, call: Call) -> Any:
     """The mask in the form that `inner` reads."""
     sinks = call.sinks is not None
     return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, softcap=call.softcap, sinks=sinks)
 
 
-def _look_gather(mask: Mask, q: Tensor, call: Call) -> Any:
+def _look_gather(mask: Mask | Tensor, q: Tensor, call: Call) -> Any:
     """The mask of local queries over all keys, in the form that `inner` reads."""
-    whole = _whole(mask, call.group)
-    own = (mask.q_positions, mask.q_segments, whole.kv_positions, whole.kv_segments, mask.q_spans, whole.kv_spans)
-    return _form(Mask(*own, mask.rule), q, None, call)
+    return _form(mask if isinstance(mask, Tensor) else over_all_keys(mask, call.group), q, None, call)
 
 
 def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tensor:
@@ -251,9 +243,11 @@ def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tenso
     return attention(q, k, v, seen, kernel=call.inner, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
 
 
-def _look_ulysses(mask: Mask, q: Tensor, call: Call) -> tuple[Any, Layout | None]:
+def _look_ulysses(mask: Mask | Tensor, q: Tensor, call: Call) -> tuple[Any, Layout | None]:
     """The mask of all queries over all keys, and its layout where documents are still in order."""
-    whole = _whole(mask, call.group)
+    if isinstance(mask, Tensor):
+        return _form(collectives.all_gather(mask.byte(), 2, call.group).bool(), q, None, call), None
+    whole = of_all_ranks(mask, call.group)
     asked = call.inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # read on the host
     layout = fnmodels.layout({"": whole}) if asked else None
     return _form(whole, q, layout, call), layout
@@ -273,8 +267,9 @@ def _run_ulysses(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tens
     return collectives.all_to_all(out, group, split=1, join=2)
 
 
-def _look_ring(mask: Mask, _: Tensor, call: Call) -> ring.Seen:
-    return ring.look(_whole(mask, call.group), mask.kv_positions.shape[1], call.group)
+def _look_ring(mask: Mask | Tensor, q: Tensor, call: Call) -> ring.Seen:
+    seen = mask if isinstance(mask, Tensor) else over_all_keys(mask, call.group)
+    return ring.look(seen, q.shape[1], call.group)
 
 
 _METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {

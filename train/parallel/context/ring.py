@@ -33,12 +33,16 @@ class Call:
     sinks: Tensor | None
 
 
-def look(whole: Mask, share: int, group: ProcessGroup) -> Seen:
-    """The dense masks `Seen` of this rank's queries, from the mask of all ranks; share: positions per rank."""
+def look(over_all: Mask | Tensor, share: int, group: ProcessGroup) -> Seen:
+    """The dense masks `Seen`, from the mask of this rank's queries over all keys; share: positions per rank."""
     rank, ranks = group.rank(), group.size()
-    mine = slice(rank * share, (rank + 1) * share)
     starts = [(rank - turn) % ranks * share for turn in range(ranks)]
-    turns = [whole.select(mine, slice(start, start + share)).dense().split(QUERIES, 2) for start in starts]
+
+    def turn(start: int) -> Tensor:
+        keys = slice(start, start + share)
+        return over_all[..., keys] if isinstance(over_all, Tensor) else over_all.select(slice(None), keys).dense()
+
+    turns = [turn(start).split(QUERIES, 2) for start in starts]
     return tuple(tuple(allowed if allowed.any() else None for allowed in turn) for turn in turns)
 
 

@@ -16,21 +16,28 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train.losses.model_loss import Batch
 
+from .boundary import received
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
-from .staged_loss import StagedLoss, carries_term, term_dtype
+from .staged_loss import StagedLoss
 from .tree_split import check_share, cut, width_of
 
 
 class _Stage(nn.Module):
     """The module that torch's stages expect; its parameters are the trainable ones of `params`.
 
-    index: the number of a microbatch, the only input that the schedule splits.
+    index: the number of a microbatch, the only input that the schedule splits. takes, gives: the names of what the
+    stage receives and sends, in order.
     """
 
-    def __init__(self, run: Callable[..., tuple[tuple[Tensor, ...], Any, dict[str, Tensor]]]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., tuple[dict[str, Tensor], Any, dict[str, Tensor]]],
+        takes: tuple[str, ...],
+        gives: tuple[str, ...],
+    ) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.takes, self.gives = run, takes, gives
         self.bind({}, ())
 
     def bind(self, params: Tree, parts: Sequence[Microbatch]) -> None:
@@ -42,12 +49,37 @@ class _Stage(nn.Module):
                 self.register_parameter(path.replace(".", "/"), leaf)
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor | tuple[Tensor, ...]:
-        sent, count, aux = self.run(self.params, received, self.parts[int(index)])
+        own = (_Received.apply(x) if x.requires_grad else x for x in received)
+        named = dict(zip(self.takes, own, strict=True))
+        found, count, aux = self.run(self.params, named, self.parts[int(index)])
         self.found.append((count, aux))
+        assert found.keys() == set(self.gives), (sorted(found), self.gives)
+        # Copies, since torch detaches outputs in place, and what is passed on or sliced is a view.
+        sent = tuple(found[name] if name in ("x", "total") else _copy(found[name]) for name in self.gives)
         if torch.is_grad_enabled():
             # Without a trainable parameter up to here: the next stage sends gradients in any case.
-            sent = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in sent)
+            sent = tuple(x.detach().requires_grad_() if _lacks_gradient(x) else x for x in sent)
         return sent if len(sent) > 1 else sent[0]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _lacks_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() and not x.requires_grad
+
+
+class _Received(torch.autograd.Function):
+    """The same tensor, whose gradient is contiguous, as messages must be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count, aux)
@@ -72,14 +104,17 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
         largest: Tensor = max(tree.leaves(params["layers"]), key=Tensor.numel)  # others (norms, biases) may be wider
         dtype = staged.hooks.dtype or largest.dtype
-        key = (len(ready), sizes, dtype, device, train, carries_term(ready[0].routers))
+        x, sharing = torch.empty(*sizes, width, dtype=dtype, device="meta"), staged.hooks.sharing
+        later = [received(pipe.config, lo, ready[0], x, sharing) for lo, _ in pipe.layers[1:]]
+        sent: list[dict[str, Tensor]] = [{}, *later, {"total": torch.empty((), device="meta")}]
+        key = (len(ready), device, train, *((name, t.shape, t.dtype) for one in sent for name, t in one.items()))
         if key not in made:
             made.clear()  # torch keeps a receive buffer per microbatch: varying lengths would fill the memory
-            modules = {stage: _Stage(functools.partial(staged.run, stage)) for stage in stages}
-            sent = [torch.empty(*sizes, width, dtype=dtype, device="meta", requires_grad=train)]
-            if carries_term(ready[0].routers):
-                sent += [torch.empty((), dtype=term_dtype(dtype), device="meta", requires_grad=train)]
-            made[key] = modules, _schedule(pipe, modules, len(ready), tuple(sent), device, group)
+            modules = {
+                stage: _Stage(functools.partial(staged.run, stage), tuple(sent[stage]), tuple(sent[stage + 1]))
+                for stage in stages
+            }
+            made[key] = modules, _schedule(pipe, modules, len(ready), sent, train, device, group)
         modules, schedule = made[key]
         for stage, module in modules.items():
             module.bind(cuts[stage], ready)
@@ -98,24 +133,28 @@ def _schedule(
     pipe: Pipeline,
     modules: Mapping[int, _Stage],
     count: int,
-    sent: tuple[Tensor, ...],
+    sent: Sequence[Mapping[str, Tensor]],
+    train: bool,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> Any:
-    """torch's schedule of this rank's stages for `count` microbatches; sent: like what stages send, on meta."""
+    """torch's schedule of this rank's stages for `count` microbatches.
+
+    sent: like what each stage receives, and at last what the last one returns, on the meta device.
+    """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as torchs
 
-    last, train = len(pipe.layers) - 1, sent[0].requires_grad
-    total = torch.empty((), device="meta", requires_grad=train)
+    last = len(pipe.layers) - 1
+    like = [tuple(x.requires_grad_(train and x.is_floating_point()) for x in one.values()) for one in sent]
     made = [
         PipelineStage(
             module,
             stage,
             last + 1,
             device,
-            input_args=() if stage == 0 else sent,
-            output_args=(total,) if stage == last else sent,
+            input_args=like[stage],
+            output_args=like[stage + 1],
             group=group,
         )
         for stage, module in modules.items()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, may_have, own_choices, source_kind
+from fnmodels.models.common.registry import DecoderConfig, may_have
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -71,47 +71,16 @@ def pipeline(
             f"at least 1, which add up to the model's {layers} layers."
         )
     bounds = [sum(split[:stage]) for stage in range(stages + 1)]
-    _check_choices(config, bounds[:-1], split)
-    _check_between_layers(config, bounds)
+    if stages > 1 and may_have(fnmodels.family_of(config), "shared") is not None:
+        raise ValueError(
+            "All layers of this model read a table of relative position biases, which stages of a pipeline do not pass "
+            "on: pp must be 1."
+        )
     if schedule in VEE:
         ranks = (*range(size), *reversed(range(size)))
     else:
         ranks = tuple(stage % size for stage in range(stages))
     return Pipeline(config, schedule, tuple(itertools.pairwise(bounds)), ranks)
-
-
-def _check_choices(config: DecoderConfig, firsts: Sequence[int], split: Sequence[int]) -> None:
-    """ValueError for a stage that begins with a layer which takes the choice of keys of a layer of another stage."""
-    kinds = fnmodels.family_of(config).kinds(config)
-    own = own_choices(kinds)
-    wrong = [first for first in firsts if is_indexed(kinds[first]) and first not in own]
-    if wrong:
-        raise ValueError(
-            f"By the split {list(split)} a stage begins at layer {wrong[0]}, which takes its choice of keys from an "
-            f"earlier layer, and stages send none: pass a split whose stages begin at layers with an indexer, of {own}."
-        )
-
-
-def _check_between_layers(config: DecoderConfig, bounds: Sequence[int]) -> None:
-    """ValueError if a stage would need more of the ones before it than hidden states."""
-    if len(bounds) > 2 and field_of(config, "hidden_size_per_layer_input"):
-        raise ValueError(
-            "Each layer of this model reads embeddings of the token ids, which stages of a pipeline do not pass on: "
-            "pp must be 1."
-        )
-    if len(bounds) > 2 and may_have(fnmodels.family_of(config), "shared") is not None:
-        raise ValueError(
-            "All layers of this model read a table of relative position biases, which stages of a pipeline do not pass "
-            "on: pp must be 1."
-        )
-    kinds = fnmodels.family_of(config).kinds(config)
-    for lo, hi in itertools.pairwise(bounds):
-        for index in range(lo, hi):
-            if (source := source_kind(kinds[index])) and source not in kinds[lo:index]:
-                raise ValueError(
-                    f"Layer {index} reads the keys and values of an earlier layer, and its stage begins with layer "
-                    f"{lo}, after that one: stages do not pass keys and values on."
-                )
 
 
 def check_microbatches(pipe: Pipeline, count: int) -> None:

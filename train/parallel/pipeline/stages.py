@@ -22,6 +22,7 @@ from train.parallel.compose import Composed
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.placement import Placed
 
+from .boundary import Sharing
 from .schedule import SPLITTING, Pipeline, pipeline
 from .staged_loss import StageHooks
 from .tree_split import copies, share
@@ -58,5 +59,6 @@ def stages_of(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.Proces
     devices, strategy = placed.devices, placed.strategy
     split = strategy.schedule in SPLITTING and (devices.size() > devices["pp"].size() or composed.remat)
     multiple = devices["tp"].size() if strategy.sequence else 1
-    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split, multiple)
+    sharing = Sharing(composed.key_heads, devices["cp"].size())
+    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split, multiple, sharing)
     return pipeline_of(placed.config, mesh_of(devices), strategy), devices.get_group("pp"), hooks

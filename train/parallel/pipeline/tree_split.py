@@ -8,6 +8,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.apply import layer_inputs_of
 from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 
@@ -17,8 +18,8 @@ from .schedule import Pipeline
 def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The entries of params outside of the layers that the first stage holds, and those of the last.
 
-    Found by recording which entries `embed` and `unembed` read. Entries that neither reads (MTP heads) are on the last
-    stage. A tied embedding is on both, as is that of a model with MTP heads, which read it too.
+    Found by recording which entries `embed`, `layer_inputs` and `unembed` read. Entries that none reads (MTP heads) are
+    on the last stage. A tied embedding is on both, as is that of a model with MTP heads, which read it too.
     """
     return _watched(config)[:2]
 
@@ -35,10 +36,12 @@ def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int
     spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
     outside = tree.map(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
     first, last = _Reads(outside), _Reads(outside)
-    x = family.embed(first, _one_token(config), config=config)
+    inputs = _one_token(config)
+    x = family.embed(first, inputs, config=config)
+    layer_inputs_of(first, inputs, x, config=config)
     family.unembed(last, x, config=config)
     if "mtp" in outside:
-        family.embed(last, _one_token(config), config=config)
+        family.embed(last, inputs, config=config)
     held = frozenset(outside)
     return held & first.seen, held & (last.seen | (held - first.seen)), x.shape[-1]
 

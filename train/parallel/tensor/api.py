@@ -109,6 +109,10 @@ class TensorParallel:
         x, aux = block(here, x, mask, freqs, **how, **more)
         return x, {name: value if name in _WHOLE else self._tap(value) for name, value in aux.items()}
 
+    def key_heads(self, count: int) -> int:
+        """How many of the `count` key heads of a layer this rank has: one at least, where query heads are sharded."""
+        return max(count // self.region.size, 1) if "heads" in self.sharded else count
+
     def cache(self, cache: Cache) -> Cache:
         """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated.
 

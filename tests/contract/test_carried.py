@@ -1,0 +1,77 @@
+"""What layers leave for later ones, when `run_layers` runs a stack in parts: choices of keys, keys and values."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.apply import layer_inputs_of
+from fnmodels.models.common.carried import borrowed, takes_choice
+from fnmodels.models.common.registry import source_kind
+from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, trainable
+
+MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
+
+
+def kinds_of(case: Case) -> tuple[str, ...]:
+    return fnmodels.family_of(case.config).kinds(case.config)
+
+
+CARRYING = [c for c in cases() if any("shared" in kind or source_kind(kind) for kind in kinds_of(c))]
+every_case = pytest.mark.parametrize("case", CARRYING, ids=str)
+
+
+def parts(case: Case, params: Any, bounds: tuple[int, ...]) -> tuple[torch.Tensor, list[Any]]:
+    """(hidden states, what is carried over each border) of a stack that is run in parts."""
+    inputs, masks, freqs_cis = batch_of(case.config, MIXED).prepared()
+    x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
+    beside = layer_inputs_of(params, inputs, x, config=case.config)
+    run = functools.partial(fnmodels.run_layers, config=case.config, kernel="math", valid=inputs["valid"])
+    carried: Any = {}
+    found = []
+    for lo, hi in zip((0, *bounds), (*bounds, len(kinds_of(case))), strict=True):
+        tail = None if beside is None else beside[:, :, lo:]
+        x, carried = run(params, x, masks, freqs_cis, lo, hi, layer_inputs=tail, carried=carried)
+        found.append(carried)
+    return x, found
+
+
+def test_there_are_cases() -> None:
+    assert {case.config.model_type for case in CARRYING} == {"glm_moe_dsa", "gemma4_text"}
+
+
+@every_case
+def test_a_stack_in_parts_is_the_whole_stack(case: Case) -> None:
+    """Its bits and its gradients, cut anywhere; nothing is carried but what a later layer reads."""
+    leaves, layers = trainable(generic_params(case.config)), len(kinds_of(case))
+    prepared = batch_of(case.config, MIXED).prepared()
+    want = fnmodels.hidden(leaves, *prepared, config=case.config, kernel="math")
+    wanted = tree.flatten(gradients(want.square().sum(), leaves))
+    for bounds in (*((cut,) for cut in range(1, layers)), tuple(range(1, layers))):
+        x, carried = parts(case, leaves, bounds)
+        assert torch.equal(x, want) and carried[-1] == {}
+        for border, left in zip(bounds, carried, strict=False):
+            assert ("chosen" in left) == takes_choice(kinds_of(case), border)
+            assert [*left.get("kv", {})] == borrowed(kinds_of(case), border)
+        found = tree.flatten(gradients(x.square().sum(), leaves))
+        assert all(torch.allclose(found[path], grad, rtol=1e-4, atol=1e-6) for path, grad in wanted.items())
+
+
+@every_case
+def test_what_is_not_carried_is_missed(case: Case) -> None:
+    inputs, masks, freqs_cis = batch_of(case.config, MIXED).prepared()
+    params, kinds = generic_params(case.config), kinds_of(case)
+    x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
+    beside = layer_inputs_of(params, inputs, x, config=case.config)
+    cut = next(i for i, kind in enumerate(kinds) if "shared" in kind or source_kind(kind))
+    run = functools.partial(fnmodels.run_layers, params, x, masks, freqs_cis, config=case.config, layer_inputs=beside)
+    with pytest.raises(ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and"):
+        run(cut, len(kinds))
+    if any(map(source_kind, kinds)):
+        with pytest.raises(
+            ValueError, match=r"Layers from 2 on borrow the keys and values .* 'sliding', which has not run"
+        ):
+            run(1, 2, carried={})

@@ -1,0 +1,75 @@
+"""What stages send each other: hidden states, and what later layers read of earlier stages beside them.
+
+x               hidden states [B, S, D]
+term            balance terms of the layers so far, where a loss has any
+layer_inputs    [B, S, layers to come, P], in models whose layers each read something of the token
+carried.*       the last choice of keys, and keys and values that later layers borrow, see
+                `fnmodels.models.common.carried`
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.models.common.carried import borrowed, takes_choice
+from fnmodels.models.common.registry import field_of
+from train.losses.model_loss import RouterTerms
+
+from .microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a mesh shards what stages send. key_heads: how many of a layer's key heads a rank has. cp: ranks of a row."""
+
+    key_heads: Callable[[int], int] = int
+    cp: int = 1
+
+
+NOTHING_SHARED = Sharing()
+
+
+def carries_term(routers: RouterTerms | None) -> bool:
+    """Whether stages send the balance terms of their layers along with the hidden states."""
+    return routers is not None and any((routers.balance.sequence, routers.balance.batch, routers.balance.z))
+
+
+def term_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the balance terms that are sent with hidden states of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def received(config: Any, lo: int, part: Microbatch, x: Tensor, sharing: Sharing) -> dict[str, Tensor]:
+    """{name: a tensor like it on the meta device} of what the stage that begins with layer `lo` receives.
+
+    x: like the hidden states [B, S, D] of a rank.
+    """
+    kinds = fnmodels.family_of(config).kinds(config)
+    rows, length, _ = x.shape
+    found = {"x": x}
+    if carries_term(part.routers):
+        found["term"] = x.new_empty((), dtype=term_dtype(x.dtype))
+    if width := field_of(config, "hidden_size_per_layer_input"):
+        found["layer_inputs"] = x.new_empty(rows, length, len(kinds) - lo, width)
+    if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
+        found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
+    sources = borrowed(kinds, lo)
+    entries = fnmodels.init_cache(config, 1, 1).layers if sources else ()
+    for kind in sources:
+        for name in ("k", "v"):
+            heads, size = entries[kinds.index(kind)][name].shape[2:]
+            found[f"carried.kv.{kind}.{name}"] = x.new_empty(rows, length, sharing.key_heads(heads), size)
+    return found
+
+
+def _keys_of_a_query(config: Any, inputs: Any, keys: int) -> int:
+    """The width of choices over rows of so many keys: a replay's, or the config's; 0: nothing is chosen."""
+    replay = inputs.get("choices") if isinstance(inputs, Mapping) else None
+    if replay is not None:
+        return int(replay.shape[-1])
+    count: int = field_of(config, "index_topk")
+    return count if count < keys else 0
