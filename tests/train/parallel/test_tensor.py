@@ -26,7 +26,9 @@ from train.dist.region import Region
 from train.losses.model_loss import RunOptions
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
+from train.parallel.tensor import api
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
+from train.parallel.tensor.cache import CacheShards, cache_shards
 from train.parallel.tensor.leaf_roles import sharded_dims
 from train.remat import layer_fn
 
@@ -221,24 +223,63 @@ def test_logits_and_taps_come_out_whole(ranks: Ranks, name: str, sequence: bool)
         assert max(found) < 1e-4, found
 
 
-def steps_on_a_cache(name: str) -> float:
+def steps_on_a_cache(name: str, filled: bool = False) -> float:
+    """filled: the first tokens are those of one process, whose cache is then sharded."""
     config = variant(name)
     tensor, _, params = distributed(config, sequence=False)
-    tokens = tokens_of(config, 2, 12)
-    whole = fnmodels.forward(generic_params(config), *fnmodels.prepare(config, tokens, length=24), config=config)
-    cache, found = tensor.cache(fnmodels.init_cache(config, 2, 12, length=24)), []
-    for piece, run in zip(tokens.split([7, 1, 1, 3], dim=1), [fnmodels.decode, *[fnmodels.decode_] * 3], strict=True):
+    tokens, weights = tokens_of(config, 2, 12), weights_of(config)
+    whole = fnmodels.forward(weights, *fnmodels.prepare(config, tokens, length=24), config=config)
+    cache, found = fnmodels.init_cache(config, 2, 12, length=24, dtype=whole.dtype), []
+    first, *pieces = tokens.split([7, 1, 1, 3], dim=1)
+    options: dict[str, Any] = {"config": config, "kernel": "math"}
+    if filled:
+        logits, cache = fnmodels.decode(weights, *fnmodels.prepare_step(config, first, cache), cache, **options)
+    cache = tensor.cache(cache)
+    options["layer_fn"] = tensor.layer_fn
+    outside = tensor.outside(params)
+    if not filled:
+        logits, cache = fnmodels.decode(outside, *fnmodels.prepare_step(config, first, cache), cache, **options)
+    found = [logits]
+    for piece in pieces:
         step = fnmodels.prepare_step(config, piece, cache)
-        options = {"config": config, "kernel": "math", "layer_fn": tensor.layer_fn}
-        logits, cache = run(tensor.outside(params), *step, cache, **options)
+        logits, cache = fnmodels.decode_(outside, *step, cache, **options)
         found.append(logits)
     return float((torch.cat(found, dim=1) - whole).abs().max())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_rank_caches_its_heads(ranks: Ranks, name: str) -> None:
-    for found in ranks(2)(steps_on_a_cache, name):
+# One of every layout of states and tails: separate and stacked convolutions, key heads and groups less than heads.
+STATES = ("qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "nemotron_h_moe", "lfm2_bias_untied")
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+@pytest.mark.parametrize("name", [*NAMES, *STATES])
+def test_each_rank_caches_its_heads(ranks: Ranks, name: str, filled: bool) -> None:
+    for found in ranks(2)(steps_on_a_cache, name, filled):
         assert found < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", GPT_OSS])
+def test_ranks_with_one_key_head_for_several_cache_it(ranks: Ranks, name: str) -> None:
+    for found in ranks(4)(steps_on_a_cache, name, True):
+        assert found < 1e-4
+
+
+def steps_on_other_channels(name: str) -> float:
+    """A rank has as many channels of tails as it should, but the first."""
+
+    def wrong(*given: Any) -> CacheShards:
+        made = cache_shards(*given)
+        first = {layer: torch.arange(len(index)) for layer, index in made.channels.items()}
+        return dataclasses.replace(made, channels=first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "cache_shards", wrong)
+        return steps_on_a_cache(name, True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2_bias_untied"])
+def test_tails_of_other_channels_are_seen(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2)(steps_on_other_channels, name)) > 1e-2
 
 
 def own_loss(name: str) -> float:
@@ -396,15 +437,10 @@ def test_unsupported_placements_raise(name: str, axes: dict[str, str], sequence:
 
 def test_taps_of_single_heads_are_refused() -> None:
     """q, k, v and z of one process are of its heads only."""
-    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}))
+    region = Region(None, 0, 2, False)
+    wrapper = TensorParallel(region, {}, frozenset({"heads"}), CacheShards(region, {}, True, False))
     with pytest.raises(ValueError, match=r"The taps attention\.q, mlp\.pre are of single heads"):
         wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "attention.q", "mlp.pre")))
-
-
-def test_a_cache_of_sharded_states_is_refused() -> None:
-    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"conv"}))
-    with pytest.raises(NotImplementedError, match="leave linear_heads and conv out of the rules to generate"):
-        wrapper.cache(fnmodels.init_cache(variant("lfm2"), 1, 4))
 
 
 def test_groups_of_heads_that_would_be_split_raise() -> None:

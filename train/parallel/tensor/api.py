@@ -21,6 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch.distributed as dist
@@ -36,11 +37,11 @@ from train.dist.dtensor import is_dtensor
 from train.dist.region import Region
 from train.losses.vocab_parallel import Vocab
 
+from .cache import CacheShards, cache_shards
 from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
-KV = ("k", "v", "k_scale", "v_scale")  # tensors of a cache with heads in dimension 2
 _WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "kv")
 
 
@@ -57,6 +58,7 @@ class TensorParallel:
     region: Region
     uses: Mapping[str, Mapping[str, Use]]  # by kind of layer and path within it
     sharded: frozenset[str]  # logical axes
+    shards: CacheShards
 
     def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
         """For `fnmodels.forward`: the block on this rank's shards. around: other wrappers (remat, compilation).
@@ -114,24 +116,10 @@ class TensorParallel:
         return max(count // self.region.size, 1) if "heads" in self.sharded else count
 
     def cache(self, cache: Cache) -> Cache:
-        """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated.
-
-        NotImplementedError for recurrent layers and convolutions that are sharded.
+        """This rank's heads and channels of a cache of `fnmodels.init_cache`; latents, which all heads share, are
+        replicated.
         """
-        if {"linear_heads", "conv"} & self.sharded:
-            raise NotImplementedError(
-                "The states and tails of sharded recurrent layers are not divided into those of each process; leave "
-                "linear_heads and conv out of the rules to generate with a cache."
-            )
-        if "kv_heads" not in self.sharded:
-            return cache
-
-        def own(heads: Tensor) -> Tensor:  # [B, C, G, H], scales [B, C, G]
-            count, size = heads.shape[2], self.region.size
-            return heads.narrow(2, self.region.rank * count // size, max(count // size, 1)).clone()
-
-        layers = tuple({n: own(t) if n in KV else t for n, t in entry.items()} for entry in cache.layers)
-        return dataclasses.replace(cache, layers=layers)
+        return dataclasses.replace(cache, layers=tuple(starmap(self.shards.own, enumerate(cache.layers))))
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
@@ -217,7 +205,9 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    return TensorParallel(region, uses_of(spec, dims, sharded, region, family.kinds(config)), sharded)
+    kinds = family.kinds(config)
+    uses = uses_of(spec, dims, sharded, region, kinds)
+    return TensorParallel(region, uses, sharded, cache_shards(spec, dims, uses, kinds, sharded, region))
 
 
 def local(leaf: Any) -> Tensor:
