@@ -186,9 +186,7 @@ class Context:
         q, k, v = self._tapped(q, k, v)
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
-    def choose(
-        self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer
-    ) -> Any:
+    def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
 
         weights: those of latent attention, with an "indexer", whose keys a cache holds. Without one the layer takes the
@@ -201,9 +199,7 @@ class Context:
             # Another tensor than x: what a wrapper of weights keeps of it here has no gradient.
             return self._chosen(weights, x.detach(), freqs, mask, indexer)
 
-    def _chosen(
-        self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer
-    ) -> Any:
+    def _chosen(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer) -> Any:
         own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
         ranks = keys_of_ranks(kernel)
         whole = mask if ranks is None else ranks.mask(mask)
