@@ -1,9 +1,13 @@
 """Token embedding: table lookups with range errors in plain words."""
 
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .linear import gradients_are_unread
 
 
 def embed_tokens(table: Tensor, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -18,9 +22,63 @@ def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:
     name: what the ids are, for the message.
     """
     try:
-        return F.embedding(ids, table)
+        found: Tensor = _LookUp.apply(table, ids) if gradients_are_unread(table) else F.embedding(ids, table)
+        return found
     except IndexError:  # torch's message names neither the id nor the table
         raise ValueError(
             f"The {name} go from {int(ids.min())} to {int(ids.max())}, but the model knows those from 0 to "
             f"{table.shape[0] - 1}."
         ) from None
+
+
+class _LookUp(torch.autograd.Function):
+    """F.embedding whose gradient is a node of the graph without a value; see `linear.unread_gradients`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.rows = len(inputs[0])
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            unread: Tensor = _UnreadSum.apply(grad_output, ids, ctx.rows)
+            return unread, None
+        return torch.ops.aten.embedding_dense_backward(grad_output, ids, ctx.rows, -1, False), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse()
+
+
+class _UnreadSum(torch.autograd.Function):
+    """The sums of grad_output [B, S, D] over equal ids, [rows, D], without their values: NaN everywhere."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_output: Tensor, ids: Tensor, rows: int) -> Tensor:
+        return grad_output.new_full((), torch.nan).expand(rows, grad_output.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return F.embedding(ctx.saved_tensors[0], grad_output), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise NotImplementedError("Gradients that are never read have no values to differentiate forward.")

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.values import batched_gradient
+
 from .invariant import invariant_linear, rows_are_invariant
 from .onednn import product
 from .torch_internals import alone, in_graph
@@ -140,15 +142,61 @@ class _Linear(torch.autograd.Function):
             unread = _UNREAD.get() and weight.is_leaf
             grad_weight = _UnreadProduct.apply if unread else _product_over_rows
             return (
-                grad_output @ weight if needs_x else None,
+                _times(grad_output, weight) if needs_x else None,
                 grad_weight(rows, x.flatten(0, -2)) if needs_weight else None,
                 rows.sum(0) if needs_bias else None,
             )
         return (
-            linear(grad_output, weight.t()) if needs_x else None,
+            _times(grad_output, weight) if needs_x else None,
             linear(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
+
+
+def _times(grad_output: Tensor, weight: Tensor) -> Tensor:
+    """grad_output weight, also where a vmap has batched the gradients of a graph that was made outside of it."""
+    if batched_gradient(grad_output):  # a vmap that ignores the rules of Functions
+        return grad_output @ weight
+    if torch.is_grad_enabled() or torch.func.debug_unwrap(grad_output, recurse=False) is not grad_output:
+        y: Tensor = _Times.apply(grad_output, weight)
+        return y
+    return linear(grad_output, weight.t())
+
+
+class _Times(torch.autograd.Function):
+    """x [..., out] weight -> [..., in]. A batch over x becomes rows of one product."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight.t(), None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+        if in_dims[0] is None or in_dims[1] is not None:
+            return torch.func.vmap(torch.matmul, in_dims)(x, weight), 0
+        return _Times.apply(x.movedim(in_dims[0], 0), weight), 0
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            linear(grad_output, weight) if needs_x else None,
+            _product_over_rows(x.flatten(0, -2), grad_output.flatten(0, -2)) if needs_weight else None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        parts = [] if x_tangent is None else [x_tangent @ weight]
+        parts += [] if weight_tangent is None else [x @ weight_tangent]
+        total: Tensor = sum(parts)
+        return total
 
 
 def _product_over_rows(rows: Tensor, x: Tensor) -> Tensor:
@@ -171,11 +219,16 @@ class _UnreadProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         rows, x = ctx.saved_tensors
-        return x @ grad_output.t(), rows @ grad_output
+        return linear(x, grad_output), linear(rows, grad_output.t())
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
         raise NotImplementedError("Gradients that are never read have no values to differentiate forward.")
+
+
+def gradients_are_unread(weight: Tensor) -> bool:
+    """Whether this leaf is used in a scope of `unread_gradients`, outside of all transforms."""
+    return _UNREAD.get() and weight.is_leaf and alone(weight)
 
 
 @contextmanager

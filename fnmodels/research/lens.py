@@ -90,13 +90,14 @@ def jacobian_lens(
     edits = {"embed": differentiable}
     last, tapped = hidden(params, *prepared, config=config, taps=tuple(names), kernel="math", edits=edits)
     wanted = torch.eye(last.shape[-1]) if directions is None else directions
-    rows = []
-    for part in wanted.to(last).split(chunk):
-        cotangents = part[:, None, None] * valid[..., None]
-        found = torch.autograd.grad(
-            last, [tapped[name] for name in names], cotangents, retain_graph=True, is_grads_batched=True
-        )
-        rows.append(torch.stack([gradient.sum((1, 2)) for gradient in found]))
+
+    def pulled(direction: Tensor) -> Tensor:
+        cotangent = direction * valid[..., None]
+        found = torch.autograd.grad(last, [tapped[name] for name in names], cotangent, retain_graph=True)
+        return torch.stack([gradient.sum((0, 1)) for gradient in found])
+
+    # torch.func's vmap, for autograd.grad(is_grads_batched=True) runs products and activations one direction at a time.
+    rows = [torch.func.vmap(pulled, out_dims=1)(part) for part in wanted.to(last).split(chunk)]
     return torch.cat(rows, 1) / valid.sum()
 
 

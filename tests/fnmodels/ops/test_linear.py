@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
 from fnmodels.ops import onednn, product_table
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import _Times, linear
 from fnmodels.ops.torch_internals import onednn_linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
@@ -184,6 +184,43 @@ def test_grad_outputs_side_by_side() -> None:
     grad_outputs = torch.randn(3, 2, ROWS // 2, OUT)
     (got,) = torch.autograd.grad(linear(x, W), x, grad_outputs, is_grads_batched=True)
     torch.testing.assert_close(got, grad_outputs @ W, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_that_vmap_batches_are_rows_of_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph was made outside of vmap; also of a gradient's gradient, by batched and by dual vectors."""
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y, grad_outputs = linear(x, weight), torch.randn(3, 2, ROWS // 2, OUT)
+    rows: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows.append(x.shape[:-1].numel())
+        return onednn.product(x, weight, bias)
+
+    monkeypatch.setattr("fnmodels.ops.linear.product", counted)
+    got = torch.func.vmap(lambda g: torch.autograd.grad(y, x, g, retain_graph=True)[0])(grad_outputs)
+    torch.testing.assert_close(got, grad_outputs @ W, rtol=1e-4, atol=1e-3)
+    assert rows == [3 * ROWS]
+    times = torch.func.vmap(_Times.apply, in_dims=(None, 0))(grad_outputs[0], torch.stack((W, 2 * W)))
+    torch.testing.assert_close(times[1], 2 * grad_outputs[0] @ W, rtol=1e-4, atol=1e-3)
+
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), y, create_graph=True)  # y W and y^T x
+    vectors, matrices = torch.randn(3, 2, ROWS // 2, IN), torch.randn(3, OUT, IN)
+
+    def second(vector: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((of_x, of_weight), (x, weight), (vector, matrix), retain_graph=True)
+
+    found = torch.func.vmap(second)(vectors, matrices)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = F.linear(*wide)
+    firsts = exact @ wide[1], exact.flatten(0, 1).T @ wide[0].flatten(0, 1)
+    for one, vector, matrix in zip(zip(*found, strict=True), vectors, matrices, strict=True):
+        cotangents = (vector.double(), matrix.double())
+        for got, want in zip(one, torch.autograd.grad(firsts, wide, cotangents, retain_graph=True), strict=True):
+            assert (got - want).norm() <= 1e-6 * want.norm()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_outputs[0], grad_outputs[1])
+        moved = torch.autograd.grad(y, x, dual, create_graph=True)[0]
+        torch.testing.assert_close(forward_ad.unpack_dual(moved).tangent, grad_outputs[1] @ W, rtol=1e-4, atol=1e-3)
 
 
 def test_shapes_that_do_not_fit_meet_torchs_words() -> None:
