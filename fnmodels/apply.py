@@ -139,6 +139,8 @@ def unembedded(
 
     with watched_norms({FINAL[0]: params["norm"]}, tap):
         logits = decoder.scores(params, x, config=config)
+    if not tapped:
+        raise ValueError(f"A {config.model_type} has no {' and no '.join(FINAL)}: its last norm is of pooled features.")
     return logits, {name: tapped[name] for name in taps}
 
 

@@ -31,13 +31,44 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
     attention.pattern need kernel="math"; the names of norms, such as "input_layernorm" (the output) and
     "input_layernorm.scale" (what multiplies x before the weight), eager mode.
     """
+    _check_one_stack(config)
     found = {"embed": f"[B, S, {config.hidden_size}]"}
     for index, names in enumerate(_names_of_layers(config)):
         found |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
     ends = {"hidden": config.hidden_size}
-    if "norm" in family_of(config).spec(config):
+    if _has_final_norm(config):
         ends |= {"final.norm.scale": 1, "final.norm": config.hidden_size}
     return found | {name: f"[B, S, {width}]" for name, width in ends.items()}
+
+
+def _has_final_norm(config: DecoderConfig) -> bool:
+    """Whether there is a last norm of every token; that of CLIP's vision tower is of pooled features."""
+    family = family_of(config)
+    spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
+    if "norm" not in spec or may_have(family, "INPUTS") != "patches":
+        return "norm" in spec
+    weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
+    found: list[str] = []
+
+    def tap(name: str, value: Tensor) -> Tensor:
+        found.append(name)
+        return value
+
+    with watched_norms({"norm": weights["norm"]}, tap):
+        family.unembed(weights, torch.empty(1, 1, config.hidden_size, device="meta"), config=config)
+    return bool(found)
+
+
+def _check_one_stack(config: DecoderConfig) -> None:
+    """ValueError for a model of several stacks, each of which has taps of its own."""
+    family = family_of(config)
+    parts = [*may_have(family, "stacks")(config)]
+    parts += family.towers(config) if hasattr(family, "towers") else []
+    if parts:
+        raise ValueError(
+            f"A model of type {config.model_type!r} runs as several, each with taps of its own: tap_names of "
+            f"{' or '.join(f'config.{part}' for part in parts)}."
+        )
 
 
 def _names_of_layers(config: DecoderConfig) -> tuple[dict[str, str], ...]:
@@ -82,6 +113,8 @@ class _Recorder(Context):
 def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[dict[str, torch.Size], ...]:
     family: Any = family_of(config)
     positions = torch.arange(tokens, device="meta").expand(batch, tokens)
+    if may_have(family, "INPUTS") == "patches":  # (row, column, rows, columns)
+        positions = positions[..., None].expand(-1, -1, 4)
     given: dict[str, Any] = {"positions": positions}
     if (example := may_have(family, "example_inputs")) is not None:
         given = example(config, positions)

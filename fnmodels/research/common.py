@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.taps import tap_names
 from fnmodels.tree import Tree
 
@@ -18,7 +18,7 @@ ADDED = ("mamba", "attention", "mlp", "per_layer")  # the taps of a layer that i
 
 def layer_count(config: DecoderConfig) -> int:
     """The number of layers."""
-    return sum(name.endswith(".input") for name in tap_names(config))
+    return len(family_of(config).kinds(config))
 
 
 def names_of(config: DecoderConfig, *taps: str) -> list[str]:

@@ -308,3 +308,5 @@ def test_taps_of_a_stack() -> None:
     names = fnmodels.tap_names(config)
     assert "layers.0.cross_attention.z" in names and "layers.2.cross_attention" in names
     assert "layers.0.cross_attention" not in fnmodels.tap_names(config_of("t5").encoder)
+    with pytest.raises(ValueError, match=r"each with taps of its own: tap_names of config\.encoder or config\.decoder"):
+        fnmodels.tap_names(config_of("t5"))

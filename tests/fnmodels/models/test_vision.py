@@ -215,3 +215,22 @@ def test_a_tower_refuses_what_it_cannot_place() -> None:
         fnmodels.patch_rows([torch.zeros(3, 24, 25)], config)
     with pytest.raises(ValueError, match="Image 0 has 17 tokens, which is more than the 16 of a row"):
         fnmodels.patch_rows([torch.zeros(3, 24, 24)], config, length=16)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_taps_are_listed_with_their_shapes(name: str) -> None:
+    """All of them; CLIP's last norm is of pooled features, and an edit of it is refused."""
+    config = _config(name)
+    names = fnmodels.tap_names(config)
+    patches, positions, segment_ids = fnmodels.patch_rows(_images()[:1], config)
+    prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
+    run = functools.partial(fnmodels.hidden, _params(name), *prepared, config=config, kernel="math")
+    ends = ("final.norm", "final.norm.scale")
+    _, found = run(taps=tuple(tap for tap in names if tap not in ends))
+    for tap, value in found.items():
+        sizes = {"B": 1, "S": positions.shape[1]}
+        assert list(value.shape) == [int(sizes.get(n, n)) for n in names[tap].strip("[]").split(", ")], tap
+    assert (ends[0] in names) == (config.model_type not in ("clip_vision_model", "pixtral"))
+    if config.model_type == "clip_vision_model":
+        with pytest.raises(ValueError, match=r"no final\.norm and no final\.norm\.scale: its last norm is of pooled"):
+            fnmodels.forward(_params(name), *prepared, config=config, edits={"final.norm": torch.zeros(1)})
