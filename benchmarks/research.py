@@ -1,24 +1,30 @@
-"""Times functions of fnmodels.research beside hooks on transformers: the same Llama, weights and inputs, fp32.
+"""Times functions of fnmodels.research beside hooks on transformers, TransformerLens and nnsight: the same Llama, fp32.
 
     python benchmarks/research.py                     26M parameters, 9 rounds
     python benchmarks/research.py --quick             a tiny model, one round, to check that everything runs
     python benchmarks/research.py --only hvp lens     these sections
 
     cache      a forward pass that returns the residual stream, the attention and the MLP of every layer
-    grid       activation patching of 8 layers x 64 positions (target 3)
-    hvp        one Hessian-vector product, and one more on a kept graph; transformers: double backward (target 1.1)
+    all        ... and the attention pattern, the output of each head, and the neurons before and after the activation
+    grid       activation patching of 8 layers x 64 positions (target 3); "rows": all positions of a layer as one batch
+    hvp        one Hessian-vector product; transformers: double backward (target 1.1)
+    kept       one more, on a kept graph
     lens       the Jacobian of the last state by every layer's, in 32 directions; transformers: a backward pass for each
                (target 1.2)
     harvest    activations of documents of 4 to 256 tokens: packed, against padded batches (target 4)
     rows       per-sample gradients; transformers: vmap of grad (target 1.15); benchmarks/per_sample.py has more
 
-Both must first agree. They then take turns, and a ratio is the median of the rounds' ratios of processor time:
-transformers' divided by ours.
+Results must agree. Contenders take turns, and a ratio is the median of the rounds' ratios of processor time: the other
+library's divided by ours. TransformerLens and nnsight are contenders of the first three where they are installed:
+
+    python -m pip install -c constraints.txt transformer-lens nnsight
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import statistics
 import tempfile
 import time
@@ -29,136 +35,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import transformers
+from research_activations import FEW, MANY, cache, grid, missing
+from research_setting import FULL, QUICK, Contenders, Setting, summed
 from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import llama, research, tree
-
-FULL = llama.Config(
-    vocab_size=8192,
-    hidden_size=512,
-    intermediate_size=1408,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    rms_norm_eps=1e-5,
-)
-QUICK = replace(FULL, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, layer_kinds=())
-Contender = Callable[[], list[Tensor]]
-Pair = tuple[Contender, Contender]  # ours, transformers'
+from fnmodels import research, tree
 
 
-class Setting:
-    """One model in both libraries, and inputs for it."""
-
-    def __init__(self, config: Any, rows: int, length: int) -> None:
-        self.config, self.params, self.names = config, P.init(config, 0), llama.hf_names(config)
-        values = {name: value for name, value in config.to_hf().items() if name != "architectures"}
-        settings = transformers.LlamaConfig(**values)
-        settings._attn_implementation = "eager"
-        self.model = transformers.LlamaForCausalLM(settings).eval()
-        flat = {self.names[path]: leaf for path, leaf in tree.flatten(self.params).items()}
-        self.model.load_state_dict(flat, strict=True)
-        self.leaves = dict(self.model.named_parameters())
-        self.generator = torch.Generator().manual_seed(0)
-        self.tokens = self.draw(rows, length)
-        self.labels = self.tokens.roll(-1, 1)
-        self.prepared = fnmodels.prepare(config, self.tokens)
-
-    def draw(self, *shape: int) -> Tensor:
-        return torch.randint(self.config.vocab_size, shape, generator=self.generator)
-
-    def loss(self, params: Any, batch: Any) -> Tensor:
-        prepared, labels = batch
-        return summed(fnmodels.forward(params, *prepared, config=self.config, kernel="math"), labels)
-
-    def run(self, tokens: Tensor, **more: Any) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False, **more).logits
-        return logits
-
-    def ordered(self, tree_: Any) -> list[Tensor]:
-        """The leaves in the order of transformers' parameters."""
-        flat = {self.names[path]: leaf for path, leaf in tree.flatten(tree_).items()}
-        return [flat[name] for name in self.leaves]
-
-
-def summed(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-
-
-def cache(at: Setting) -> Pair:
-    names = ("layers.*.input", "layers.*.attention", "layers.*.mlp")
-
-    def ours() -> list[Tensor]:
-        with torch.no_grad():
-            _, tapped = fnmodels.forward(at.params, *at.prepared, config=at.config, taps=names)
-        return list(tapped.values())
-
-    def theirs() -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def keep(module: Any, inputs: Any, output: Any) -> None:
-            found.append(output[0] if isinstance(output, tuple) else output)
-
-        def keep_input(module: Any, inputs: Any) -> None:
-            found.append(inputs[0])
-
-        handles = [layer.register_forward_pre_hook(keep_input) for layer in at.model.model.layers]
-        for layer in at.model.model.layers:
-            handles += [layer.self_attn.register_forward_hook(keep), layer.mlp.register_forward_hook(keep)]
-        with torch.no_grad():
-            at.run(at.tokens)
-        for handle in handles:
-            handle.remove()
-        return found
-
-    return lambda: sorted(ours(), key=lambda x: float(x.sum())), lambda: sorted(theirs(), key=lambda x: float(x.sum()))
-
-
-def grid(at: Setting) -> Pair:
-    clean, corrupt = at.tokens[:1], at.draw(1, at.tokens.shape[1])
-
-    def metric(logits: Tensor) -> Tensor:
-        return logits[:, -1, 3].sum() - logits[:, -1, 5].sum()
-
-    batches = fnmodels.prepare(at.config, clean), fnmodels.prepare(at.config, corrupt)
-
-    def ours() -> list[Tensor]:
-        return [research.patch_grid(at.params, *batches, metric, config=at.config, read=(-1,))]
-
-    @torch.no_grad()
-    def theirs() -> list[Tensor]:
-        states = at.model(input_ids=clean, use_cache=False, output_hidden_states=True).hidden_states
-        kept: list[Tensor] = []
-        layers = at.model.model.layers
-        handles = [layer.register_forward_hook(lambda module, inputs, output: kept.append(output)) for layer in layers]
-        at.run(clean)
-        for handle in handles:
-            handle.remove()
-        assert len(states) == len(kept) + 1
-        cells = [cell(layer, kept[index], position) for index, layer in enumerate(layers) for position in range(length)]
-        return [torch.stack(cells).view(len(layers), length)]
-
-    length = clean.shape[1]
-
-    def cell(layer: Any, value: Tensor, position: int) -> Tensor:
-        def patch(module: Any, inputs: Any, output: Tensor) -> Tensor:
-            output = output.clone()
-            output[:, position] = value[:, position]
-            return output
-
-        handle = layer.register_forward_hook(patch)
-        found = metric(at.run(corrupt))
-        handle.remove()
-        return found
-
-    return ours, theirs
-
-
-def hvp(at: Setting) -> Pair:
+def hvp(at: Setting) -> Contenders:
     direction = tree.map(torch.randn_like, at.params)
     vectors = at.ordered(direction)
     batch = (at.prepared, at.labels)
@@ -168,21 +54,21 @@ def hvp(at: Setting) -> Pair:
         gradients = torch.autograd.grad(summed(at.run(at.tokens), at.labels), leaves, create_graph=True)
         return list(torch.autograd.grad(gradients, leaves, vectors))
 
-    return lambda: at.ordered(research.hvp(at.loss, at.params, batch)(direction)), theirs
+    return {"fnmodels": lambda: at.ordered(research.hvp(at.loss, at.params, batch)(direction)), "transformers": theirs}
 
 
-def kept(at: Setting) -> Pair:
+def kept(at: Setting) -> Contenders:
     direction = tree.map(torch.randn_like, at.params)
     vectors, leaves = at.ordered(direction), list(at.leaves.values())
     operator = research.hvp(at.loss, at.params, (at.prepared, at.labels))
     gradients = torch.autograd.grad(summed(at.run(at.tokens), at.labels), leaves, create_graph=True)
-    return (
-        lambda: at.ordered(operator(direction)),
-        lambda: list(torch.autograd.grad(gradients, leaves, vectors, retain_graph=True)),
-    )
+    return {
+        "fnmodels": lambda: at.ordered(operator(direction)),
+        "transformers": lambda: list(torch.autograd.grad(gradients, leaves, vectors, retain_graph=True)),
+    }
 
 
-def lens(at: Setting) -> Pair:
+def lens(at: Setting) -> Contenders:
     directions = torch.randn(32, at.config.hidden_size, generator=at.generator)
 
     def theirs() -> list[Tensor]:
@@ -210,10 +96,10 @@ def lens(at: Setting) -> Pair:
 
     for leaf in at.leaves.values():  # neither needs gradients of parameters
         leaf.requires_grad_(False)
-    return ours, theirs
+    return {"fnmodels": ours, "transformers": theirs}
 
 
-def harvest(at: Setting, longest: int) -> Pair:
+def harvest(at: Setting, longest: int) -> Contenders:
     """Lengths as of web pages: most are short, a few are long."""
     lengths = [max(4, int(longest * 2.0 ** (-6 * i / 31))) for i in range(32)]
     order = torch.randperm(32, generator=at.generator).tolist()
@@ -248,10 +134,10 @@ def harvest(at: Setting, longest: int) -> Pair:
             out.copy_(torch.cat(rows))
             return [out.sum(0)]
 
-    return ours, theirs
+    return {"fnmodels": ours, "transformers": theirs}
 
 
-def rows(at: Setting) -> Pair:
+def rows(at: Setting) -> Contenders:
     batch = (at.prepared, at.labels)
     detached = {name: leaf.detach() for name, leaf in at.leaves.items()}
 
@@ -263,33 +149,41 @@ def rows(at: Setting) -> Pair:
         gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(detached, at.tokens, at.labels)
         return [gradients[name] for name in at.leaves]
 
-    return lambda: at.ordered(fnmodels.per_sample_gradients(at.loss, at.params, batch)[0]), theirs
+    ours = fnmodels.per_sample_gradients
+    return {"fnmodels": lambda: at.ordered(ours(at.loss, at.params, batch)[0]), "transformers": theirs}
 
 
-def check(name: str, pair: Pair) -> None:
-    for got, want in zip(pair[0](), pair[1](), strict=True):
-        error = float((got - want).abs().max() / want.abs().max())
+def check(name: str, other: str, found: list[Tensor], wanted: list[Tensor]) -> None:
+    for got, want in zip(found, wanted, strict=True):
+        error = float((got.flatten() - want.flatten()).abs().max() / want.abs().max())
         if not error < 1e-3:
-            raise SystemExit(f"{name}: the results differ by {error:.2g} of the largest entry.")
+            raise SystemExit(f"{name}: the results of {other} differ by {error:.2g} of the largest entry.")
 
 
-def ratio(pair: Pair, rounds: int) -> tuple[float, float, float]:
-    """(median seconds of ours, of transformers', median of the ratios)."""
-    times = []
-    for _ in range(rounds):
-        each = []
-        for run in pair:
+def timed(name: str, contenders: Contenders, rounds: int, *, warm: bool) -> dict[str, tuple[float, float]]:
+    """{contender: (median seconds, median of the rounds' ratios to ours)}; results of the first round are compared.
+
+    warm: one more round, the first, does not count.
+    """
+    seconds: dict[str, list[float]] = {other: [] for other in contenders}
+    for index in range(rounds + warm):
+        results = {}
+        for other, run in contenders.items():
             begin = time.process_time()
-            run()
-            each.append(time.process_time() - begin)
-        times.append(each)
-    ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
-    return ours, theirs, statistics.median(b / a for a, b in times)
+            results[other] = run()
+            seconds[other].append(time.process_time() - begin)
+            if index == 0:
+                check(name, other, results[other], results["fnmodels"])
+    counted = {other: found[warm:] for other, found in seconds.items()}
+    ours = counted["fnmodels"]
+    ratios = {other: [b / a for a, b in zip(ours, found, strict=True)] for other, found in counted.items()}
+    return {other: (statistics.median(found), statistics.median(ratios[other])) for other, found in counted.items()}
 
 
-SECTIONS: dict[str, tuple[float | None, int, int, Callable[[Setting], Pair]]] = {
+SECTIONS: dict[str, tuple[float | None, int, int, Callable[[Setting], Contenders]]] = {
     # target, rows and tokens of the batch, contenders
-    "cache": (None, 2, 128, cache),
+    "cache": (None, 2, 128, functools.partial(cache, taps=FEW)),
+    "all": (None, 2, 128, functools.partial(cache, taps=MANY)),
     "grid": (3.0, 1, 64, grid),
     "hvp": (1.1, 2, 64, hvp),
     "kept": (None, 2, 64, kept),
@@ -300,27 +194,31 @@ SECTIONS: dict[str, tuple[float | None, int, int, Callable[[Setting], Pair]]] = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="fnmodels.research beside hooks on transformers.")
+    parser = argparse.ArgumentParser(description="fnmodels.research beside hooks, TransformerLens and nnsight.")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="There is a performance drop")
     base, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     print(f"{P.count(base) / 1e6:.1f}M parameters, {options.threads} threads, {rounds} rounds, processor time")
-    print("| section | fnmodels, s | transformers, s | ratio | target |\n|---|---|---|---|---|")
+    present = [name for name in ("transformers", "transformer-lens", "nnsight") if name not in missing()]
+    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in present))
+    print("".join(f"{name} is not installed.\n" for name in missing()), end="")
+    print("| section | contender | seconds | ratio | target |\n|---|---|---|---|---|")
     for name in options.only:
-        target, count, length, contenders = SECTIONS[name]
+        target, count, length, contenders_of = SECTIONS[name]
+        config = base
         if name == "grid" and not options.quick:
             config = replace(base, num_hidden_layers=8, layer_kinds=())
-        else:
-            config = base
-        pair = contenders(Setting(config, count, length // 8 if options.quick else length))
-        check(name, pair)
-        ours, theirs, best = ratio(pair, min(rounds, 1) if name == "grid" else rounds)
-        print(f"| {name} | {ours:.4f} | {theirs:.4f} | {best:.2f} | {target or ''} |", flush=True)
+        contenders = contenders_of(Setting(config, count, length // 8 if options.quick else length))
+        long = name == "grid"  # two minutes a round
+        for other, (seconds, ratio) in timed(name, contenders, 1 if long else rounds, warm=not long).items():
+            ours = other == "fnmodels"
+            more = "" if ours or not target else target
+            print(f"| {name} | {other} | {seconds:.4f} | {'' if ours else f'{ratio:.2f}'} | {more} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -126,3 +126,14 @@ def test_export_to_onnx() -> None:
     (found,) = run.run(None, {run.input_names[0]: TOKENS.numpy()})
     with torch.no_grad():
         assert off(torch.from_numpy(found), model(TOKENS)) < 1e-5
+
+
+def test_optree_knows_our_nodes() -> None:
+    """By torch, in whose namespace it has every node that torch's pytrees have."""
+    optree = pytest.importorskip("optree")
+    importlib.import_module("torch.utils._cxx_pytree")
+    masks = fnmodels.prepare(CONFIG, torch.zeros(2, 3, dtype=torch.long))[1]
+    found = optree.tree_map(lambda leaf: leaf + 1, masks, namespace="torch")
+    assert repr(found) == repr(masks)
+    pairs = zip(optree.tree_leaves(found, namespace="torch"), tree.leaves(masks), strict=True)
+    assert all(torch.equal(one, other + 1) for one, other in pairs)
