@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+from fnmodels import tree
 from fnmodels.inputs.convert import to_dense
+from fnmodels.models.common import context
 from fnmodels.models.common.decoder import head
+from fnmodels.ops import norm
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import ACTIVATIONS
+from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
     Case,
     batch_of,
@@ -27,7 +32,7 @@ from tests.support.cases import (
 )
 
 ROWS = segments((5, 3), (-1, 6, 1))
-EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+NO_SUMS = ("bert", "distilbert", "mpnet", "roberta", "nomic_bert")  # a norm follows each sum
 GATED = ("qwen3_next",)  # the output of attention is multiplied by a gate before it is projected
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
@@ -114,57 +119,124 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
             assert off(tap["mlp"], out) < 1e-5, index
 
 
+def mixtures_of(case: Case) -> list[tuple[dict[str, Any], Tensor, Tensor, Any, bool]]:
+    """(weights, input of the router, that of the experts, activation, whether weights scale it) of each mixture."""
+    found: list[Any] = []
+    inner = context.moe
+
+    def record(layer: Any, x: Any, route: Any, **how: Any) -> Any:
+        read, own = x if isinstance(x, tuple) else (x, x)
+        found.append((layer, read, own, how["act"], how["experts"].keywords["input_weighted"]))
+        return inner(layer, x, route, **how)
+
+    with mock.patch.object(context, "moe", record):
+        batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math")
+    return found
+
+
 def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
-    """The mixture is the sum of the routed and the shared experts; weights and indices are of the router's choice."""
+    """The router's logits, and the sum of the chosen experts by their weights, in a loop over the tokens."""
     config, valid = case.config, batch_of(case.config, ROWS).valid
-    for index in sparse_layers(config):
+    for index, (layer, read, x, act, scales_inputs) in zip(sparse_layers(config), mixtures_of(case), strict=True):
         tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
-        chosen, logits = tap["expert_indices"], tap["router_logits"]
-        assert chosen.shape[-1] == tap["expert_weights"].shape[-1] == config.num_experts_per_tok
-        counts = torch.bincount(chosen[valid].flatten(), minlength=logits.shape[-1])
-        assert torch.equal(tap["counts"], counts)
+        chosen, weights, logits = tap["expert_indices"][valid], tap["expert_weights"][valid], tap["router_logits"]
+        assert chosen.shape[-1] == weights.shape[-1] == config.num_experts_per_tok
+        assert off(logits[valid], F.linear(read[valid], layer["router"], layer.get("router_bias"))) < 1e-5, index
+        assert torch.equal(tap["counts"], torch.bincount(chosen.flatten(), minlength=logits.shape[-1]))
+        own = F.linear(x[valid], layer["latent_in_proj"]) if "latent_in_proj" in layer else x[valid]
+        rows = []
+        for token, experts, shares in zip(own, chosen, weights, strict=True):
+            total = torch.zeros_like(token)
+            for expert, share in zip(experts, shares, strict=True):
+                one = {name: leaf[expert] for name, leaf in layer["experts"].items()}
+                inputs = [name for name in ("gate", "up") if f"{name}_proj" in one]
+                scaled = token * share if scales_inputs else token
+                pre = [F.linear(scaled, one[f"{name}_proj"], one.get(f"{name}_bias")) for name in inputs]
+                y = F.linear(act(*pre), one["down_proj"], one.get("down_bias"))
+                total = total + (y if scales_inputs else y * share)
+            rows.append(total)
+        wanted = torch.stack(rows)
+        wanted = F.linear(wanted, layer["latent_out_proj"]) if "latent_out_proj" in layer else wanted
+        assert off(tap["experts"][valid], wanted) < 1e-5, index
         added = tap["experts"] + tap.get("shared_expert", 0)
         order = list(tap)
         if order[order.index("mlp") - 1] in ("experts", "shared_expert"):
             assert off(tap["mlp"][valid], (added * getattr(config, "residual_multiplier", 1.0))[valid]) < 1e-5
 
 
+def norms_of(case: Case) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """{tap: (x, weight, eps)} of every norm that has a tap, as it is called; the x of a LayerNorm is centered."""
+    names = [name for name in tap_names(case.config) if f"{name}.scale" in tap_names(case.config)]
+    calls: dict[int, tuple[Tensor, Tensor, float]] = {}
+    watched = norm._watched
+
+    def record(x: Tensor, weight: Any, eps: float) -> Any:
+        seen = watched(x, weight, eps)
+        if seen is not None:
+            calls.setdefault(id(weight), (x, weight, eps))  # an indexer computes one again
+        return seen
+
+    with mock.patch.object(norm, "_watched", record):
+        batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math", taps=tuple(names))
+    return dict(zip(names, calls.values(), strict=True))
+
+
 def check_norms(case: Case, tapped: dict[str, Tensor]) -> None:
-    """The first norm of a layer, where it has one, and the final norm: scales, and outputs in proportion to x."""
-    eps = next(getattr(case.config, name) for name in EPS if field_or_none(case.config, name) is not None)
-    pairs = [("hidden", "final.norm")] if "norm" in generic_params(case.config) else []  # encoders have none
-    pairs += [(n[: -len("input_layernorm")] + "input", n) for n in tapped if n.endswith(".input_layernorm")]
-    for read, name in pairs:
-        x, scale, out = tapped[read], tapped[f"{name}.scale"], tapped[name]
-        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        centered = x - x.mean(-1, keepdim=True)
-        std = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-        assert min(off(scale, rms), off(scale, std)) < 1e-5, name
-        normed = x * rms if off(scale, rms) < 1e-5 else centered * std
-        rows = normed.flatten(0, 1)[2:5]  # the rows are an affine function of what is normalized, the same for each
-        weight = (out.flatten(0, 1)[2:5] - out.flatten(0, 1)[3:6]) / (rows - normed.flatten(0, 1)[3:6])
-        assert off(weight[0], weight[1]) < 1e-2, name
+    """Scales and outputs of all norms, from what they read: the residual stream, where that is known."""
+    biases = {path for path in tree.flatten(generic_params(case.config)) if path.endswith("norm_bias")}
+    for name, (x, weight, eps) in norms_of(case).items():
+        assert off(tapped[f"{name}.scale"], torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)) < 1e-5, name
+        normed = x * tapped[f"{name}.scale"]
+        rest = [tapped[name] - normed * by for by in (weight, 1 + weight)]
+        if f"{name.replace('final.norm', 'norm')}_bias" in biases:
+            rest = [one - one[(0,) * (one.ndim - 1)] for one in rest]  # the same for all tokens
+        assert min(float(one.abs().max()) for one in rest) < 1e-5 * max(1.0, float(tapped[name].abs().max())), name
+        source = "hidden" if name == "final.norm" else name.replace(".input_layernorm", ".input")
+        if source != name and source in tapped:
+            stream = tapped[source]
+            assert min(off(x, stream), off(x, stream - stream.mean(-1, keepdim=True))) < 1e-5, name
 
 
 def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
-    """Each layer begins with the output of the one before; in Llama's blocks all between them is written out."""
+    """Each layer begins with the output of the one before, and adds what its sublayers say, where it is a sum."""
     count = sum(name.endswith(".input") for name in tapped)
     states = ["embed", *(f"layers.{index}.output" for index in range(count))]
     begins = [*(f"layers.{index}.input" for index in range(count)), "hidden"]
     for before, after in zip(states, begins, strict=True):
         assert off(tapped[before], tapped[after]) == 0, after
-    for index in range(count if case.name == "llama" else 0):
+    for index in range(count if case.family not in NO_SUMS else 0):
         tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
-        layer = generic_params(case.config)["layers"][index]
-        assert off(tap["middle"], tap["input"] + tap["attention"]) < 1e-5
-        assert off(tap["output"], tap["middle"] + tap["mlp"]) < 1e-5
-        for norm, x in (("input_layernorm", "input"), ("post_attention_layernorm", "middle")):
-            assert off(tap[norm], tap[x] * tap[f"{norm}.scale"] * layer[norm]) < 1e-5, norm
+        middle = tap["input"] + tap.get("attention", 0) + tap.get("mamba", 0)
+        if "middle" in tap:
+            assert off(tap["middle"], middle) < 1e-5, index
+        total = middle + tap.get("mlp", 0) + tap.get("per_layer", 0)
+        total = total * generic_params(case.config)["layers"][index].get("layer_scalar", 1)
+        assert off(tap["output"], total) < 1e-5, index
 
 
-def field_or_none(config: Any, name: str) -> Any:
-    """A field, or None."""
-    return getattr(config, name, None)
+def check_state(case: Case, tapped: dict[str, Tensor]) -> None:
+    """The state of a recurrent layer is what a cache holds after the row's last document, run alone."""
+    names = [name for name in tapped if name.endswith(".attention.state")]
+    tokens = batch_of(case.config, ROWS).tokens
+    for row, own in enumerate((tokens[:1, 5:], tokens[1:, 7:])) if names else ():
+        cache = fnmodels.init_cache(case.config, batch=1, capacity=own.shape[1], dtype=torch.float32)
+        given = fnmodels.prepare_step(case.config, own, cache)
+        params = generic_params(case.config)
+        _, cache = fnmodels.prefill(params, *given, cache, config=case.config, kernel="math")
+        for name in names:
+            assert off(tapped[name][row], cache.layers[int(name.split(".")[1])]["state"][0]) < 1e-5, name
+
+
+def check_choices(case: Case, tapped: dict[str, Tensor]) -> None:
+    """Queries attend to no key but those that the indexer chose."""
+    positions = batch_of(case.config, ROWS).positions
+    for name in (name for name in tapped if name.endswith(".choices")):
+        pattern = tapped[name.replace("choices", "attention.pattern")].amax(1)
+        keys = pattern.shape[-1]
+        places = tapped[name].where(tapped[name] >= 0, keys)  # positions in the document; -1: none
+        chosen = pattern.new_zeros(*pattern.shape[:-1], keys + 1).scatter(-1, places, 1)
+        chosen = chosen.gather(-1, positions[:, None].expand_as(pattern))
+        assert not (pattern * (1 - chosen)).any(), name
 
 
 def _within(names: list[str], index: int) -> list[str]:
@@ -178,6 +250,8 @@ CHECKS: tuple[Callable[[Case, dict[str, Tensor]], None], ...] = (
     check_experts,
     check_norms,
     check_stream,
+    check_state,
+    check_choices,
 )
 
 
@@ -186,45 +260,43 @@ def test_taps_are_what_their_definition_says(case: Case) -> None:
     tapped = run_with_all_taps(case)
     for check in CHECKS:
         check(case, tapped)
+    assert {local(tap) for tap in tapped} <= {name for _, name in WRONG}, "each name has a planted error below"
 
 
-def test_the_state_of_a_recurrent_layer_is_what_a_cache_holds() -> None:
-    case = next(case for case in layer_structures() if case.name == "qwen3_5")
-    tokens = batch_of(case.config, segments((6,), (6,))).tokens
-    cache = fnmodels.init_cache(case.config, batch=2, capacity=6, dtype=torch.float32)
-    _, cache = fnmodels.prefill(
-        generic_params(case.config),
-        *fnmodels.prepare_step(case.config, tokens, cache),
-        cache,
-        config=case.config,
-        kernel="math",
-    )
-    prepared = fnmodels.prepare(case.config, tokens)
-    _, tapped = fnmodels.forward(
-        generic_params(case.config), *prepared, config=case.config, kernel="math", taps=("layers.*.attention.state",)
-    )
-    found = {f"layers.{i}.attention.state": e["state"] for i, e in enumerate(cache.layers) if "state" in e}
-    assert tapped.keys() == found.keys() != set()
-    assert all(off(tapped[name], state) < 1e-5 for name, state in found.items())
+_BLOCK = ("input_layernorm", "post_attention_layernorm")
+_AROUND = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = {  # of layers, by a variant that has them
+    "llama": (*_BLOCK, "final.norm"),
+    "qwen3_moe": ("attention.q_norm", "attention.k_norm"),
+    "deepseek_v3": ("attention.q_a_layernorm", "attention.kv_a_layernorm"),
+    "gemma2": _AROUND,
+    "qwen3_next": ("attention.norm",),
+    "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    "gemma4_text_e": ("post_per_layer_input_norm",),
+    "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],
+}
+VALUES = {
+    "llama": (
+        *(f"attention.{name}" for name in ("q", "k", "v", "scores", "pattern", "z")),
+        *("embed", "input", "attention", "middle", "mlp.pre", "mlp.neurons", "mlp", "output", "hidden"),
+    ),
+    "deepseek_v3": (*MOE_TAPS,),
+    "falcon_h1": ("mamba", "attention.state"),
+    "gemma4_text_e": ("per_layer",),
+    "deepseek_v32": ("choices",),
+}
+WRONG = [(case, name) for case, names in VALUES.items() for name in names]
+WRONG += [(case, f"{name}{end}") for case, names in NORMS.items() for name in names for end in ("", ".scale")]
 
 
-WRONG = (
-    *(f"attention.{name}" for name in ("q", "k", "v", "scores", "pattern", "z")),
-    *("attention", "mlp.pre", "mlp.neurons", "mlp", "experts", "shared_expert", "expert_indices"),
-    *("input_layernorm.scale", "final.norm.scale", "hidden", "embed", "input", "middle", "output"),
-    *("input_layernorm", "post_attention_layernorm", "post_attention_layernorm.scale"),
-)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_tap_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variant", "name"), WRONG)
+def test_a_wrong_tap_is_found(variant: str, name: str) -> None:
     """A tap that records another value than the one which the model goes on with fails the checks."""
-    experts = name.startswith(("expert", "shared"))
-    case = next(case for case in layer_structures() if case.name == ("deepseek_v3" if experts else "llama"))
+    case = next(case for case in layer_structures() if case.name == variant)
     tapped = dict(run_with_all_taps(case))
-    hit = [tap for tap in tapped if tap == name or tap.split(".", 2)[-1] == name]
+    hit = [tap for tap in tapped if local(tap) == name]
     assert hit
-    tapped |= {tap: (tapped[tap] + 1) % 2 if "indices" in tap else tapped[tap] * 1.01 for tap in hit}
+    tapped |= {tap: _wrong(tapped[tap]) for tap in hit}
     found = []
     for check in CHECKS:
         try:
@@ -232,6 +304,15 @@ def test_a_wrong_tap_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         except AssertionError:
             found.append(check)
     assert found
+
+
+def _wrong(value: Tensor) -> Tensor:
+    return value * 1.01 if value.is_floating_point() else value // 2
+
+
+def local(tap: str) -> str:
+    """The name within a layer, or of an end."""
+    return tap.split(".", 2)[-1] if tap.startswith("layers.") else tap
 
 
 def test_scores_and_patterns_need_the_written_out_kernel() -> None:

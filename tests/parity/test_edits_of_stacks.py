@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -33,11 +34,81 @@ LAYERS = {
 CROSS = "cross_attention"
 
 
-def sites_of(layers: Any, model: Any, config: Any, names: dict[str, Any]) -> dict[str, Site]:
-    """{tap: site} of a stack's layers and ends. names: {path of a parameter in the stack: its name on disk}."""
+@dataclass(frozen=True)
+class Stack:
+    """Layers of a model of transformers, its run, and the same in fnmodels. names: {path of a parameter: on disk}."""
+
+    kind: str
+    model: Any
+    layers: Any
+    run: Callable[[], Tensor]
+    config: Any
+    params: Any
+    prepared: Any
+    names: dict[str, Any]
+
+
+def vision(name: str) -> Stack:
+    """A vision tower, for one image."""
+    config, image = test_vision._config(name), test_vision._images()[1].double()
+    model = doubled(copy.deepcopy(test_vision._reference(name)))
+    layers = max((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), key=len)
+    patches, positions, segment_ids = fnmodels.patch_rows([image], config)
+    prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
+    params = tree.map(Tensor.double, test_vision._params(name))
+    names = fnmodels.family_of(config).hf_names(config)
+
+    def run() -> Tensor:
+        return test_vision._theirs(name, image, model)[0][None]
+
+    return Stack(config.model_type, model, layers, run, config, params, prepared, names)
+
+
+def whole(kind: str) -> tuple[Any, Any, Any, Any]:
+    """(Config, parameters, model, its base) of T5 or Whisper."""
+    if kind == "t5":
+        model = doubled(copy.deepcopy(test_t5.reference("t5")))
+        return test_t5.config_of("t5"), test_t5.params_of("t5"), model, model
+    model = doubled(copy.deepcopy(test_whisper.reference()))
+    return test_whisper.CONFIG, test_whisper.weights(), model, model.model
+
+
+def stack(kind: str, part: str) -> Stack:
+    """The encoder, or the decoder with states of ten tokens that are given."""
+    config, params, model, base = whole(kind)
+    own, module = getattr(config, part), getattr(base, part)
+    tokens = torch.randint(61, (1, 7), generator=torch.Generator().manual_seed(0))
+    mel = test_whisper.clips()[0].double()  # of ten tokens
+    frames, positions, sources = fnmodels.frame_rows([mel], config) if kind == "whisper" else (tokens, None, None)
+    if part == "encoder":
+        prepared = fnmodels.prepare(own, frames, positions=positions, segment_ids=sources)
+        given: dict[str, Any] = {"input_ids": tokens} if kind == "t5" else {"input_features": mel[None]}
+    else:
+        memory = torch.randn(1, 10, own.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+        source = torch.zeros(1, 10, dtype=torch.long) if kind == "t5" else frames
+        inputs, masks, tables = fnmodels.prepare_pair(config, source, tokens)
+        seen = {"memory": memory, "memory_mask": masks["cross"]}
+        prepared = inputs["decoder"] | seen, masks["decoder"], tables["decoder"]
+        given = {"input_ids": tokens, "encoder_hidden_states": memory, "use_cache": False}
+    names = fnmodels.family_of(config).hf_names(config)
+    return Stack(
+        kind,
+        model,
+        module.block if kind == "t5" else module.layers,
+        lambda: module(**given).last_hidden_state,
+        own,
+        tree.map(Tensor.double, fnmodels.stack_params(params, part)),
+        prepared,
+        {path.removeprefix(f"{part}."): name for path, name in names.items() if path.startswith(part)},
+    )
+
+
+def sites_of(case: Stack) -> dict[str, Site]:
+    """{tap: site} of a stack's layers and ends."""
+    layers = case.layers
     found: dict[str, Site] = {"embed": Site(layers[0], "input"), "hidden": Site(layers[-1], "output")}
     for index, layer in enumerate(layers):
-        paths = [path.replace("-1", str(len(layer.layer) - 1)) if "-1" in path else path for path in LAYERS[config]]
+        paths = [path.replace("-1", str(len(layer.layer) - 1)) if "-1" in path else path for path in LAYERS[case.kind]]
         attention, added, activation, down, mlp = (layer.get_submodule(path) for path in paths[:5])
         here = {tap: Site(attention, tap) for tap in ATTENTION} | {"input": Site(layer, "input")}
         here |= {"attention": Site(added, "output"), "mlp.pre": Site(activation, "input")}
@@ -47,90 +118,20 @@ def sites_of(layers: Any, model: Any, config: Any, names: dict[str, Any]) -> dic
             here |= {f"{CROSS}.{tap[-1]}": Site(cross, tap) for tap in ATTENTION if len(tap) == len("attention.q")}
             here[CROSS] = Site(cross, "output")
         found |= {f"layers.{index}.{tap}": site for tap, site in here.items()}
-    for path, stored in names.items():
-        if not isinstance(stored, str) or not path.endswith("norm"):
-            continue
-        _, _, own = path.partition("layers.")
-        index, _, _ = own.partition(".")
-        local = stored.rpartition(".")[0].partition(f".{index}.")[2] if own else stored.rpartition(".")[0]
-        places = [name for name, _ in (layers[int(index)] if own else model).named_modules() if name]
-        owners = [name for name in places if local.endswith(name)]
-        if owners:
-            place = (layers[int(index)] if own else model).get_submodule(max(owners, key=len))
-            found["final.norm" if path == "norm" else path] = Site(place, "output")
+    for path, stored in case.names.items():
+        if isinstance(stored, str) and path.endswith("norm"):
+            index = path.split(".")[1] if path.startswith("layers.") else ""
+            owner = layers[int(index)] if index else case.model
+            name = stored.partition(f".{index}.")[2] if index else stored
+            inner = [place for place, _ in owner.named_modules() if place and name.rpartition(".")[0].endswith(place)]
+            if inner:
+                found["final.norm" if path == "norm" else path] = Site(
+                    owner.get_submodule(max(inner, key=len)), "output"
+                )
     return found
 
 
-@functools.cache
-def vision(name: str) -> tuple[Any, ...]:
-    """(model type, model, its run, layers, config, parameters, prepared inputs, names) for one image."""
-    config, image = test_vision._config(name), test_vision._images()[1].double()
-    model = doubled(copy.deepcopy(test_vision._reference(name)))
-    layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
-    patches, positions, segment_ids = fnmodels.patch_rows([image], config)
-    prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
-    names = fnmodels.family_of(config).hf_names(config)
-    wide = tree.map(Tensor.double, test_vision._params(name))
-    return (
-        config.model_type,
-        model,
-        lambda: test_vision._theirs(name, image, model)[0][None],
-        layers,
-        config,
-        wide,
-        prepared,
-        names,
-    )
-
-
-def stack(kind: str, part: str) -> tuple[Any, ...]:
-    """The same of the encoder, or of the decoder on states that are given."""
-    module: Any = {"t5": test_t5, "whisper": test_whisper}[kind]
-    given = ("t5",) if kind == "t5" else ()
-    whole = module.config_of("t5") if kind == "t5" else module.CONFIG
-    config = getattr(whole, part)
-    model = doubled(copy.deepcopy(module.reference(*given)))
-    params = module.params_of("t5") if kind == "t5" else module.weights()
-    params = tree.map(Tensor.double, fnmodels.stack_params(params, part))
-    names = {
-        path.removeprefix(f"{part}."): name
-        for path, name in fnmodels.family_of(whole).hf_names(whole).items()
-        if path.startswith(part)
-    }
-    base = getattr(model if kind == "t5" else model.model, part)
-    tokens = torch.randint(61, (1, 7), generator=torch.Generator().manual_seed(0))
-    memory = torch.randn(1, 10, config.hidden_size, generator=torch.Generator().manual_seed(1)).double()
-    if part == "encoder" and kind == "whisper":
-        mel = test_whisper.clips()[0].double()
-        frames, positions, sources = fnmodels.frame_rows([mel], whole)
-        prepared = fnmodels.prepare(config, frames, positions=positions, segment_ids=sources)
-        return kind, model, lambda: base(mel[None]).last_hidden_state, base.layers, config, params, prepared, names
-    if part == "encoder":
-        prepared = fnmodels.prepare(config, tokens)
-        return (
-            kind,
-            model,
-            lambda: base(input_ids=tokens).last_hidden_state,
-            base.block,
-            config,
-            params,
-            prepared,
-            names,
-        )
-    source = tokens if kind == "t5" else fnmodels.frame_rows([test_whisper.clips()[0].double()], whole)[0]
-    sources = torch.zeros(1, 10, dtype=torch.long) if kind == "t5" else source
-    pair = [part_["decoder"] for part_ in fnmodels.prepare_pair(whole, sources, tokens)]
-    cross = fnmodels.prepare_pair(whole, sources, tokens)[1]["cross"]
-    inputs = {**pair[0], "memory": memory, "memory_mask": cross}
-
-    def run() -> Tensor:
-        out: Tensor = base(input_ids=tokens, encoder_hidden_states=memory, use_cache=False).last_hidden_state
-        return out
-
-    return kind, model, run, base.block if kind == "t5" else base.layers, config, params, (inputs, *pair[1:]), names
-
-
-CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+CASES: dict[str, Callable[[], Stack]] = {
     name: functools.partial(vision, name)
     for kind, name in test_vision.FIRST.items()
     if kind != "siglip2_vision_model"  # has SigLIP's layers, and resizes its table in float32
@@ -144,25 +145,24 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_edits_equal_hooks(name: str) -> None:
-    kind, model, run, layers, config, params, prepared, names = CASES[name]()
-    listed = fnmodels.tap_names(config)
-    found = sites_of(layers, model, kind, names)
-    others = ("attention.q",) if kind == "whisper" else ()  # scaled there, and in the attention function here
+    case = CASES[name]()
+    listed, found = fnmodels.tap_names(case.config), sites_of(case)
+    others = ("attention.q",) if case.kind == "whisper" else ()  # scaled there, and in the attention function here
     sites = {tap: found[tap] for tap in listed if tap in found and not tap.endswith(others)}
     missing = {tap.split(".", 2)[-1] for tap in listed if tap not in found and not tap.endswith(".scale")}
     assert missing == {"middle"}, "a sum that no module of transformers has"
     ours = {tap: Edit() for tap in sites}
-    how: dict[str, Any] = {"config": config, "kernel": "math", "edits": dict(ours)}
-    if "memory" in prepared[0]:  # a decoder's base ends with its norm
-        out = fnmodels.forward(params, *prepared, **how, taps=("final.norm",))[1]["final.norm"]
+    how: dict[str, Any] = {"config": case.config, "kernel": "math", "edits": dict(ours)}
+    if "memory" in case.prepared[0]:  # a decoder's base ends with its norm
+        out = fnmodels.forward(case.params, *case.prepared, **how, taps=("final.norm",))[1]["final.norm"]
     else:
-        out = fnmodels.forward(params, *prepared, **how)
+        out = fnmodels.forward(case.params, *case.prepared, **how)
     theirs = {tap: Edit() for tap in sites}
     with contextlib.ExitStack() as scope:
         for tap, site in sites.items():
             scope.enter_context(site.edited(theirs[tap]))
         scope.enter_context(KeepsDoubles())
-        wanted = run()
+        wanted = case.run()
     assert near(out, wanted), float((out - wanted).abs().max())
     got = by_values(out, ours)
     for tap, (value, gradient) in by_values(wanted, theirs).items():

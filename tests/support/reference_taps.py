@@ -25,10 +25,13 @@ from tests.support.cases import Case, sparse_layers, tap_names
 Change = Callable[[Tensor], Tensor]
 EAGER = "eager_attention_forward"  # a function of each modeling file: (module, q, k, v, mask, **how) -> (z, pattern)
 ATTENTION = ("attention.q", "attention.k", "attention.v", "attention.scores", "attention.pattern", "attention.z")
-MIXERS = ("self_attn", "attn", "attention", "self_attention")
+MIXERS = ("self_attn", "attn", "attention", "self_attention", "mixer")
 LAST_OF_MIXER = ("o_proj", "dense", "out_proj", "c_proj", "Wo")
-MLPS = ("mlp", "feed_forward", "ffn", "intermediate", "output")
-LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "c_proj", "Wo", "w2", "lin2")
+MLPS = ("mlp", "feed_forward", "ffn", "intermediate", "output", "mixer", "shared_mlp")
+SPARSE = (*MLPS, "block_sparse_moe", "moe")
+SHARED = ("shared_expert", "shared_experts")
+ROUTERS = ("gate", "router", "router.layer", "router.proj")
+LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "c_proj", "Wo", "w2", "lin2", "output_linear")
 
 
 class KeepsDoubles(TorchFunctionMode):
@@ -46,22 +49,27 @@ class KeepsDoubles(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Site:
-    """A value in a model of transformers: the output or first input of a module, or one of its attention function."""
+    """A value in a model of transformers: an output or input of a module, or one that it computes inside."""
 
     module: Any
-    which: str  # "output", "input", or one of ATTENTION
+    which: str  # "output", "input", "weights" (the third input of experts), "product" (of F.linear), one of ATTENTION
+    factor: float = 1.0  # what the model multiplies the value by right after
 
     @contextlib.contextmanager
     def edited(self, change: Change) -> Iterator[None]:
-        if self.which in ATTENTION:
-            with self._attention_edited(change):
+        if self.which in ATTENTION or self.which == "product":
+            with self._attention_edited(change) if self.which in ATTENTION else self._product_edited(change):
                 yield
             return
 
         def after(_: Any, args: Any, output: Any) -> Any:
-            return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+            first = output[0] if isinstance(output, tuple) else output
+            first = change(first * self.factor) / self.factor
+            return (first, *output[1:]) if isinstance(output, tuple) else first
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
+            if self.which == "weights":
+                return (*args[:2], change(args[2])), kwargs
             if args:
                 return (change(args[0]), *args[1:]), kwargs
             return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
@@ -74,6 +82,22 @@ class Site:
             yield
         finally:
             handle.remove()
+
+    @contextlib.contextmanager
+    def _product_edited(self, change: Change) -> Iterator[None]:
+        """The first product with the module's weight."""
+        inner, linear = self.module.forward, nn.functional.linear
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+                found = linear(x, weight, bias)
+                return change(found) if weight.data_ptr() == self.module.weight.data_ptr() else found
+
+            with mock.patch.object(nn.functional, "linear", product):
+                return inner(*args, **kwargs)
+
+        with mock.patch.object(self.module, "forward", forward):
+            yield
 
     @contextlib.contextmanager
     def _attention_edited(self, change: Change) -> Iterator[None]:
@@ -129,33 +153,50 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
                 found[tap] = Site(owners[0], "output")
     if "final.norm" in found:
         found["hidden"] = Site(found["final.norm"].module, "input")
+    else:
+        found["hidden"] = Site(layers[-1], "output")
     return {tap: found[tap] for tap in names if tap in found}
 
 
 def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
     found = {"input": Site(layer, "input"), "output": Site(layer, "output")}
-    # where a multiplier or a sum follows, the module's output is another value than what is added to the stream
-    multiplied = getattr(model.config, "residual_multiplier", 1.0) != 1.0 or hasattr(model.config, "ssm_out_multiplier")
-    if not hasattr(layer, "mixer") and not hasattr(layer, "residual_multiplier") and not multiplied:
-        found |= {tap: Site(module, "output") for tap, module in _sublayers(layer)}
+    found |= {tap: Site(module, "output", _factor(layer, tap)) for tap, module in _sublayers(layer)}
+    if hasattr(layer, "shared_mlp"):  # the MLP of a dense layer, and in a sparse one a summand of it
+        found.pop("mlp", None)
+        found["shared_expert" if sparse else "mlp"] = Site(
+            layer.shared_mlp, "output", 1.0 if sparse else layer.residual_multiplier
+        )
+    if hasattr(layer, "post_per_layer_input_norm"):
+        found["per_layer"] = Site(layer.post_per_layer_input_norm, "output")
     for path, module in layer.named_modules():
         first, _, last = path.partition(".")
         if _attends(module):
             found |= {tap: Site(module, tap) for tap in ATTENTION}
         elif first in MIXERS and last in LAST_OF_MIXER:
             found.setdefault("attention.z", Site(module, "input"))
-        elif first in MLPS and not sparse and "." not in last:
+        elif first in MLPS and (not sparse or hasattr(layer, "experts")) and "." not in last:
             if type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
                 found["mlp.pre"] = Site(module, "input")
+            elif last == "w1":  # whose activation is a function, not a module
+                found["mlp.pre"] = Site(module, "output")
             elif last in LAST_OF_MLP or path == "output.dense":
                 found["mlp.neurons"] = Site(module, "input")
-        elif (
-            sparse
-            and first in (*MLPS, "block_sparse_moe", "moe")
-            and last in ("experts", "shared_experts", "shared_mlp")
-        ):
-            found["experts" if last == "experts" else "shared_expert"] = Site(module, "output")
+        elif sparse and first in SPARSE and last in SHARED and not hasattr(getattr(layer, first), "shared_expert_gate"):
+            found["shared_expert"] = Site(module, "output")
+        elif sparse and last == "fc2_latent_proj":
+            found["experts"] = Site(module, "output")
+        elif sparse and path.rpartition(".")[2] == "experts":
+            found["expert_weights"] = Site(module, "weights")
+            found.setdefault("experts", Site(module, "output"))
+        elif sparse and (last in ROUTERS or path in ROUTERS) and hasattr(module, "weight"):
+            found["router_logits"] = Site(module, "product")
     return found
+
+
+def _factor(layer: Any, tap: str) -> float:
+    """What the layer multiplies the output of a sublayer by before it is added."""
+    named = {"attention": "attn_out_multiplier", "mamba": "ssm_out_multiplier"}.get(tap, "")
+    return float(getattr(layer, named, getattr(layer, "residual_multiplier", 1.0)))
 
 
 def _attends(module: Any) -> bool:
