@@ -128,8 +128,7 @@ def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
     else:
         config, params = P.load_pretrained(arguments.init, head="none", part="text", **options)
         embedder = Embedder(("mean",), max_length=min(arguments.length, config.max_position_embeddings))
-    if getattr(config, "pooler", 0):
-        raise UserError(f"--init {arguments.init} has a pooler, which no pooling of an embedder reads")
+    whole, (config, params, rest) = config, _without_pooler(config, params)
     encode = _encode(arguments, config, embedder.max_length)
 
     def batch(own: Examples, generator: torch.Generator) -> Batch:
@@ -145,8 +144,15 @@ def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
         embedder.spec(config),
         functools.partial(contrastive_loss, config=config, embedder=embedder, temperature=arguments.temperature),
         batch,
-        lambda folder, trained: P.save_embedder(folder, config, trained, embedder),
+        lambda folder, trained: P.save_embedder(folder, whole, {**trained, **rest}, embedder),
     )
+
+
+def _without_pooler(config: Any, params: Tree) -> tuple[Any, Tree, Tree]:
+    """(config, params, {"pooler": its params}) without the pooler of a BERT, which no loss here reads."""
+    if "pooler" not in params:
+        return config, params, {}
+    return replace(config, pooler=0), {k: v for k, v in params.items() if k != "pooler"}, {"pooler": params["pooler"]}
 
 
 def _labels(arguments: argparse.Namespace, examples: Examples) -> Job:
@@ -174,8 +180,7 @@ def _classifier(arguments: argparse.Namespace, numbers: dict[str | int, int]) ->
     if labels < 2:
         raise UserError(f"{arguments.data} has one label, {next(iter(numbers))!r}; a classifier needs two")
     config, params = P.load_pretrained(arguments.init, head="none", **options)
-    if "pooler" in params:
-        config, params = replace(config, pooler=0), {k: v for k, v in params.items() if k != "pooler"}
+    config, params, _ = _without_pooler(config, params)
     config, params = P.new_head(config, params, head="classification", num_labels=labels, seed=arguments.seed)
     names = json.dumps({str(number): str(label) for label, number in numbers.items()}, sort_keys=True)
     kept: Any = config

@@ -1,6 +1,7 @@
 """The command `documents`: runs of every loss learn, their models are read, and they resume to the same bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,13 @@ LABELS = [{"text": f"w{i} w{20 + i % 5}", "label": ["good", "bad"][i % 2]} for i
 
 
 def test_pairs(tmp_path: Path) -> None:
-    losses = run(lines(tmp_path / "data", PAIRS), folder_of(tmp_path / "init", CONFIG), tmp_path / "run", "pairs")
+    """From a model with a pooler, which the loss does not read: its values stay."""
+    init = folder_of(tmp_path / "init", replace(CONFIG, head="none", pooler=1))
+    losses = run(lines(tmp_path / "data", PAIRS), init, tmp_path / "run", "pairs")
     assert losses[-1] < 0.1 * losses[0]
     config, params, embedder = P.load_embedder(tmp_path / "run" / "model")
+    before = P.load_pretrained(init)[1]["pooler"]
+    assert config.pooler == 1 and all(torch.equal(params["pooler"][name], value) for name, value in before.items())
     again = run(tmp_path / "data", tmp_path / "run" / "model", tmp_path / "more", "pairs", steps=2)
     assert again[0] < 0.2 * losses[0] and (tmp_path / "run" / "model" / "tokenizer.json").is_file()
     ids = [[2, 5 + i, 6 + i, 3] for i in range(6)] + [[2, 25 + i, 8 + i, 14, 3] for i in range(6)]
