@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.context import Context
 from tests.fnmodels.models import test_t5, test_vision, test_whisper
 from tests.parity.test_edits import Edit, by_values, doubled, near, same
 from tests.support.reference_taps import ATTENTION, KeepsDoubles, Site
@@ -145,7 +146,24 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_edits_equal_hooks(name: str) -> None:
-    case = CASES[name]()
+    check_edits(CASES[name]())
+
+
+@pytest.mark.parametrize("name", [CROSS, f"{CROSS}_layernorm", *(f"{CROSS}.{end}" for end in "qkvz")])
+def test_a_wrong_tap_of_cross_attention_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits get another value than the one which the model goes on with."""
+    inner = Context.tap
+
+    def tap(ctx: Context, tapped: str, value: Tensor) -> Tensor:
+        return inner(ctx, tapped, 1.01 * value) / 1.01 if tapped == name else inner(ctx, tapped, value)
+
+    monkeypatch.setattr(Context, "tap", tap)
+    with pytest.raises(AssertionError, match=f"{name}', 'value'"):
+        check_edits(CASES["t5-decoder"]())
+
+
+def check_edits(case: Stack) -> None:
+    """All taps are edited at once. Equal are each value, the result, and the gradients by each value."""
     listed, found = fnmodels.tap_names(case.config), sites_of(case)
     others = ("attention.q",) if case.kind == "whisper" else ()  # scaled there, and in the attention function here
     sites = {tap: found[tap] for tap in listed if tap in found and not tap.endswith(others)}
