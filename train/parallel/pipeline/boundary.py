@@ -43,10 +43,12 @@ def term_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def received(config: Any, lo: int, part: Microbatch, x: Tensor, sharing: Sharing) -> dict[str, Tensor]:
+def received(
+    config: Any, lo: int, part: Microbatch, x: Tensor, dtype: torch.dtype, sharing: Sharing
+) -> dict[str, Tensor]:
     """{name: a tensor like it on the meta device} of what the stage that begins with layer `lo` receives.
 
-    x: like the hidden states [B, S, D] of a rank.
+    x: like the hidden states [B, S, D] of a rank. dtype: of its weights.
     """
     kinds = fnmodels.family_of(config).kinds(config)
     rows, length, _ = x.shape
@@ -54,7 +56,7 @@ def received(config: Any, lo: int, part: Microbatch, x: Tensor, sharing: Sharing
     if carries_term(part.routers):
         found["term"] = x.new_empty((), dtype=term_dtype(x.dtype))
     if width := field_of(config, "hidden_size_per_layer_input"):
-        found["layer_inputs"] = x.new_empty(rows, length, len(kinds) - lo, width)
+        found["layer_inputs"] = x.new_empty(rows, length, len(kinds) - lo, width, dtype=dtype)
     if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
         found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
     sources = borrowed(kinds, lo)
@@ -62,7 +64,7 @@ def received(config: Any, lo: int, part: Microbatch, x: Tensor, sharing: Sharing
     for kind in sources:
         for name in ("k", "v"):
             heads, size = entries[kinds.index(kind)][name].shape[2:]
-            found[f"carried.kv.{kind}.{name}"] = x.new_empty(rows, length, sharing.key_heads(heads), size)
+            found[f"carried.kv.{kind}.{name}"] = x.new_empty(rows, length, sharing.key_heads(heads), size, dtype=dtype)
     return found
 
 

@@ -20,21 +20,21 @@ from .boundary import received
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
 from .staged_loss import StagedLoss
-from .tree_split import check_share, cut, width_of
+from .tree_split import check_share, cut, stream_of
 
 
 class _Stage(nn.Module):
     """The module that torch's stages expect; its parameters are the trainable ones of `params`.
 
-    index: the number of a microbatch, the only input that the schedule splits. takes, gives: the names of what the
-    stage receives and sends, in order.
+    index: the number of a microbatch, the only input that the schedule splits. takes, gives: like what the stage
+    receives and sends, by name, in order.
     """
 
     def __init__(
         self,
         run: Callable[..., tuple[dict[str, Tensor], Any, dict[str, Tensor]]],
-        takes: tuple[str, ...],
-        gives: tuple[str, ...],
+        takes: Mapping[str, Tensor],
+        gives: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
         self.run, self.takes, self.gives = run, takes, gives
@@ -53,7 +53,11 @@ class _Stage(nn.Module):
         named = dict(zip(self.takes, own, strict=True))
         found, count, aux = self.run(self.params, named, self.parts[int(index)])
         self.found.append((count, aux))
-        assert found.keys() == set(self.gives), (sorted(found), self.gives)
+        # The next stage has buffers of these: other tensors would be read as if they fitted.
+        assert found.keys() == self.gives.keys(), (sorted(found), sorted(self.gives))
+        for name, like in self.gives.items():
+            if name != "total":
+                assert (found[name].shape, found[name].dtype) == (like.shape, like.dtype), (name, like, found[name])
         # Copies, since torch detaches outputs in place, and what is passed on or sliced is a view.
         sent = tuple(found[name] if name in ("x", "total") else _copy(found[name]) for name in self.gives)
         if torch.is_grad_enabled():
@@ -94,7 +98,7 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
     pipe = staged.pipe
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
-    stages, width = pipe.stages(dist.get_rank(group)), width_of(pipe.config)
+    stages = pipe.stages(dist.get_rank(group))
     made: dict[Any, tuple[dict[int, _Stage], Any]] = {}
 
     def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
@@ -104,15 +108,14 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
         largest: Tensor = max(tree.leaves(params["layers"]), key=Tensor.numel)  # others (norms, biases) may be wider
         dtype = staged.hooks.dtype or largest.dtype
-        x, sharing = torch.empty(*sizes, width, dtype=dtype, device="meta"), staged.hooks.sharing
-        later = [received(pipe.config, lo, ready[0], x, sharing) for lo, _ in pipe.layers[1:]]
+        x = stream_of(pipe.config, dtype).expand(*sizes, -1).contiguous()  # which may be wider than the weights
+        later = [received(pipe.config, lo, ready[0], x, dtype, staged.hooks.sharing) for lo, _ in pipe.layers[1:]]
         sent: list[dict[str, Tensor]] = [{}, *later, {"total": torch.empty((), device="meta")}]
         key = (len(ready), device, train, *((name, t.shape, t.dtype) for one in sent for name, t in one.items()))
         if key not in made:
             made.clear()  # torch keeps a receive buffer per microbatch: varying lengths would fill the memory
             modules = {
-                stage: _Stage(functools.partial(staged.run, stage), tuple(sent[stage]), tuple(sent[stage + 1]))
-                for stage in stages
+                stage: _Stage(functools.partial(staged.run, stage), sent[stage], sent[stage + 1]) for stage in stages
             }
             made[key] = modules, _schedule(pipe, modules, len(ready), sent, train, device, group)
         modules, schedule = made[key]

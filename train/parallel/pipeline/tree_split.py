@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
@@ -21,20 +22,20 @@ def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     Found by recording which entries `embed`, `layer_inputs` and `unembed` read. Entries that none reads (MTP heads) are
     on the last stage. A tied embedding is on both, as is that of a model with MTP heads, which read it too.
     """
-    return _watched(config)[:2]
+    return _watched(config, torch.float32)[:2]
 
 
-def width_of(config: Any) -> int:
-    """The width of hidden states."""
-    return _watched(config)[2]
+def stream_of(config: Any, dtype: torch.dtype) -> Tensor:
+    """Like the residual stream of one token [1, 1, D] on the meta device, where weights are of `dtype`."""
+    return _watched(config, dtype)[2]
 
 
 @functools.lru_cache(maxsize=16)
-def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int]:
-    """`ends`, and the width of hidden states."""
+def _watched(config: DecoderConfig, dtype: torch.dtype) -> tuple[frozenset[str], frozenset[str], Tensor]:
+    """`ends`, and `stream_of`."""
     family = fnmodels.family_of(config)
     spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
-    outside = tree.map(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
+    outside = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=dtype, device="meta"), spec)
     first, last = _Reads(outside), _Reads(outside)
     inputs = _one_token(config)
     x = family.embed(first, inputs, config=config)
@@ -43,7 +44,7 @@ def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int
     if "mtp" in outside:
         family.embed(last, inputs, config=config)
     held = frozenset(outside)
-    return held & first.seen, held & (last.seen | (held - first.seen)), x.shape[-1]
+    return held & first.seen, held & (last.seen | (held - first.seen)), x
 
 
 def _one_token(config: Any) -> dict[str, torch.Tensor]:
