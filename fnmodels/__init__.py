@@ -83,6 +83,7 @@ from fnmodels.models.presets import preset, presets
 from fnmodels.module import as_module
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.ops.linear import explain_products
+from fnmodels.options import PerLayer
 from fnmodels.pairs import pair_batch, prepare_pair
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.taps import tap_names
@@ -99,7 +100,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
-__all__ += ["explain_invariance", "explain_products", "as_module"]
+__all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_", "encode"]
 __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]

@@ -103,7 +103,14 @@ def run_stack(
     used = sorted(set(kinds[lo:hi]))
     masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
     check_fit(params["layers"], x, masks, freqs_cis, kinds, used, cached=cache is not None)
-    ready = _ready_masks(family, config, {kind: masks[kind] for kind in used}, x, options)
+    own_options = {index: options.at(index) for index in range(lo, hi)}
+    kinds_of: dict[Any, tuple[ForwardOptions, set[str]]] = {}
+    for index, own in own_options.items():
+        kinds_of.setdefault(_chosen_by_layer(own, options), (own, set()))[1].add(kinds[index])
+    ready = {
+        choice: _ready_masks(family, config, {kind: masks[kind] for kind in sorted(there)}, x, own)
+        for choice, (own, there) in kinds_of.items()
+    }
     sparse = [index for index, kind in enumerate(kinds) if is_routed(family, kind)]
     valid, routing = batch.valid, batch.routing
     if any(lo <= index < hi for index in sparse):
@@ -146,8 +153,9 @@ def run_stack(
             tensors["shared"] = batch.shared
         if source := source_kind(kind):
             tensors["kv"] = _lent(lent, source, index, lo)
-        block, own = bind(kind, here)
-        result = block(params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors, **own)
+        block, edit_tensors = bind(kind, own_options[index], here)
+        mask = ready[_chosen_by_layer(own_options[index], options)][kind]
+        result = block(params["layers"][index], x, mask, freqs_cis[kind], **tensors, **edit_tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
@@ -188,6 +196,11 @@ def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
     return lent[source]
 
 
+def _chosen_by_layer(own: ForwardOptions, options: ForwardOptions) -> tuple[Any, ...] | None:
+    """What a `PerLayer` chose for a layer; None where there is none."""
+    return None if own is options else (own.kernel, own.layer_fn)
+
+
 def _ready_masks(
     family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
 ) -> dict[str, MaskLike]:
@@ -210,7 +223,8 @@ def _ready_masks(
 class _Binding:
     """Makes callables (layer, x, mask, freqs, **tensors) -> (x, aux), with only hashable values bound.
 
-    One per kind, and one more for each set of edits by functions; layer_fn is called once for each.
+    One per kind, and one more for each set of edits by functions and each choice by layer; layer_fn is called once for
+    each.
     """
 
     def __init__(
@@ -221,28 +235,33 @@ class _Binding:
         options: ForwardOptions,
         cache: CacheStep | None,
     ) -> None:
-        self.family, self.config, self.taps, self.cache, self.layer_fn = family, config, taps, cache, options.layer_fn
-        self.options = replace(options, layer_fn=None, edits=None)
+        self.family, self.config, self.taps, self.options, self.cache = family, config, taps, options, cache
         self.made: dict[Any, Block] = {}
 
-    def __call__(self, kind: str, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
+    def __call__(self, kind: str, own: ForwardOptions, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
         """(block, the tensors of the edits as a keyword of its call)."""
         within = {tap: edits[tap] for tap in sorted(edits) if tap not in AROUND}
         statics = tuple(edit for edit, _ in within.values())
-        if (kind, statics) not in self.made:
-            self.made[kind, statics] = self._made(kind, statics)
+        key = kind, _chosen_by_layer(own, self.options), statics
+        if key not in self.made:
+            self.made[key] = self._made(kind, own, statics)
         tensors = {"edit_tensors": {tap: tensors for tap, (_, tensors) in within.items()}} if within else {}
-        return self.made[kind, statics], tensors
+        return self.made[key], tensors
 
-    def _made(self, kind: str, edits: BoundEdits) -> Block:
+    def _made(self, kind: str, options: ForwardOptions, edits: BoundEdits) -> Block:
         names = AROUND if is_routed(self.family, kind) else (*AROUND, *MOE_TAPS)
         more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
         bound = functools.partial(
-            self.family.block, config=self.config, kind=kind, options=self.options, taps=own, **more
+            self.family.block,
+            config=self.config,
+            kind=kind,
+            options=replace(options, layer_fn=None, edits=None),
+            taps=own,
+            **more,
         )
-        return bound if self.layer_fn is None else self.layer_fn(bound)
+        return bound if options.layer_fn is None else options.layer_fn(bound)
 
 
 def _around(tap: str, x: Tensor, edits: LayerEdits) -> Tensor:

@@ -1,14 +1,30 @@
 """`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn, TypedDict
 
 from torch import Tensor
 
 from fnmodels.inputs.layout import Layout
 
 Block = Callable[..., tuple[Tensor, dict[str, Any]]]  # aux: tensors, and with a cache the new entry, a dict
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A kernel or a layer_fn that depends on the layer: choose(index of the layer) returns the one to use there.
+
+    Layers for which equal ones are chosen share a block, and so a compiled graph.
+    """
+
+    choose: Callable[[int], Any]
+
+    def __call__(self, *args: Any, **more: Any) -> NoReturn:
+        raise TypeError(
+            "A PerLayer is read by functions that run layers, as kernel= or layer_fn=; what wraps a layer_fn (remat=, "
+            "compile=, a mesh) takes one for all layers."
+        )
 
 
 LayerFn = Callable[[Block], Block]
@@ -51,7 +67,7 @@ class ForwardKwargs(TypedDict, total=False):
 class ForwardOptions:
     """How layers run. Hashable, so that blocks bound with equal options are compiled once.
 
-    kernel: the attention kernel, see `fnmodels.ops.attention.select`.
+    kernel: the attention kernel, see `fnmodels.ops.attention.select`; or a `PerLayer` of them, as layer_fn may be.
     layout: `fnmodels.layout(masks)`; lets kernels skip blocks that are masked out.
     layer_fn: called once per kind with the bound block, a callable (layer, x, mask, freqs, **tensors) -> (x, aux);
         returns the wrapped one (rematerialised, compiled, FSDP-gathered), which must pass keywords on.
@@ -69,6 +85,12 @@ class ForwardOptions:
     experts: str | Experts = "auto"
     context: Callable[..., Any] | None = None
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
+
+    def at(self, index: int) -> "ForwardOptions":
+        """Those of one layer: with what a `PerLayer` chooses there."""
+        given = {"kernel": self.kernel, "layer_fn": self.layer_fn}
+        chosen = {name: value.choose(index) for name, value in given.items() if isinstance(value, PerLayer)}
+        return replace(self, **chosen) if chosen else self
 
     @property
     def keywords(self) -> dict[str, Any]:

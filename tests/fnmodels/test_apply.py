@@ -17,9 +17,10 @@ import fnmodels
 import params as P
 from fnmodels import llama
 from fnmodels.apply import run_layers
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.rotary import mrope_table
 from fnmodels.tree import leaves
-from tests.support.cases import generic_params
+from tests.support.cases import generic_params, off
 
 CONFIG = llama.Config(
     vocab_size=17,
@@ -122,6 +123,39 @@ def test_forward_refuses() -> None:
         fnmodels.forward(weights, inputs, masks, freqs_cis, config=CONFIG, kernel="fast")
     with pytest.raises(TypeError):
         fnmodels.forward(weights, inputs, config=CONFIG)  # masks and tables have no default
+
+
+def test_kernels_and_wrappers_that_depend_on_the_layer() -> None:
+    """Layers with equal choices share a block; a cache is filled with them too; compiled, it is one graph."""
+    weights, prepared = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
+    run = partial(fnmodels.forward, weights, *prepared, config=CONFIG)
+    count, wrapped, called = CONFIG.num_hidden_layers, [], []
+
+    def doubled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **how: Any) -> torch.Tensor:
+        return attention(q, k, 2 * v, mask, kernel="math", **how)
+
+    def recording(block: Any) -> Any:
+        wrapped.append(block)
+
+        def call(*args: Any, **more: Any) -> Any:
+            called.append(1)
+            return block(*args, **more)
+
+        return call
+
+    mine = fnmodels.PerLayer(lambda index: doubled if index == 1 else "math")
+    edited = run(kernel="math", edits={"layers.1.attention.v": lambda value, name: 2 * value})
+    assert off(run(kernel=mine), edited) < 1e-6 < 1e-3 < off(run(kernel="math"), edited)
+    assert off(torch.compile(run, backend="eager", fullgraph=True)(kernel=mine), edited) < 1e-6
+    wrap = fnmodels.PerLayer(lambda index: recording if index else None)
+    assert off(run(kernel="math", layer_fn=wrap), run(kernel="math")) < 1e-6
+    assert (len(wrapped), len(called)) == (1, count - 1)
+    cache = fnmodels.init_cache(CONFIG, *TOKENS.shape, dtype=torch.float32)
+    step = fnmodels.prepare_step(CONFIG, TOKENS, cache)
+    logits, _ = fnmodels.prefill(weights, *step, cache, config=CONFIG, kernel=mine)
+    assert off(logits, edited[:, -1]) < 1e-5
+    with pytest.raises(TypeError, match="takes one for all layers"):
+        wrap(recording)
 
 
 def test_mistakes_are_answered_by_a_sentence() -> None:
