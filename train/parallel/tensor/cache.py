@@ -58,7 +58,7 @@ def cache_shards(
     channels: dict[int, list[Tensor]] = {}
     widths: dict[int, int] = {}
     for path, leaf in spec.items():
-        if not path.startswith("layers.") or leaf.axes[-1] != "kernel":
+        if not path.startswith("layers.") or "kernel" not in leaf.axes:
             continue
         layer, inner = int(path.split(".")[1]), path_in_layer(path)
         index = torch.arange(leaf.shape[0])
