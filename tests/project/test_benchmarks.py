@@ -127,6 +127,13 @@ def test_profile_step(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_start_finds_what_the_first_compiled(output: Output) -> None:
+    out = output("first_step.py", "--quick", "--contenders", "fnmodels block-compiled", "--dtype", "float32")
+    first, second = (float(cell.removesuffix(" s")) for cell in out.splitlines()[-1].strip(" |").split(" | ")[1:])
+    assert second < first / 2, out
+
+
+@pytest.mark.slow
 def test_data(output: Output) -> None:
     out = output("data.py", "--quick", "--rounds", "1")
     for name in ("tokenize, our processes", "pack, documents", "pack, stream", "batches", "batches of a terabyte"):
