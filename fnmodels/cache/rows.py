@@ -19,8 +19,15 @@ from .value import Cache, Slots, consume, is_clean, known_clean
 def take(cache: Cache, rows: Tensor | Sequence[int]) -> Cache:
     """The cache of these rows, int64 [n]: in another order, some of them, or some several times (a prefix shared)."""
     index = _indices(cache, rows)
-    found: Cache = tree.map(lambda tensor: tensor.index_select(0, index), cache)
+    found: Cache = tree.map(lambda tensor: _selected(tensor, index), cache)
     return known_clean(found) if is_clean(cache) else found
+
+
+def _selected(tensor: Tensor, index: Tensor) -> Tensor:
+    """tensor.index_select(0, index), with the slots of a head neighbours in memory if they are so before."""
+    if tensor.ndim == 4 and tensor.stride(1) < tensor.stride(2):
+        return tensor.transpose(1, 2).index_select(0, index).transpose(1, 2)
+    return tensor.index_select(0, index)
 
 
 def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:

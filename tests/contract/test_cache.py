@@ -247,6 +247,14 @@ def test_rows_taken_inserted_and_truncated_are_as_rebuilt(case: Case) -> None:
     assert off(follow(fnmodels.truncate(tried, torch.tensor([12, 12, 12]))), wanted) < 1e-12
 
 
+def test_rows_taken_have_the_slots_of_a_head_side_by_side() -> None:
+    """As in a new cache: attention reads them as one run."""
+    config = next(case.config for case in FAMILIES if case.family == "llama")
+    cache = fnmodels.init_cache(config, 2, 8)
+    for name, held in fnmodels.take(cache, [1, 0, 1]).layers[0].items():
+        assert held.stride()[1:] == cache.layers[0][name].stride()[1:] and held.stride(1) < held.stride(2)
+
+
 def test_a_ring_cannot_go_back_past_what_it_holds() -> None:
     params, batch = generic_params(SLIDING.config, WIDE), batch_of(SLIDING.config, segments((20,)))
     _, cache = stepped(params, batch, empty(batch), (20,))
