@@ -119,7 +119,7 @@ class _InvariantLinear(torch.autograd.Function):
         onednn = x.dtype is weight.dtype is torch.float32 and has_onednn_linear()
         count, least = len(rows), LEAST_ROWS if onednn or x.dtype.itemsize == 2 else LEAST_ROWS_OF_MKL
         if 0 < count < least:
-            rows = rows[torch.arange(least).clamp(max=count - 1)]
+            rows = torch.cat((rows, rows[-1:].expand(least - count, -1)))
         out = onednn_linear(rows, weight, bias) if onednn and rows.numel() else F.linear(rows, weight, bias)
         return out[:count].reshape(*x.shape[:-1], weight.shape[0])
 

@@ -199,15 +199,6 @@ def test_adapters_have_their_bits() -> None:
     assert_bits(sampled(config, params, (100, 27, *[1] * 3, 9), rings=True, rows=1), alone(config, params), "sampled")
 
 
-def test_long_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits by a call for each group of heads, as in steps on many keys."""
-    config = LLAMA.config
-    params = generic_params(config)
-    wanted = alone(config, params)
-    monkeypatch.setattr(tiles, "_COPIED", 0)
-    assert_bits(sampled(config, params, (100, 30, *[1] * 9), rings=True), wanted, "sampled")
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
 def test_every_thread_has_whole_blocks(threads: int) -> None:
     """As torch splits an elementwise operation: over threads with GRAIN elements at least."""

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from fnmodels import tree
@@ -29,8 +28,6 @@ ROWS = 4  # a product has a multiple of so many rows,
 WIDTH = 16  # and of so many columns
 
 GAPS = 16  # places per token of a document, at most
-
-_COPIED = 1 << 19  # numbers of keys: fewer are copied, which takes less time than a call per group
 
 Pair = tuple[int, int]
 
@@ -213,17 +210,12 @@ def invariant_attention(
     q, k, v = (F.pad(upcast(t), (0, -t.shape[3] % WIDTH)) if t.shape[3] % WIDTH else upcast(t) for t in (q, k, v))
     k, v = (_rows(t, plan.keys, TILE) for t in (k, v))
     q = _rows(q, plan.queries, TILE if plan.aligned else ROWS // math.gcd(ROWS, repeats))
-    q = rearrange(q, "r q (g n) h -> g r n q h", g=groups)
-    logits = None if sinks is None else upcast(sinks).view(groups, 1, repeats)
-    if torch.is_grad_enabled() or k.numel() < _COPIED:
-        k, v = (rearrange(t, "r k g h -> (g r) k h").contiguous() for t in (k, v))
-        every = None if logits is None else logits.expand(-1, q.shape[1], -1).flatten(0, 1)
-        run = _Tiled.apply if torch.is_grad_enabled() else _Tiled.forward  # a Function's call takes longer than a step
-        out = run(q.flatten(0, 1).contiguous(), k, v, every, plan, scale, softcap)[0].unflatten(0, (groups, -1))
-    else:  # without copies of keys and values, which a step of decoding reads once
-        parts = zip(q, k.unbind(2), v.unbind(2), [None] * groups if logits is None else logits, strict=True)
-        out = torch.stack([_Tiled.forward(*part, plan, scale, softcap)[0] for part in parts])
-    out = rearrange(out[..., :width].to(dtype), "g r n q h -> r q (g n) h")
+    rows, length = q.shape[:2]
+    q = q.unflatten(2, (groups, repeats)).permute(0, 2, 3, 1, 4).reshape(rows * groups, repeats, length, -1)
+    each = None if sinks is None else upcast(sinks).view(1, groups, repeats).expand(rows, -1, -1).flatten(0, 1)
+    run = _Tiled.apply if torch.is_grad_enabled() else _Tiled.forward  # a Function's call takes longer than a step
+    out = run(q, _by_head(k), _by_head(v), each, plan, scale, softcap)[0][..., :width]
+    out = out.to(dtype).unflatten(0, (rows, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [R, Q, N, Hv]
     if plan.queries is None or plan.places is None:
         return out[:, : plan.shape[1]]
     return F.pad(out[:, : plan.queries.shape[1]].flatten(0, 1), (0, 0, 0, 0, 0, 1))[plan.places]
@@ -244,6 +236,12 @@ def _rows(t: Tensor, places: Tensor | None, multiple: int) -> Tensor:
     return F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % multiple)) if t.shape[1] % multiple else t
 
 
+def _by_head(t: Tensor) -> Tensor:
+    """t [R, K, G, H] as [R * G, K, H]; a view where each head's rows are neighbours, as in a cache."""
+    t = t.transpose(1, 2)
+    return (t if t.stride(2) == t.shape[3] else t.contiguous()).flatten(0, 1)
+
+
 class _Tiled(torch.autograd.Function):
     """Attention of q [R, n, Q, H], k [R, K, H], v [R, K, Hv]; R rows and groups, n query heads share a head of keys.
 
@@ -255,24 +253,9 @@ class _Tiled(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Tiles, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out = v.new_zeros(*q.shape[:3], v.shape[2])
-        top, total = q.new_zeros(*q.shape[:3], 1), q.new_ones(*q.shape[:3], 1)
-        for tile, (first, end) in enumerate(plan.seen):
-            if first == end:
-                continue
-            span = slice(tile * TILE, (tile + 1) * TILE)
-            scores, _ = _scores(q[:, :, span], k, plan, tile, scale, softcap)
-            most = scores.amax(-1, keepdim=True)
-            if sinks is not None:
-                most = torch.maximum(most, sinks[:, :, None, None])
-            most.masked_fill_(most == -torch.inf, 0)
-            p = scores.sub_(most).exp_()
-            sums = _in_turn(p)
-            if sinks is not None:
-                sums = sums + (sinks[:, :, None, None] - most).exp()
-            sums.masked_fill_(sums == 0, 1)
-            out[:, :, span] = _weighted(p.flatten(1, 2), v, first, end).view(*p.shape[:3], -1) / sums
-            top[:, :, span], total[:, :, span] = most, sums
+        spans = [slice(tile * TILE, (tile + 1) * TILE) for tile in range(len(plan.seen))]
+        parts = [_of_tile(q[:, :, s], k, v, sinks, plan, tile, scale, softcap) for tile, s in enumerate(spans)]
+        out, top, total = parts[0] if len(parts) == 1 else (torch.cat(part, 2) for part in zip(*parts, strict=True))
         return out, top, total
 
     @staticmethod
@@ -316,6 +299,34 @@ class _Tiled(torch.autograd.Function):
         return dq, dk, dv, of_sinks, None, None, None
 
 
+def _of_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    plan: Tiles,
+    tile: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_Tiled`'s results of a tile of queries."""
+    first, end = plan.seen[tile]
+    if first == end:
+        none = q.new_zeros(*q.shape[:3], 1)
+        return v.new_zeros(*q.shape[:3], v.shape[2]), none, none + 1
+    scores, _ = _scores(q, k, plan, tile, scale, softcap)
+    most = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        most = torch.maximum(most, sinks[:, :, None, None])
+    most.masked_fill_(most == -torch.inf, 0)
+    p = scores.sub_(most).exp_()
+    sums = _in_turn(p)
+    if sinks is not None:
+        sums = sums + (sinks[:, :, None, None] - most).exp()
+    sums.masked_fill_(sums == 0, 1)
+    return _weighted(p.flatten(1, 2), v, first, end).view(*p.shape[:3], -1).div_(sums), most, sums
+
+
 def _scores(
     q: Tensor, k: Tensor, plan: Tiles, tile: int, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -327,9 +338,10 @@ def _scores(
         capped = torch.tanh(scores / softcap)
         scores, derivative = softcap * capped, 1 - capped.square()
     for keys, mask in plan.masks_of(tile):
-        mask = F.pad(mask, (0, 0, 0, q.shape[2] - mask.shape[1])) if mask.shape[1] < q.shape[2] else mask
+        if 1 < mask.shape[1] < q.shape[2]:
+            mask = F.pad(mask, (0, 0, 0, q.shape[2] - mask.shape[1]))
         at = (keys - first) * TILE
-        scores.unflatten(0, (-1, len(mask)))[..., at : at + TILE].masked_fill_(~mask[:, None], -torch.inf)
+        scores.unflatten(0, (len(mask), -1))[..., at : at + TILE].masked_fill_(~mask[:, None, None], -torch.inf)
     return scores, derivative
 
 
@@ -338,7 +350,7 @@ def _in_turn(p: Tensor) -> Tensor:
     first, *rest = p.unflatten(-1, (-1, TILE)).sum(-1).split(1, -1)
     for part in rest:
         first = first + part
-    return first.clone() if not rest else first
+    return first
 
 
 def _weighted(p: Tensor, v: Tensor, first: int, end: int) -> Tensor:
