@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.ops.moe.experts import loop_experts
@@ -84,6 +85,31 @@ def compared(name: str, inner: str = "auto") -> float:
 def test_every_gradient_equals_that_of_one_process(ranks: Ranks) -> None:
     """What goes in is weighted, and one expert is shared; for others see the table of compositions."""
     assert max(ranks(4)(compared, "llama4_text")) < 1e-5
+
+
+def steps_on_a_cache(name: str) -> float:
+    """Each rank decodes rows of its own with its experts; the last rank's rows end early."""
+    rank, ranks, config = dist.get_rank(), dist.get_world_size(), config_of(name)
+    whole = tree.flatten(cases.generic_params(config))
+    weights = tree.unflatten({path: t.chunk(ranks)[rank] if is_expert(path) else t for path, t in whole.items()})
+    tokens, segment_ids = cases.tokens_of(config, 2, 12, seed=rank), torch.ones(2, 12, dtype=torch.long)
+    segment_ids[:, 9 if rank + 1 == ranks else 12 :] = 0
+    wanted = fnmodels.forward(
+        cases.generic_params(config),
+        *fnmodels.prepare(config, tokens, segment_ids=segment_ids, length=12),
+        config=config,
+    )
+    cache, found = fnmodels.init_cache(config, 2, 12), []
+    for piece, ids in zip(tokens.split([7, 1, 1, 3], 1), segment_ids.split([7, 1, 1, 3], 1), strict=True):
+        step = fnmodels.prepare_step(config, piece, cache, segment_ids=ids)
+        logits, cache = fnmodels.decode_(weights, *step, cache, config=config, experts=expert_parallel(world_group()))
+        found.append(logits)
+    return float((torch.cat(found, 1) - wanted)[segment_ids > 0].abs().max())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_steps_on_a_cache(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2)(steps_on_a_cache, name)) < 1e-4
 
 
 @pytest.mark.parametrize("inner", ["loop", "grouped", "dense"])
