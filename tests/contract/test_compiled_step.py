@@ -120,6 +120,11 @@ def test_generate_compiles_its_steps(graphs: CompileCounterWithBackend) -> None:
         found = train.generate(params, SMALL, prompts, max_new=new, compile="step", **settings)
         assert found.tokens == wanted.tokens
     assert graphs.frame_count == 2
+    step = fnmodels.compiled_step(SMALL)
+    for _ in range(2):  # a step keeps its graph
+        found = train.generate(params, SMALL, prompts, max_new=9, compile=step, **settings)
+        assert found.tokens == wanted.tokens
+    assert graphs.frame_count == 3
 
 
 def test_what_no_graph_can_hold_is_refused() -> None:

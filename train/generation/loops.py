@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Cache
+from fnmodels import Cache, DecodingStep
 from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.ops.attention.invariant import TILE
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
@@ -32,7 +33,7 @@ class ServeKwargs(ForwardKwargs, total=False):
     chunk: int
     dtype: torch.dtype | None
     kv_dtype: torch.dtype | None
-    compile: str
+    compile: str | DecodingStep
 
 
 @dataclass
@@ -56,7 +57,7 @@ def serve(
     chunk: int = 512,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
-    compile: str = "none",
+    compile: str | DecodingStep = "none",
     skip_special_tokens: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Iterator[Event]:
@@ -66,13 +67,14 @@ def serve(
     requests, steps that are not compiled leave out idle slots each time half of them are idle. capacity: the most
     tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
     the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
-    compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute, or "none". logits_fn: see
+    compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute; a result of that function, which
+    keeps its graphs for the next call; or "none". logits_fn: see
     `generate`. skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options:
     as for `fnmodels.forward`. ValueError for a request that is empty or does not fit.
     """
-    if compile not in ("none", "step"):
-        raise ValueError(f'compile is {compile!r}; it must be "none" or "step".')
-    step = fnmodels.compiled_step(config, **options) if compile == "step" else None
+    if not callable(compile) and compile not in ("none", "step"):
+        raise ValueError(f'compile is {compile!r}; it must be "none", "step" or a result of fnmodels.compiled_step.')
+    step = compile if callable(compile) else fnmodels.compiled_step(config, **options) if compile == "step" else None
     dtype, device = activations(params, dtype)
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
@@ -216,4 +218,7 @@ def _served(
     params: Tree, config: DecoderConfig, made: list[Request], slots: int | None, **options: Unpack[ServeKwargs]
 ) -> Iterator[Event]:
     slots = max(1, min(len(made), SLOTS)) if slots is None else slots
-    return serve(params, config, made, slots=slots, capacity=capacity_of(made), **options)
+    capacity = capacity_of(made)
+    if options.get("kernel") == "invariant":  # whose tiles are full then, and read where they are
+        capacity = -(-capacity // TILE) * TILE
+    return serve(params, config, made, slots=slots, capacity=capacity, **options)
