@@ -78,6 +78,9 @@ class Int8(LinearOnly):
     scales: Tensor
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling() and rows.shape[0] == 1:  # a loop that reads the codes once, as `ops.linear`'s
+            sums = (_bf16(rows).float().flatten() * self.codes.float()).sum(-1) * self.scales.float()
+            return _plus(sums.to(rows.dtype)[None], bias)
         return _plus(int8_linear(_bf16(rows), self.codes, self.scales), bias)
 
 
