@@ -67,12 +67,12 @@ def build_transformers(config: dict[str, Any], flat: Flat, batch: Flat, dtype: s
     return step, lambda: {name: wide(leaf) for name, leaf in model.state_dict().items()}
 
 
-def build_litgpt(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+def litgpt_llama(config: dict[str, Any], flat: Flat) -> Any:
+    """The model in fp32 with these weights."""
     import torch
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-    from litgpt.utils import chunked_cross_entropy
 
     settings = Config(
         name="bench",
@@ -97,7 +97,14 @@ def build_litgpt(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, co
     weights = {name: torch.from_numpy(leaf) for name, leaf in flat.items()}
     copy_weights_hf_llama(settings, {}, state, weights)
     model.load_state_dict(state, strict=True)
-    model.to(getattr(torch, dtype)).train()
+    return model
+
+
+def build_litgpt(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+    import torch
+    from litgpt.utils import chunked_cross_entropy
+
+    model = litgpt_llama(config, flat).to(getattr(torch, dtype)).train()
     tokens, labels = torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["labels"])
     call = torch.compile(model) if compiled else model
 

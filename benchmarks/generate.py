@@ -1,39 +1,50 @@
-"""Times one decoding step of the 26M Llama of train_step.py beside transformers with its caches.
+"""Times one decoding step beside transformers with its caches, litgpt and llama.cpp.
 
-    python benchmarks/generate.py              B 1, 8, 32 x context 128, 1,024, fp32 and bf16
-    python benchmarks/generate.py --quick      a tiny model and one round, to check that everything runs
+    python benchmarks/generate.py                       the 26M Llama of train_step.py, B 1, 8, 32 x context 128, 1,024
+    python benchmarks/generate.py --model moe           Qwen3-MoE, see moe.py; hybrid: Qwen3.5, see recurrent_step.py
+    python benchmarks/generate.py --quick               a tiny model and one round, to check that everything runs
 
 transformers dynamic, static   the model's own forward with DynamicCache and StaticCache, greedy, without `generate`
-fnmodels                       `decode_` on a cache of fixed size; "packed" with `params.packed`, "invariant" with
-                               kernel="invariant" and packed weights; "compiled" by `fnmodels.compiled_step`
+litgpt, llama.cpp              where they are installed; llama.cpp's int8 and int4 are its Q8_0 and Q4_0
+fnmodels                       `decode_` on a cache of fixed size; "packed" with `params.packed`, "compiled" by
+                               `fnmodels.compiled_step`
 fnmodels int8, int4            `params.quantize`, with bf16 activations; beside the contenders of bf16
 
-The contenders decode the same tokens in turn, each from a cache that holds the context, and begin anew when it is full.
-Before they are timed, the next tokens must agree. The last column is the step's time over that of reading the weights
-once at the machine's bandwidth (the sum of a large tensor), which no step at B = 1 can pass.
+The contenders decode the same tokens in turn, from rows that hold the same context, and go back to it after each turn.
+Before they are timed, the next tokens' logits must agree. "x dynamic" and "x static": how many times as fast as these
+of transformers, by wall time, then by CPU time; "of llama.cpp": the time over llama.cpp's; "of reading": the time over
+that of reading the weights once at the machine's bandwidth (the sum of a large tensor), a bound for B = 1
+without experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import moe
+import recurrent_step
 import torch
 from contenders import transformers_llama
+from decoders import Decoder, Start, installed, litgpt, llama_cpp, ours, transformers, write_gguf
 from torch import Tensor
-from turns import give_back_memory, take_turns
+from turns import Taken, give_back_memory, take_turns
 
-import fnmodels
 import params as P
 from fnmodels import llama, tree
 
 SIZES = {"vocab_size": 8192, "dim": 512, "ffn": 1536, "layers": 6, "heads": 8, "kv_heads": 4}
 QUICK = {"vocab_size": 64, "dim": 64, "ffn": 96, "layers": 2, "heads": 4, "kv_heads": 2}
-STEPS = 16  # tokens of one turn
-
-Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, V]
+STEPS = 16  # tokens of one turn,
+FEW = 4  # and with that many cached tokens:
+MANY = 1 << 14
 
 
 def configs(sizes: dict[str, int], room: int) -> tuple[dict[str, Any], Any]:
@@ -51,104 +62,76 @@ def configs(sizes: dict[str, int], room: int) -> tuple[dict[str, Any], Any]:
     )
 
 
-def ours(params: Any, config: Any, prompt: Tensor, room: int, dtype: torch.dtype, kernel: str = "auto") -> Step:
-    def filled() -> Any:
-        cache = fnmodels.init_cache(config, len(prompt), room, dtype=dtype)
-        step = fnmodels.prepare_step(config, prompt, cache)
-        return fnmodels.decode_(params, *step, cache, config=config, at="last", kernel=kernel)[1]
+@dataclass(frozen=True)
+class Pair:
+    """A model in both libraries, with the same fp32 weights. given: of a Llama, what other libraries take."""
 
-    held, count = [filled()], [prompt.shape[1]]
-
-    def run(tokens: Tensor) -> Tensor:
-        if count[0] == room:
-            held[0], count[0] = filled(), prompt.shape[1]
-        step = fnmodels.prepare_step(config, tokens[:, None], held[0])
-        logits, held[0] = fnmodels.decode_(params, *step, held[0], config=config, at="last", kernel=kernel)
-        count[0] += 1
-        return logits
-
-    return run
+    config: Any
+    params: Any
+    theirs: Any
+    given: dict[str, Any] | None = None
 
 
-def compiled(params: Any, config: Any, prompt: Tensor, room: int, dtype: torch.dtype) -> Step:
-    step = fnmodels.compiled_step(config)
+def pair(model: str, sizes: dict[str, int], room: int) -> Pair:
+    if model == "llama":
+        given, config = configs(sizes, room)
+        params = P.init(config, seed=0)
+        return Pair(config, params, transformers_llama(given, exported(config, params)), given)
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    def filled() -> Any:
-        cache = fnmodels.init_cache(config, len(prompt), room, dtype=dtype)
-        prepared = fnmodels.prepare_step(config, prompt, cache)
-        return fnmodels.decode_(params, *prepared, cache, config=config, at="last")[1]
-
-    held, count = [filled()], [prompt.shape[1]]
-
-    def run(tokens: Tensor) -> Tensor:
-        if count[0] == room:
-            held[0], count[0] = filled(), prompt.shape[1]
-        logits, held[0] = step(params, tokens[:, None], held[0])
-        count[0] += 1
-        return logits[:, 0]
-
-    return run
+    if model == "moe":
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe.MODEL | {"max_position_embeddings": room}))
+    else:
+        theirs = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**recurrent_step.MODEL | {"max_position_embeddings": room}))
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        config, params = P.load_pretrained(folder, dtype=torch.float32, copy=True)
+    return Pair(config, params, theirs)
 
 
-def theirs(model: Any, prompt: Tensor, room: int, static: bool) -> Step:
-    from transformers import DynamicCache, StaticCache
-
-    def filled() -> Any:
-        cache = StaticCache(config=model.config, max_cache_len=room) if static else DynamicCache(config=model.config)
-        at = torch.arange(prompt.shape[1])
-        model(prompt, past_key_values=cache, use_cache=True, cache_position=at, logits_to_keep=1)
-        return cache
-
-    held, count = [filled()], [prompt.shape[1]]
-
-    def run(tokens: Tensor) -> Tensor:
-        if count[0] == room:
-            held[0], count[0] = filled(), prompt.shape[1]
-        at = torch.tensor([count[0]])
-        out = model(tokens[:, None], past_key_values=held[0], use_cache=True, cache_position=at)
-        count[0] += 1
-        logits: Tensor = out.logits[:, -1]
-        return logits
-
-    return run
+def exported(config: Any, params: Any) -> dict[str, Any]:
+    return {name: leaf.numpy() for name, leaf in P.export(config, params)}
 
 
-def contenders(sizes: dict[str, int], rows: int, context: int, dtype: torch.dtype, steps: int) -> dict[str, Step]:
-    room = context + 4 * steps
-    given, config = configs(sizes, room)
-    wide = P.init(config, seed=0)
-    flat = {name: leaf.numpy() for name, leaf in P.export(config, wide)}
-    model = transformers_llama(given, flat).to(dtype).eval()
-    prompt = torch.randint(0, sizes["vocab_size"], (rows, context))
-    params = tree.map(lambda leaf: leaf.to(dtype), wide)
+def contenders(pair: Pair, start: Start, threads: int, folder: Path) -> dict[str, Callable[[], Decoder]]:
+    """{name: a function that prepares the contender}."""
+    dtype, config, params = start.dtype, pair.config, tree.map(lambda leaf: leaf.to(start.dtype), pair.params)
+    theirs = pair.theirs.to(dtype).eval()
     found = {
-        "transformers dynamic": theirs(model, prompt, room, False),
-        "transformers static": theirs(model, prompt, room, True),
-        "fnmodels": ours(params, config, prompt, room, dtype),
-        "fnmodels compiled": compiled(params, config, prompt, room, dtype),
+        "transformers dynamic": partial(transformers, theirs, start, static=False),
+        "transformers static": partial(transformers, theirs, start, static=True),
     }
+    kinds = ["int8", "int4"] if dtype is torch.bfloat16 and pair.given is not None else []
+    if pair.given is not None:
+        flat = exported(config, pair.params)
+        if installed("litgpt"):
+            found["litgpt"] = partial(litgpt, pair.given, flat, start)
+        for kind in ["", *kinds] if installed("llama_cpp", "gguf") else []:
+            path = folder / f"{kind}.gguf"
+            write_gguf(path, pair.given, flat, kind or str(dtype).removeprefix("torch."))
+            found[f"llama.cpp {kind}".rstrip()] = partial(llama_cpp, path, config.vocab_size, start, threads)
+    forms = {"": params} | {f" {kind}": P.quantize(pair.params, config, kind=kind) for kind in kinds}
+    for form, leaves in forms.items():
+        found[f"fnmodels{form}"] = partial(ours, leaves, config, start)
+        found[f"fnmodels compiled{form}"] = partial(ours, leaves, config, start, compiled=True)
     if dtype is torch.float32:
-        packed = P.packed(params)
-        found["fnmodels packed"] = ours(packed, config, prompt, room, dtype)
-        if rows > 1:  # one row's product is a loop in compiled code
-            found["fnmodels compiled, packed"] = compiled(packed, config, prompt, room, dtype)
-        found["fnmodels packed, invariant"] = ours(packed, config, prompt, room, dtype, "invariant")
-        return found
-    for kind in ("int8", "int4"):
-        quantized = P.quantize(wide, config, kind=kind)
-        found[f"fnmodels {kind}"] = ours(quantized, config, prompt, room, dtype)
-        found[f"fnmodels compiled, {kind}"] = compiled(quantized, config, prompt, room, dtype)
+        params = P.packed(params)
+        found["fnmodels packed"] = partial(ours, params, config, start)
+        if start.rows > 1:  # one row's product is a loop in compiled code
+            found["fnmodels compiled, packed"] = partial(ours, params, config, start, compiled=True)
     return found
 
 
-def check(found: dict[str, Step], tokens: Tensor, dtype: torch.dtype) -> None:
-    logits = {name: step(tokens).float() for name, step in found.items()}
-    wanted = logits["transformers dynamic"]
+def check(found: dict[str, Decoder], tokens: Tensor, dtype: torch.dtype) -> None:
+    """The next tokens' logits agree, so far as the weights' rounding allows (random weights in 4 bits: 0.5)."""
+    logits = {name: decoder.step(tokens).float() for name, decoder in found.items()}
+    wanted = next(iter(logits.values()))
     for name, got in logits.items():
         off = float((got - wanted).norm() / wanted.norm())
         rounding = {"int8": 0.1, "int4": 0.5}.get(name.rpartition(" ")[2], 0.05)
-        bound = 1e-4 if dtype is torch.float32 else rounding
-        assert off < bound, f"{name} differs from transformers by {off:.1e}, relative to its norm."
+        exact = 2e-2 if name == "llama.cpp" else 1e-4  # its rows of 1,024 tokens are 5e-3 off
+        bound = exact if dtype is torch.float32 else rounding
+        assert off < bound, f"{name} differs from {next(iter(logits))} by {off:.1e}, relative to its norm."
 
 
 def bandwidth() -> float:
@@ -161,52 +144,76 @@ def bandwidth() -> float:
     return best
 
 
-def weights_read(sizes: dict[str, int]) -> int:
-    """Numbers that a step reads: all weights but the embedding."""
-    dim, heads = sizes["dim"], 2 * sizes["dim"] * (1 + sizes["kv_heads"] / sizes["heads"])
-    return int(sizes["layers"] * dim * (heads + 3 * sizes["ffn"]) + sizes["vocab_size"] * dim)
+def weights_read(pair: Pair) -> int:
+    """Elements that a step reads: all weights but the embedding, unless the head is the same."""
+    sizes = {path: leaf.numel() for path, leaf in tree.flatten(pair.params).items()}
+    return sum(sizes.values()) - (sizes["embed_tokens"] if "lm_head" in sizes else 0)
 
 
-def turn(step: Step, tokens: Tensor) -> Callable[[], list[Tensor]]:
-    return lambda: [step(row) for row in tokens]
+def turn(decoder: Decoder, tokens: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        decoder.rewind()
+        for row in tokens:
+            decoder.step(row)
+
+    return run
+
+
+def report(cell: list[Any], taken: dict[str, Taken], steps: int, read: float) -> None:
+    """read: seconds of reading each element of the weights in one byte."""
+    theirs = [taken.get(f"transformers {cache}") for cache in ("dynamic", "static")]
+    size = 4 if cell[0] == "float32" else 2
+    for name, one in taken.items():
+        form = name.rpartition(" ")[2]
+        kind = form if form in ("int8", "int4") else ""
+        other = taken.get(f"llama.cpp {kind}".rstrip())
+        ratios = [[t.wall / one.wall, t.cpu / one.cpu] if t else ["", ""] for t in theirs]
+        cells = [*cell, name, f"{one.wall / steps * 1e3:.2f}"]
+        cells += [f"{ratio:.2f}" if ratio else "" for pair in zip(*ratios, strict=True) for ratio in pair]
+        cells += ["" if other is None else f"{one.wall / other.wall:.2f}"]
+        cells += [f"{one.wall / steps / (read * {'int8': 1, 'int4': 0.5}.get(kind, size)):.1f}"]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--model", choices=("llama", "moe", "hybrid"), default="llama")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="+", default=[], help="contenders (default all)")
     args = parser.parse_args()
     give_back_memory()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for its former name of the cache
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if args.quick:
         args.rows, args.contexts, args.rounds = [1, 2], [8], 1
         torch.compiler.set_stance("force_eager")  # tests of compiled steps are others
-    sizes, steps = (QUICK, 2) if args.quick else (SIZES, STEPS)
+    sizes = QUICK if args.quick else SIZES
     speed = bandwidth()
-    print(f"{args.threads} threads, {speed / 1e9:.1f} GB/s")
-    print("| dtype | B | context | who | ms/step | x of dynamic | x of static | by CPU time | x of reading weights |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for dtype in (getattr(torch, name) for name in args.dtypes):
-        for rows in args.rows:
-            for context in args.contexts:
-                found = contenders(sizes, rows, context, dtype, steps)
-                tokens = torch.randint(0, sizes["vocab_size"], (steps, rows))
-                check(found, tokens[0], dtype)
-                taken = take_turns({name: turn(step, tokens) for name, step in found.items()}, args.rounds)
-                dynamic, static = taken["transformers dynamic"], taken["transformers static"]
-                for name, one in taken.items():
-                    size = {"int8": 1, "int4": 0.5}.get(name.rpartition(" ")[2], dtype.itemsize)
-                    ratios = (dynamic.wall / one.wall, static.wall / one.wall, dynamic.cpu / one.cpu)
-                    cells = [str(dtype).removeprefix("torch."), rows, context, name, f"{one.wall / steps * 1e3:.1f}"]
-                    cells += [f"{ratio:.2f}" for ratio in ratios]
-                    cells += [f"{one.wall / steps * speed / (weights_read(sizes) * size):.1f}"]
-                    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    print(f"{args.model}, {args.threads} threads, {speed / 1e9:.1f} GB/s")
+    print(
+        "| dtype | B | context | who | ms/step | x dynamic | x static | by CPU | by CPU | of llama.cpp | of reading |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    cells = [(dtype, rows, context) for dtype in args.dtypes for rows in args.rows for context in args.contexts]
+    for name, rows, context in cells:
+        steps = 2 if args.quick else STEPS if rows * context < MANY else FEW
+        models = pair(args.model, sizes, context + steps)
+        vocab, recurrent = models.config.vocab_size, args.model == "hybrid"
+        start = Start(torch.randint(0, vocab, (1, context)), rows, steps, getattr(torch, name), recurrent)
+        tokens = torch.randint(0, vocab, (steps, rows))
+        with tempfile.TemporaryDirectory() as folder:
+            made = contenders(models, start, args.threads, Path(folder))
+            found = {who: make() for who, make in made.items() if who in args.only or not args.only}
+        check(found, tokens[0], start.dtype)
+        taken = take_turns({who: turn(decoder, tokens) for who, decoder in found.items()}, args.rounds)
+        report([name, rows, context], taken, steps, weights_read(models) / speed)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def contenders(
     params = fnmodels.tree.map(lambda leaf: leaf.to(dtype), wide)
     fast = P.packed(params) if dtype is torch.float32 else params
     arrival = list(range(len(asked.prompts)))
+    step = fnmodels.compiled_step(config)
     by_answer = sorted(arrival, key=lambda i: asked.new[i])
 
     def prefills(tokens: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -98,10 +99,11 @@ def contenders(
             found: Tensor = fnmodels.family_of(config).unembed(params, x[:, -1:], config=config)[:, 0]
             return found
 
+        empty = fnmodels.init_cache(config, *tokens.shape, dtype=dtype)  # a value: it serves every prefill
+
         def prefill() -> Tensor:
-            cache = fnmodels.init_cache(config, *tokens.shape, dtype=dtype)
-            step = fnmodels.prepare_step(config, tokens, cache)
-            return fnmodels.prefill(params, *step, cache, config=config)[0]
+            step = fnmodels.prepare_step(config, tokens, empty)
+            return fnmodels.prefill(params, *step, empty, config=config)[0]
 
         return {"forward": forward, "prefill": prefill}
 
@@ -109,6 +111,7 @@ def contenders(
         "transformers, in order": lambda: batched(model, asked, arrival),
         "train.generate": lambda: served(params, config, asked, dtype=dtype),
         "train.generate, packed": lambda: served(fast, config, asked, dtype=dtype),
+        "train.generate, packed, compiled": lambda: served(fast, config, asked, dtype=dtype, compile=step),
         "transformers, by answer": lambda: batched(model, asked, by_answer),
     }, prefills
 
@@ -135,6 +138,8 @@ def main() -> None:
     give_back_memory()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
+    if args.quick:
+        torch.compiler.set_stance("force_eager")  # tests of compiled steps are others
     sizes, shapes = (QUICK, [(1, 8)]) if args.quick else (SIZES, [(1, 128), (1, 1024), (8, 128)])
     asked = (
         load(5, 2, (8, 3), 64) if args.quick else load(64, args.rows, (args.prompt, args.answer), sizes["vocab_size"])
@@ -147,6 +152,7 @@ def main() -> None:
     print("| who | tokens/s | x of transformers in order | by CPU time | same tokens |")
     print("|---|---|---|---|---|")
     first: tuple[float, float, Answers] | None = None
+    found["train.generate, packed, compiled"]()  # the first run compiles
     for name, run in found.items():  # once each: a run is hundreds of steps
         wall, cpu = time.perf_counter(), time.process_time()
         answers = run()

@@ -191,14 +191,20 @@ def test_recurrent(output: Output) -> None:
 @pytest.mark.slow
 def test_generate(output: Output) -> None:
     out = output("generate.py", "--quick")
-    for who in ("fnmodels packed, invariant", "fnmodels int8", "fnmodels int4", "transformers static"):
+    for who in ("fnmodels packed", "fnmodels int8", "fnmodels compiled int4", "transformers static"):
         assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out
+
+
+@pytest.mark.slow
+def test_invariant(output: Output) -> None:
+    out = output("invariant.py", "--quick")
+    assert out.count("gradient of 2 rows of 16") == 2 and out.count("| step, B ") == 4, out
 
 
 @pytest.mark.slow
 def test_serve_and_grpo(output: Output) -> None:
     out = output("serve.py", "--quick")
-    assert out.count("| 1.000 |\n") == 4 and "\n| 1 | 8 | " in out, out
+    assert out.count("| 1.000 |\n") == 5 and "\n| 1 | 8 | " in out, out
     out = output("grpo.py", "--quick")
     assert "the rewards differ by 0.0000 at most" in out, out
 
