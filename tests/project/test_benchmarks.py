@@ -44,7 +44,7 @@ def test_attention(output: Output) -> None:
 @pytest.mark.slow
 def test_encoders(output: Output) -> None:
     out = output("encoders.py", "--quick")
-    assert out.count("\n| fnmodels |") == 4 and out.count(" x the others)") == 4, out
+    assert out.count("\n| fnmodels |") == 5 and out.count(" x the others)") == 5, out
     assert out.count("\n| transformers |") == 3, out
 
 
