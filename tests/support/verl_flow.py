@@ -99,17 +99,18 @@ def batch(rank: int, size: int, *, sft: bool, **extra: Any) -> Any:
     return data
 
 
-def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
-    """A TrainingWorker for the engine that the settings name."""
+def worker_config(model: Path, settings: dict[str, Any], kind: str) -> Any:
+    """The configuration of a TrainingWorker with the engine that the settings name."""
     from transformers import AutoModelForTokenClassification
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
 
     settings = dict(settings)
     changes: dict[str, Any] = {"load_tokenizer": False, "enable_gradient_checkpointing": False}
     changes |= {"override_config": {"attn_implementation": "eager"}, **settings.pop("model", {})}
-    optimizer = {"lr": 1e-3, "lr_warmup_steps": 3, "total_training_steps": 40, "weight_decay": 0.1, "clip_grad": 1.0}
+    optimizer: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 3, "total_training_steps": 40, "weight_decay": 0.1}
+    # Adam divides by |gradient| + eps: with 1e-8 a gradient that is nearly 0 moves its weight by a rounding's sign.
+    optimizer |= {"clip_grad": 1.0, "override_optimizer_config": {"eps": settings.pop("eps", 1e-4)}}
     if settings["strategy"] == "fnmodels":
         from train.verl import EngineConfig
 
@@ -119,14 +120,20 @@ def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
         classes.from_pretrained = functools.partial(_eager, classes.from_pretrained)  # type: ignore[method-assign]
         precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         engine = FSDPEngineConfig(mixed_precision=precision, use_torch_compile=False, model_dtype="fp32", **settings)
-    config = TrainingWorkerConfig(
+    return TrainingWorkerConfig(
         model_type=kind,
         model_config=HFModelConfig(path=str(model), **changes),
         engine_config=engine,
         optimizer_config=FSDPOptimizerConfig(**optimizer),
         checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
     )
-    made = TrainingWorker(config)
+
+
+def worker(model: Path, settings: dict[str, Any], kind: str) -> Any:
+    """A TrainingWorker in this process."""
+    from verl.workers.engine_workers import TrainingWorker
+
+    made = TrainingWorker(worker_config(model, settings, kind))
     made.reset()
     return made
 
@@ -151,10 +158,10 @@ def exported(made: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in tensors}
 
 
-def language_model(made: Any, folder: Path, resume: str | None) -> dict[str, Any]:
+def language_model(made: Any, folder: Path, resume: str | None = None, entropy: float = 0.01) -> dict[str, Any]:
     """infer, validation, 4 SFT steps, a saved step, 4 PPO steps, 2 mini-batches of 2 epochs.
 
-    resume: a saved step, from which the second half begins.
+    resume: a saved step, from which the second half begins. entropy: its coefficient in PPO.
     """
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig
@@ -187,7 +194,7 @@ def language_model(made: Any, folder: Path, resume: str | None) -> dict[str, Any
             ppo_mini_batch_size=8,
             loss_agg_mode=mode,
             loss_scale_factor=12,
-            entropy_coeff=0.01,
+            entropy_coeff=entropy,
             use_kl_loss=True,
             kl_loss_coef=0.05,
         )
@@ -202,7 +209,7 @@ def language_model(made: Any, folder: Path, resume: str | None) -> dict[str, Any
     return found
 
 
-def value_model(made: Any, folder: Path, _: str | None) -> dict[str, Any]:
+def value_model(made: Any, folder: Path) -> dict[str, Any]:
     """Values, and 4 steps of the clipped value loss."""
     from verl.workers.config import FSDPCriticConfig
     from verl.workers.utils.losses import value_loss
@@ -226,10 +233,11 @@ def main() -> None:
     import verl  # noqa: F401 - registers the platform
 
     torch.set_num_threads(1)
-    kind, resume = settings.pop("kind", "language_model"), settings.pop("resume", None)
+    kind = settings.pop("kind", "language_model")
+    more = {name: settings.pop(name) for name in ("resume", "entropy") if name in settings}
     made = worker(model, settings, kind)
-    flow = language_model if kind == "language_model" else value_model
-    found = flow(made, out.parent / f"{out.stem}_steps", resume)
+    flow: Any = language_model if kind == "language_model" else value_model
+    found = flow(made, out.parent / f"{out.stem}_steps", **more)
     if made.engine.is_mp_src_rank_with_outputs():
         torch.save(found, f"{out}.{made.engine.get_data_parallel_rank()}")
     torch.distributed.barrier()

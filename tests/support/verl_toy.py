@@ -1,4 +1,4 @@
-"""A task for `python -m verl.trainer.main_ppo`: a model with 96 words, prompts, and a reward for digits.
+"""A task for verl's trainers `main_ppo` and `sft_trainer`: a model with 96 words, prompts, a reward for digits, chats.
 
     python tests/support/verl_toy.py FOLDER MODEL      MODEL: a folder that tests/support/verl_flow.py wrote
 
@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 
 def write_task(folder: Path, model: Path) -> None:
-    """A tokenizer in the model's folder; train.parquet, test.parquet and reward.py in `folder`."""
+    """A tokenizer in the model's folder; train.parquet, test.parquet, chats.parquet and reward.py in `folder`."""
     import pandas
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +51,11 @@ def write_task(folder: Path, model: Path) -> None:
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     pandas.DataFrame(rows[:8]).to_parquet(folder / "test.parquet")
     (folder / "reward.py").write_text(REWARD)
+    asked = [" ".join(draw.choices("abcdefgh", k=draw.randint(1, 4))) for _ in range(256)]
+    answers = [" ".join(str(ord(letter) % 10) for letter in words.split()) for words in asked]
+    turns = zip(asked, answers, strict=True)
+    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in turns]
+    pandas.DataFrame({"messages": chats}).to_parquet(folder / "chats.parquet")
 
 
 def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> list[str]:
@@ -94,6 +99,42 @@ def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> lis
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
+
+
+def sft(folder: Path, model: Path, name: str, *, steps: int, mesh: str = "", resume: Path | None = None) -> list[str]:
+    """The arguments of python for SFT on the chats. name: of the run, "fsdp..." for verl's own engine."""
+    settings = {
+        "hydra.searchpath": "[pkg://train.verl.config]",
+        "hydra.run.dir": folder / name / "hydra",
+        "model.path": model,
+        "model.enable_gradient_checkpointing": False,
+        "+model.override_config.attn_implementation": "eager",
+        "data.train_files": folder / "chats.parquet",
+        "data.val_files": folder / "chats.parquet",
+        "data.val_max_samples": 32,
+        "data.train_batch_size": 16,
+        "data.max_token_len_per_gpu": 256,
+        "data.num_workers": 0,
+        "optim.lr": 1e-2,
+        "optim.lr_warmup_steps": 4,
+        "optim.lr_scheduler_type": "cosine",
+        "optim.override_optimizer_config": "{eps: 1e-4}",
+        "trainer.device": "cpu",
+        "trainer.logger": "[console]",
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": steps // 2,
+        "trainer.test_freq": steps // 2,
+        "trainer.default_local_dir": folder / name,
+        "trainer.resume_mode": "disable" if resume is None else "resume_path",
+        "trainer.resume_from_path": "null" if resume is None else resume,
+    }
+    if name.startswith("fsdp"):
+        settings |= {"engine": "fsdp", "engine.strategy": "fsdp2", "engine.model_dtype": "fp32"}
+        settings |= {"engine.use_torch_compile": False, "+engine.mixed_precision.param_dtype": "fp32"}
+        settings |= {f"+engine.mixed_precision.{part}_dtype": "fp32" for part in ("reduce", "buffer")}
+    else:
+        settings |= {"engine": "fnmodels", "engine.dtype": "float32", "engine.mesh": f"'{mesh}'"}
+    return ["-m", "verl.trainer.sft_trainer", *(f"{option}={value}" for option, value in settings.items())]
 
 
 if __name__ == "__main__":
