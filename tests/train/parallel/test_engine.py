@@ -271,6 +271,10 @@ def in_calls(text: str, folder: str) -> dict[str, Any]:
     for step, values in enumerate(({"lr": 0.003, "betas": (0.5, 0.7)}, {"divide_by": 3.0, "lr": 0.002}, {})):
         if step == 2:
             ours.optimizer = theirs.optimizer = train.adamw(0.001)
+            leaves = [leaf for leaf in tree.leaves(local_tree(ours.state)) if leaf.numel()]
+            ours.offload()
+            found["offloaded"] = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+            ours.onload()
         metrics = []
         for engine in (ours, theirs):
             engine.forward_backward(parts, loss)
@@ -290,6 +294,14 @@ def in_calls(text: str, folder: str) -> dict[str, Any]:
     ours.optim_step()
     again = tree.flatten(local_tree(ours.params))
     found["resumed"] = max(float((again[path] - leaf).abs().max()) for path, leaf in kept.items())
+    score = functools.partial(train.token_logprobs, config=config, kernel="math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = Engine(config, ours.params, None, mesh=mesh)
+    for (logp, *_), (expected, *_) in zip(reference.infer(parts, score), ours.infer(parts, score), strict=True):
+        found["reference"] = float((logp - expected).abs().max())
+    with pytest.raises(RuntimeError, match="has no optimizer"):
+        reference.forward_backward(parts, loss)
     at = data_parallel(devices(mesh))
     found["data"] = [at.rank, at.size, dist.get_world_size(at.group), at.is_source]
     if mesh.pp > 1:
