@@ -11,7 +11,7 @@ experts are as they were.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -65,20 +65,28 @@ class Float8:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.flatten(0, -2)
     more = -rows.shape[0] % _SIDE
-    y: Tensor = _Product.apply(F.pad(rows, (0, 0, 0, more)) if more else rows, weight)
+    rows = F.pad(rows, (0, 0, 0, more)) if more else rows
+    with torch.no_grad():
+        casts = (*cast(rows, torch.float8_e4m3fn), *cast(weight, torch.float8_e4m3fn))
+    y: Tensor = _Product.apply(rows, weight, *casts)
     y = (y[: rows.shape[0]] if more else y).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
 class _Product(torch.autograd.Function):
-    """x [rows, in] weight^T. The gradients are products of what forward multiplied, as 8 bits hold it."""
+    """x [rows, in] weight^T of their casts. The gradients are products of the casts too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        left, right = cast(x, torch.float8_e4m3fn), cast(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(*left, *right)
+    def forward(
+        x: Tensor, weight: Tensor, x8: Tensor, x_scale: Tensor, weight8: Tensor, weight_scale: Tensor
+    ) -> Tensor:
+        return product((x8, x_scale), (weight8, weight_scale), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, *casts = inputs
+        ctx.save_for_backward(*casts)
         ctx.dtypes = x.dtype, weight.dtype
-        return product(left, right, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -86,11 +94,24 @@ class _Product(torch.autograd.Function):
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         grad, scale = cast(grad_output, torch.float8_e5m2)
         to_x, to_weight = ctx.dtypes
-        needs_x, needs_weight = ctx.needs_input_grad
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
         return (
             product((grad, scale), (_transposed(weight), weight_scale), to_x) if needs_x else None,
             product((_transposed(grad), scale), (_transposed(x), x_scale), to_weight) if needs_weight else None,
+            *[None] * 4,
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("vmap")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse("forward mode")
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise NotImplementedError(f"float8_layers has first derivatives by autograd alone, not {transform}: leave it out.")
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
