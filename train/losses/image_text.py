@@ -83,14 +83,15 @@ def image_text_loss(
     real = every != IGNORE  # ranks with fewer pairs are padded
     texts, images, every = texts[real], images[real], every[real]
     similarity = fnmodels.family_of(config).similarity  # type: ignore[attr-defined]
+    count = torch.tensor(len(numbers), device=numbers.device)
     of_text = similarity(params, text, images).float()
     same = numbers[:, None] == every
     if "logit_bias" in params:
         signs = torch.where(same, 1.0, -1.0)
-        return -F.logsigmoid(signs * of_text).sum(), torch.tensor(len(numbers))
+        return -F.logsigmoid(signs * of_text).sum(), count
     of_image, target = similarity(params, texts, image).float().T, same.int().argmax(1)
     both = torch.stack([F.cross_entropy(logits, target, reduction="sum") for logits in (of_text, of_image)])
-    return both.mean(), torch.tensor(len(numbers))
+    return both.mean(), count
 
 
 def _features(params: Tree, batch: Mapping[str, Tensor], config: Any, options: ForwardKwargs) -> tuple[Tensor, Tensor]:
