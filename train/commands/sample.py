@@ -199,7 +199,7 @@ def load(arguments: argparse.Namespace) -> Model:
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, each with a text "prompt" or a list "messages". UserError names the line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # not splitlines: U+2028 is text
         if not line.strip():
             continue
         try:

@@ -43,7 +43,7 @@ _OPTIONAL: dict[str, Any] = {"negatives": []}
 def read_examples(path: Path, kind: str) -> list[dict[str, Any]]:
     """The examples in the file, of one of KINDS; UserError, with the line, for what does not fit. Other fields stay."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # not splitlines: U+2028 is text
         if not line.strip():
             continue
         try:

@@ -127,6 +127,12 @@ def test_lines_that_do_not_fit(line: str, loss: str, words: str, tmp_path: Path)
         read_examples(tmp_path / "data", loss)
 
 
+def test_separators_of_unicode_do_not_end_lines(tmp_path: Path) -> None:
+    text = "w1 \u2028 w2 \x85 w3"
+    (tmp_path / "data").write_text(json.dumps({"text": text}, ensure_ascii=False), encoding="utf-8")
+    assert read_examples(tmp_path / "data", "masked")[0]["text"] == text
+
+
 def test_what_a_loss_cannot_train_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init, data = folder_of(tmp_path / "init", CONFIG), lines(tmp_path / "data", [{"text": "w1", "label": 4}])
     given = ["--data", str(data), "--run", str(tmp_path / "run")]
