@@ -108,14 +108,16 @@ def train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _encode(arguments: argparse.Namespace, config: Any, longest: int | None = None) -> Encode:
+def _encode(
+    arguments: argparse.Namespace, config: Any, longest: int | None = None, *, lower_case: bool = False
+) -> Encode:
     """The token ids of a text, cut to --length and to what the model has positions for."""
     tokenizer = load_tokenizer(arguments.init)
     check_vocabulary(tokenizer, config.vocab_size, arguments.init)
     tokenizer.enable_truncation(min(arguments.length, longest or arguments.length, config.max_position_embeddings))
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text).ids
+        ids: list[int] = tokenizer.encode(text.lower() if lower_case else text).ids
         return ids
 
     return encode
@@ -129,7 +131,7 @@ def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
         config, params = P.load_pretrained(arguments.init, head="none", part="text", **options)
         embedder = Embedder(("mean",), max_length=min(arguments.length, config.max_position_embeddings))
     whole, (config, params, rest) = config, _without_pooler(config, params)
-    encode = _encode(arguments, config, embedder.max_length)
+    encode = _encode(arguments, config, embedder.max_length, lower_case=embedder.lower_case)
 
     def batch(own: Examples, generator: torch.Generator) -> Batch:
         texts = [[one["query"], one["positive"], *one["negatives"]] for one in own]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import fnmodels
 import params as P
 from fnmodels import bert, clip, llama
+from fnmodels.embedding import Embedder
 from fnmodels.errors import UserError
 from train.commands.documents import main
 from train.data.examples import read_examples
@@ -67,6 +68,19 @@ def test_pairs(tmp_path: Path) -> None:
     ids = [[2, 5 + i, 6 + i, 3] for i in range(6)] + [[2, 25 + i, 8 + i, 14, 3] for i in range(6)]
     vectors = fnmodels.embed_documents(params, ids, config=config, embedder=embedder)
     assert (vectors[:6] @ vectors[6:].T).argmax(1).tolist() == list(range(6))
+
+
+def test_pairs_are_lowercased_where_the_folder_says_so(tmp_path: Path) -> None:
+    init, found = folder_of(tmp_path / "init", replace(CONFIG, pooler=0)), []
+    config, params = P.load_pretrained(init)
+    P.save_embedder(tmp_path / "lower", config, params, Embedder(lower_case=True))
+    tokenizer(tmp_path / "lower")
+    upper = [{name: text.upper() for name, text in pair.items() if name != "negatives"} for pair in PAIRS]
+    lower = [{name: text.lower() for name, text in pair.items()} for pair in upper]
+    for name, rows in (("one", upper), ("two", lower)):
+        data = lines(tmp_path / f"{name}.jsonl", rows)
+        found.append(run(data, tmp_path / "lower", tmp_path / name, "pairs", steps=2))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("decoder", [False, True])
