@@ -220,6 +220,9 @@ def _captions(arguments: argparse.Namespace, examples: Examples) -> Job:
     config, params = P.load_pretrained(arguments.init, dtype=torch.float32, copy=True)
     if not hasattr(fnmodels.family_of(config), "similarity"):
         raise UserError(f"--init {arguments.init} is a {config.model_type}; captions need a CLIP or a SigLIP")
+    files = [arguments.data.parent / one["image"] for one in examples]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{arguments.data} names {missing[0]}, which is no file; {len(missing)} are missing")
     pixels = Pixels.of(arguments.init, config.vision.image_size)
     encode = _encode(arguments, config.text)
 

@@ -111,7 +111,7 @@ def test_masked_tokens_and_resuming(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
-def test_captions(tmp_path: Path) -> None:
+def test_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vision = SIZES | {"image_size": 12, "patch_size": 6, "initializer_range": 0.1}
     text = SIZES | {"vocab_size": len(WORDS), "max_position_embeddings": 8, "bos_token_id": 2, "eos_token_id": 3}
     values = {"model_type": "clip", "projection_dim": 20, "vision_config": vision, "text_config": text}
@@ -122,6 +122,9 @@ def test_captions(tmp_path: Path) -> None:
     losses = run(data, init, tmp_path / "run", "captions")
     assert losses[-1] < 0.5 * losses[0]
     assert type(P.load_config(tmp_path / "run" / "model")) is clip.Config
+    given = ["--data", str(lines(tmp_path / "gone", [{"image": "7.png", "text": "w1"}])), "--init", str(init)]
+    assert main([*given, "--run", str(tmp_path / "none"), "--loss", "captions"]) == 2
+    assert "7.png, which is no file; 1 are missing" in capsys.readouterr().err
     image = read_picture(tmp_path / "1.png", Pixels(12))
     torch.testing.assert_close(image, torch.tensor([40, 215, 90]).div(127.5).sub(1)[:, None, None].expand(3, 12, 12))
 
