@@ -15,6 +15,7 @@ Block = Callable[..., tuple[Tensor, dict[str, Any]]]  # aux: tensors, and with a
 class PerLayer:
     """A kernel or a layer_fn that depends on the layer: choose(index of the layer) returns the one to use there.
 
+    kernel="invariant" is of all layers, and refused here.
     Layers for which equal ones are chosen share a block, and so a compiled graph.
     """
 
@@ -87,9 +88,14 @@ class ForwardOptions:
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
 
     def at(self, index: int) -> "ForwardOptions":
-        """Those of one layer: with what a `PerLayer` chooses there."""
+        """Those of one layer: with what a `PerLayer` chooses there; ValueError where that is kernel="invariant"."""
         given = {"kernel": self.kernel, "layer_fn": self.layer_fn}
         chosen = {name: value.choose(index) for name, value in given.items() if isinstance(value, PerLayer)}
+        if chosen.get("kernel") == "invariant":
+            raise ValueError(
+                f'The PerLayer chooses kernel="invariant" for layer {index}, which has effect only for all layers, '
+                'embedding and head together: pass kernel="invariant" itself.'
+            )
         return replace(self, **chosen) if chosen else self
 
     @property

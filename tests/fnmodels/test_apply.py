@@ -154,6 +154,8 @@ def test_kernels_and_wrappers_that_depend_on_the_layer() -> None:
     step = fnmodels.prepare_step(CONFIG, TOKENS, cache)
     logits, _ = fnmodels.prefill(weights, *step, cache, config=CONFIG, kernel=mine)
     assert off(logits, edited[:, -1]) < 1e-5
+    with pytest.raises(ValueError, match='kernel="invariant" for layer 1'):
+        run(kernel=fnmodels.PerLayer(lambda index: "invariant" if index else "math"))
     with pytest.raises(TypeError, match="takes one for all layers"):
         wrap(recording)
 
