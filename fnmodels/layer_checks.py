@@ -48,6 +48,7 @@ def valid_tokens(valid: Tensor | None, masks: Mapping[str, MaskLike], x: Tensor)
 
 
 def check_routing(routing: Tensor, x: Tensor, sparse: int, config: DecoderConfig) -> None:
+    """ValueError unless routing is int64 [B, S, sparse, k] for x [B, S, D]. sparse: the number of MoE layers."""
     chosen = field_of(config, "num_experts_per_tok") if sparse else 0
     if routing.shape != (*x.shape[:2], sparse, chosen) or routing.dtype != torch.int64:
         raise ValueError(
@@ -57,6 +58,7 @@ def check_routing(routing: Tensor, x: Tensor, sparse: int, config: DecoderConfig
 
 
 def check_choices(choices: Tensor, x: Tensor, layers: int) -> None:
+    """ValueError unless choices are int64 [B, S, layers, k] for x [B, S, D]. layers: those with an indexer."""
     if choices.ndim != 4 or choices.shape[:3] != (*x.shape[:2], layers) or choices.dtype != torch.int64:
         raise ValueError(
             f"choices must be int64 [B, S, layers with an indexer, keys of a query] = {[*x.shape[:2], layers]} and the "

@@ -152,6 +152,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
 
 
 def check_taps_tuple(taps: tuple[str, ...]) -> None:
+    """TypeError for a string, whose letters would be read as names."""
     if isinstance(taps, str):
         raise TypeError(f"taps is the string {taps!r}; it is a tuple of names: taps=({taps!r},).")
 
@@ -175,6 +176,7 @@ def check_tap_names(config: DecoderConfig, unread: list[str]) -> None:
 
 
 def wanted_taps(config: DecoderConfig, taps: tuple[str, ...], layers: int, run: range) -> frozenset[tuple[int, str]]:
+    """(layer, name within it) of each tap "layers.N.NAME"; ValueError for other names and layers outside of `run`."""
     check_taps_tuple(taps)
     wanted = set()
     for tap in taps:

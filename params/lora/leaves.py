@@ -62,6 +62,7 @@ def adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
 
 
 def nodes_of(params: Tree) -> dict[str, Lora]:
+    """{path: node} of the adapters in `params`."""
     found: dict[str, Lora] = {}
 
     def note(path: str, leaf: Any) -> None:
@@ -88,6 +89,7 @@ def on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box
 
 
 def initial_magnitude(path: str, node: Lora) -> Tensor:
+    """[out], DoRA's magnitude of an adapter that has not been trained; UnsupportedError for experts and DTensors."""
     if node.weight.ndim != 2 or sharding_of(node.weight) is not None:
         what = "a DTensor" if node.weight.ndim == 2 else "a weight of experts"
         raise UnsupportedError(f"{path} is {what}, for which DoRA is not supported: take plain LoRA.")
