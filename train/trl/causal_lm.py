@@ -1,6 +1,6 @@
 """`CausalLM`: a model as TRL's GRPOTrainer (1.16) takes one, an nn.Module with some methods of transformers' models.
 
-    config, params = P.load_pretrained(folder)
+    config, params = P.load_pretrained(folder, copy=True)
     model = train.trl.CausalLM(config, params, AutoConfig.from_pretrained(folder), GenerationConfig())
     GRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), processing_class=tokenizer, ...).train()
     P.save_pretrained(out, config, model.params())
@@ -72,7 +72,9 @@ class CausalLM(ModelModule):
         prepared = fnmodels.prepare(config, input_ids, positions=positions, segment_ids=valid)
         options = self._options.copy()
         if self.is_gradient_checkpointing:
-            options["layer_fn"] = layer_fn(self._remat, "none")
+            own: Any = options.get("layer_fn")
+            recomputed: Any = layer_fn(self._remat, "none")
+            options["layer_fn"] = recomputed if own is None else lambda block: recomputed(own(block))
         found: Tensor = fnmodels.forward(self.params(), *prepared, config=config, **options)
         return found
 
