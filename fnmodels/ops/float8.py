@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fnmodels import tree
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 
@@ -39,14 +38,27 @@ def float8_layers(block: Block) -> Block:
 
 
 def in_float8(layer: Tree) -> Tree:
-    """The layer's parameters with every weight [out, in] named ..._proj as a `Float8`, if both sides divide by 16."""
-    flat = tree.flatten(layer)
-    return tree.unflatten({path: Float8(leaf) if _multiplies(path, leaf) else leaf for path, leaf in flat.items()})
+    """The layer's parameters with every weight [out, in] named ..._proj as a `Float8`, if both sides divide by 16.
+
+    NotImplementedError for a weight that is no plain tensor, such as one with an adapter.
+    """
+    return _converted(layer, "")
 
 
-def _multiplies(path: str, leaf: Any) -> bool:
-    fits = path.endswith("_proj") and type(leaf) in (Tensor, torch.nn.Parameter) and leaf.ndim == 2
-    return fits and not any(side % _SIDE for side in leaf.shape)
+def _converted(node: Tree, path: str) -> Tree:
+    if isinstance(node, dict):
+        return {key: _converted(value, f"{path}.{key}" if path else key) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_converted(value, f"{path}.{i}") for i, value in enumerate(node)]
+    if not path.endswith("_proj") or "experts" in path.split("."):
+        return node
+    if not isinstance(node, Tensor):
+        raise NotImplementedError(
+            f"{path} is a {type(node).__name__}, and float8_layers multiplies plain weights: without adapters, packed "
+            "or quantized forms, and tensor parallelism."
+        )
+    fits = type(node) in (Tensor, torch.nn.Parameter) and node.ndim == 2
+    return Float8(node) if fits and not any(side % _SIDE for side in node.shape) else node
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,6 +58,9 @@ def test_only_projections_multiply_in_float8() -> None:
     assert found == {f"attention.{name}_proj" for name in "qkvo"}
     odd = {"up_proj": torch.zeros(24, 32), "router": torch.zeros(32, 32), "norm": torch.zeros(32)}
     assert in_float8(odd) == odd
+    for made in (P.lora.add(CONFIG, P.init(CONFIG, 0), rank=2), P.packed(P.init(CONFIG, 0))):
+        with pytest.raises(NotImplementedError, match=r"attention.q_proj is a \w+, and float8_layers multiplies plain"):
+            in_float8(made["layers"][0])
 
 
 def _gradients(dtype: torch.dtype, **options: Any) -> Tensor:
