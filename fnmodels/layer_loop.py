@@ -127,6 +127,11 @@ def run_stack(
             "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
             "[B, S, layers, P], which the family's function of this name computes."
         )
+    if batch.layer_inputs is not None and not len(kinds) - lo <= batch.layer_inputs.shape[2] <= len(kinds):
+        raise ValueError(
+            f"layer_inputs is {list(batch.layer_inputs.shape)}: dimension 2 has the model's {len(kinds)} layers, or "
+            f"those from layer {lo} to the last."
+        )
     if may_have(family, "shared") is not None and batch.shared is None:
         raise ValueError(
             "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, which "

@@ -75,3 +75,6 @@ def test_what_is_not_carried_is_missed(case: Case) -> None:
             ValueError, match=r"Layers from 2 on borrow the keys and values .* 'sliding', which has not run"
         ):
             run(1, 2, carried={})
+    if beside is not None:
+        with pytest.raises(ValueError, match=r"dimension 2 has the model's .* layers, or those from layer 0"):
+            run(0, 1, layer_inputs=beside[:, :, :1])
