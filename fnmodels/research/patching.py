@@ -16,10 +16,9 @@ from fnmodels.apply import forward
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.options import Edit
-from fnmodels.taps import tap_names
 from fnmodels.tree import Tree
 
-from .common import Prepared, along_sequence, differentiable, names_of
+from .common import ADDED, Prepared, along_sequence, differentiable, names_of
 from .continued import given_run
 
 Metric = Callable[[Tensor], Tensor]
@@ -136,12 +135,13 @@ def path_patching(
 
     senders: {tap: bool mask that broadcasts with its value, of what is patched; None: all}, of names as
     "layers.3.attention.z" (heads in dimension 2) and "layers.3.mlp". receivers: taps that read the residual stream,
-    such as "layers.5.attention.q", or "hidden". Between them all heads and MLPs keep their clean values
+    such as "layers.5.attention.q", or "hidden". Between them all that layers add keeps its clean value
     (arXiv 2304.05969). ValueError for a receiver that is such a value itself. Runs kernel="math".
     """
-    known = tap_names(config)
-    kept = names_of(config, "attention.z", "attention", "mamba", "mlp")
-    kept = [name for name in kept if not name.endswith(".attention") or f"{name}.z" not in known]
+    # What a sublayer adds is held, not its heads alone: a gate behind them reads the residual stream.
+    kept = [
+        name for name in names_of(config, "attention.z", *ADDED) if not any(s.startswith(f"{name}.") for s in senders)
+    ]
     if wrong := sorted({*receivers} & {*kept}):
         raise ValueError(
             f"The receiver {wrong[0]!r} is held at its clean value on the way; receivers are what reads the residual "
@@ -149,9 +149,10 @@ def path_patching(
         )
     run = functools.partial(forward, params, config=config, kernel="math")
     with torch.no_grad():
-        held = run(*clean, taps=tuple(kept))[1]
+        plain = run(*clean, taps=(*kept, *senders))[1]
         sent = run(*corrupt, taps=tuple(senders))[1]
-        patched = {name: _mixed(held[name], sent[name], mask) for name, mask in senders.items()}
+        held = {name: plain[name] for name in kept}
+        patched = {name: _mixed(plain[name], sent[name], mask) for name, mask in senders.items()}
         received = run(*clean, taps=tuple(receivers), edits={**held, **patched})[1]
     return metric(run(*clean, edits=dict(received)))
 

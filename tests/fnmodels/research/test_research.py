@@ -13,7 +13,18 @@ import fnmodels
 from fnmodels import research
 from fnmodels.models.common.decoder import head
 from fnmodels.research.continued import given_run
-from tests.support.cases import Case, batch_of, cases, causal, covering, generic_params, off, segments, tap_names
+from tests.support.cases import (
+    Case,
+    batch_of,
+    cases,
+    causal,
+    covering,
+    generic_params,
+    layer_structures,
+    off,
+    segments,
+    tap_names,
+)
 
 LLAMA = next(case.config for case in cases() if case.name == "llama")
 PARAMS = generic_params(LLAMA)
@@ -281,6 +292,27 @@ def test_path_patching() -> None:
         research.path_patching(
             PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, senders={last: None}, receivers=("layers.1.mlp",)
         )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma4_text_e"])
+@pytest.mark.parametrize("sender", ["mlp", "attention", "mlp.neurons"])
+def test_a_direct_path_moves_the_last_state_by_what_is_sent(name: str, sender: str) -> None:
+    """Gates behind the heads, and inputs of each layer, read the residual stream too, and are held on the way."""
+    case = next(case for case in layer_structures() if case.name == name)
+    config, params = case.config, generic_params(case.config, torch.float64)
+    clean, corrupt = (batch_of(config, segments((6,), (6,)), seed=seed).prepared() for seed in (1, 2))
+    full = functools.partial(fnmodels.forward, params, config=config, kernel="math")
+    tap, added = f"layers.0.{sender}", f"layers.0.{sender.partition('.')[0]}"
+    found = research.path_patching(
+        params, clean, corrupt, metric, config=config, senders={tap: None}, receivers=("hidden",)
+    )
+    sent = full(*corrupt, taps=(tap,))[1]
+    taps = full(*clean, taps=("hidden", added))[1]
+    moved = full(*clean, taps=(added,), edits=sent)[1][added] - taps[added]
+    for layer in params["layers"]:
+        moved = moved * layer.get("layer_scalar", 1)
+    wanted = metric(full(*clean, edits={"hidden": taps["hidden"] + moved}))
+    assert off(found, wanted) < 1e-9 * max(1.0, float(wanted.abs())) and off(found, metric(full(*clean))) > 1e-6
 
 
 def test_steering() -> None:
