@@ -48,9 +48,9 @@ def direct_logit_attribution(
     )
     added = {name: (found[name].detach() * weight).sum(-1) for name in summands}
     if parts:
-        total = sum(
-            ((found[name] * weight).sum() for name in summands if found[name].requires_grad), weight.new_zeros(())
-        )
+        # What a layer adds after its MLP reads it; no part of it is a head's or a neuron's own.
+        own = [name for name in summands if found[name].requires_grad and not name.endswith(".per_layer")]
+        total = sum(((found[name] * weight).sum() for name in own), weight.new_zeros(()))
         inner = torch.autograd.grad(total, [found[name] for name in parts])
         for name, gradient in zip(parts, inner, strict=True):
             share = found[name].detach() * gradient

@@ -117,6 +117,17 @@ def test_contributions_add_up_to_the_logit(name: str) -> None:
     assert all(off(both[tap], added[tap] - other[tap]) < 1e-5 for tap in added)
 
 
+def test_neurons_are_parts_of_their_own_mlp() -> None:
+    """What Gemma 4 adds after the MLP reads it, and is none of theirs."""
+    config = next(case.config for case in layer_structures() if case.name == "gemma4_text_e")
+    params, batch = generic_params(config, torch.float64), batch_of(config, segments((5,), (5,)))
+    added = research.direct_logit_attribution(params, batch.prepared(), batch.tokens, config=config)
+    neurons = [name for name in added if name.endswith(".mlp.neurons")]
+    assert neurons
+    for name in neurons:
+        assert off(added[name].sum(-1), added[name.removesuffix(".neurons")]) < 1e-9, name
+
+
 def test_patch_grid_and_causal_trace() -> None:
     _, clean = run(*CLEAN, taps=("layers.*.output",))
     grid = research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA)
