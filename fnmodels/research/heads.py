@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels.apply import hidden, prepare
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import Edit
-from fnmodels.tree import Tree
+from fnmodels.tree import Tree, leaves
 
 from .common import names_of
 
@@ -36,7 +36,7 @@ def induction_scores(
     1 for a perfect induction head. length: tokens of the first half.
     """
     generator = torch.Generator().manual_seed(seed)
-    half = torch.randint(config.vocab_size, (batch, length), generator=generator)
+    half = torch.randint(config.vocab_size, (batch, length), generator=generator).to(leaves(params)[0].device)
     names = names_of(config, "attention.pattern")
     with torch.no_grad():
         _, tapped = hidden(

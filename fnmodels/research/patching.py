@@ -16,6 +16,7 @@ from fnmodels.apply import forward
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.options import Edit
+from fnmodels.taps import list_of_taps
 from fnmodels.tree import Tree
 
 from .common import ADDED, Prepared, along_sequence, differentiable, names_of
@@ -42,9 +43,12 @@ def patch_grid(
     positions run at a time under vmap; None: as many as pays. read: the positions whose logits the metric reads,
     increasing, such as (-1,); it gets [B, len(read), V]. None: all of them. Each cell runs the layers from the patched
     one on, and where tokens depend on earlier ones by attention alone, the tokens from the patched one on (not with
-    edits other than of "embed"). Runs kernel="math". ValueError for positions to read that are not increasing.
+    edits other than of "embed"). Runs kernel="math". ValueError for a tap of no layer, and for
+    positions to read that are not increasing.
     """
     names = names_of(config, tap)
+    if not names:
+        raise ValueError(f"No layer has the tap {tap!r}. There are {list_of_taps(config)}.")
     layers = [int(name.split(".", 2)[1]) for name in names]
     with torch.no_grad():
         _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names))

@@ -38,8 +38,10 @@ def harvest(
     """[rows, ...]: the tap `name` of the first tokens that are no padding, memory-mapped from the new file `path`.
 
     Packed batches (`fnmodels.pack`) have the fewest tokens of padding. options: of `fnmodels.hidden`, as a layout.
-    ValueError if the batches have fewer tokens; the file is then removed.
+    ValueError if the batches have fewer tokens; the file is then removed. FileExistsError if there is one already.
     """
+    if Path(path).exists():
+        raise FileExistsError(f"{path} exists; harvest writes a new file.")
     out, filled = None, 0
     for prepared in batches:
         with torch.no_grad():
@@ -116,7 +118,7 @@ def train_sae(
     optimizer, losses = torch.optim.Adam(sae.values(), rate), []
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        x = data[torch.randint(len(data), (batch,), generator=generator)].to(sae["bias"].dtype)
+        x = data[torch.randint(len(data), (batch,), generator=generator)].to(sae["bias"])
         loss, _ = sae_loss(sae, x, sparsity=sparsity)
         optimizer.zero_grad()
         torch.autograd.backward(loss, inputs=list(sae.values()))

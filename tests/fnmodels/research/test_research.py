@@ -241,6 +241,11 @@ def test_positions_to_read_that_do_not_fit_are_refused(read: tuple[int, ...]) ->
         research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, read=read)
 
 
+def test_a_grid_of_a_tap_that_no_layer_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"No layer has the tap 'mpl'\. There are embed"):
+        research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, tap="mpl")
+
+
 def _scaled(value: Tensor, name: str) -> Tensor:
     return 0.9 * value
 
@@ -381,6 +386,9 @@ def test_sparse_autoencoders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="The batches have 33 tokens that are no padding, and rows is 40"):
         research.harvest(PARAMS, packed, tmp_path / "more", name, config=LLAMA, rows=40)
     assert not (tmp_path / "more").exists()
+    with pytest.raises(FileExistsError, match="harvest writes a new file"):
+        research.harvest(PARAMS, packed, tmp_path / "rows", name, config=LLAMA, rows=40)
+    assert torch.equal(torch.from_file(str(tmp_path / "rows"), size=rows.numel()).view_as(rows), rows)
 
     generator = torch.Generator().manual_seed(0)
     true = F.normalize(torch.randn(16, 8, generator=generator), dim=0)
