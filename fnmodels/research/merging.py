@@ -24,12 +24,13 @@ def merge_slerp(one: Tree, other: Tree, fraction: float) -> Tree:
     """Spherical interpolation leaf by leaf: `one` at fraction 0, `other` at 1; linear for (anti)parallel leaves."""
 
     def interpolate(a: Tensor, b: Tensor) -> Tensor:
-        lengths = a.norm() * b.norm()
-        cosine = (torch.dot(a.flatten(), b.flatten()) / lengths).clamp(-1, 1)
-        angle = torch.acos(cosine)
+        x, y = (leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in (a, b))  # lengths overflow fp16
+        lengths = x.norm() * y.norm()
+        angle = torch.acos((torch.dot(x.flatten(), y.flatten()) / lengths).clamp(-1, 1))
         if lengths == 0 or torch.sin(angle) < 1e-6:
-            return torch.lerp(a, b, fraction)
-        return (torch.sin((1 - fraction) * angle) * a + torch.sin(fraction * angle) * b) / torch.sin(angle)
+            return torch.lerp(x, y, fraction).to(a.dtype)
+        mixed = (torch.sin((1 - fraction) * angle) * x + torch.sin(fraction * angle) * y) / torch.sin(angle)
+        return mixed.to(a.dtype)
 
     return tree.map(interpolate, one, other)
 

@@ -162,6 +162,8 @@ def test_merged_models() -> None:
     x, y = {"a": torch.tensor([2.0, 0.0])}, {"a": torch.tensor([0.0, 2.0])}
     close(research.merge_slerp(x, y, 0.5)["a"], torch.tensor([2.0, 2.0]) / 2**0.5)
     close(research.merge_slerp(x, x, 0.3)["a"], x["a"])
+    half = {"a": torch.full((300, 300), 2.0, dtype=torch.float16)}
+    assert torch.equal(research.merge_slerp(half, half, 0.3)["a"], half["a"])
     with pytest.raises(ValueError, match="density"):
         research.merge_ties(base, [one], density=0)
     with pytest.raises(ValueError, match="one weight"):
