@@ -276,7 +276,8 @@ class Engine:
             return found
         if self._placed is not None:  # other ranks may have some, and would wait
             devices = self._placed.devices
-            check_same((), devices, whole_groups(devices))
+            with self._naming_the_lost("inference"):  # the same number of calls in all of them
+                check_same((), devices, whole_groups(devices))
         return []
 
     def export(self, *, adapters: bool = False, copy: bool = False) -> Iterator[tuple[str, Tensor]]:
