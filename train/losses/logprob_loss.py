@@ -29,7 +29,7 @@ def logprob_loss(
 
     logp, entropy [B, S]: as from `token_logprobs`, 0 where labels are -100. function sees full rows on every mesh (over
     `cp` gathered, with gradients), so it may sum over sequences. temperature: a number, or the name of a batch entry
-    [B, S] (without a mesh also [B]). chunk, options: as in `token_logprobs`. `Engine.forward_backward` returns logp and
+    [B] or [B, S]. chunk, options: as in `token_logprobs`. `Engine.forward_backward` returns logp and
     entropy of the training pass as outputs. Keep one loss object: compiled code is cached per function.
     """
 
