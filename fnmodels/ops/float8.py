@@ -28,7 +28,7 @@ _SCALED_BY_TENSOR = F.ScalingType.TensorWise
 def float8_layers(block: Block) -> Block:
     """A `layer_fn`: the block, with its projections multiplied in float8.
 
-    Composes with remat, compile and sharded parameters (dp, fsdp), and has first derivatives by autograd only.
+    Composes with remat and compile, and has first derivatives by autograd only.
     """
 
     def run(layer: Tree, *args: Any, **more: Any) -> Any:
@@ -52,13 +52,12 @@ def _converted(node: Tree, path: str) -> Tree:
         return [_converted(value, f"{path}.{i}") for i, value in enumerate(node)]
     if not path.endswith("_proj") or "experts" in path.split("."):
         return node
-    if not isinstance(node, Tensor):
+    if type(node) not in (Tensor, torch.nn.Parameter):
         raise NotImplementedError(
             f"{path} is a {type(node).__name__}, and float8_layers multiplies plain weights: without adapters, packed "
             "or quantized forms, and tensor parallelism."
         )
-    fits = type(node) in (Tensor, torch.nn.Parameter) and node.ndim == 2
-    return Float8(node) if fits and not any(side % _SIDE for side in node.shape) else node
+    return node if node.ndim != 2 or any(side % _SIDE for side in node.shape) else Float8(node)
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,7 +159,7 @@ def _without_pooler(config: Any, params: Tree) -> tuple[Any, Tree, Tree]:
 
 def _labels(arguments: argparse.Namespace, examples: Examples) -> Job:
     numbers = label_numbers(examples)
-    config, params = _classifier(arguments, numbers)
+    config, params, numbers = _classifier(arguments, numbers)
     encode = _encode(arguments, config)
 
     def batch(own: Examples, generator: torch.Generator) -> Batch:
@@ -170,15 +170,16 @@ def _labels(arguments: argparse.Namespace, examples: Examples) -> Job:
     return _whole(config, params, functools.partial(classification_loss, config=config), batch)
 
 
-def _classifier(arguments: argparse.Namespace, numbers: dict[str | int, int]) -> tuple[Any, Tree]:
-    """(config, params) of --init's classifier, if it has one of these labels, else with a new head."""
+def _classifier(arguments: argparse.Namespace, numbers: dict[str | int, int]) -> tuple[Any, Tree, dict[str | int, int]]:
+    """(config, params, {label: number}): --init's classifier and numbers if it has all labels, else with a new head."""
     options: Any = {"part": "text", "dtype": torch.float32, "copy": True}
     labels, known = len(numbers), P.load_config(arguments.init, part="text")
     if field_of(known, "head") == "classification":
         names = json.loads(dict(known.extra).get("id2label", "{}"))
-        wanted = {str(number): str(label) for label, number in numbers.items()}
-        if (names or {str(i): f"LABEL_{i}" for i in range(known.num_labels)}) == wanted:
-            return P.load_pretrained(arguments.init, **options)
+        names = names or {str(i): f"LABEL_{i}" for i in range(known.num_labels)}
+        own = {str(name): int(number) for number, name in names.items()}
+        if own.keys() >= set(map(str, numbers)):
+            return *P.load_pretrained(arguments.init, **options), {label: own[str(label)] for label in numbers}
     if labels < 2:
         raise UserError(f"{arguments.data} has one label, {next(iter(numbers))!r}; a classifier needs two")
     config, params = P.load_pretrained(arguments.init, head="none", **options)
@@ -186,9 +187,8 @@ def _classifier(arguments: argparse.Namespace, numbers: dict[str | int, int]) ->
     config, params = P.new_head(config, params, head="classification", num_labels=labels, seed=arguments.seed)
     names = json.dumps({str(number): str(label) for label, number in numbers.items()}, sort_keys=True)
     kept: Any = config
-    return replace(
-        kept, extra=(*(entry for entry in kept.extra if entry[0] != "id2label"), ("id2label", names))
-    ), params
+    extra = (*(entry for entry in kept.extra if entry[0] != "id2label"), ("id2label", names))
+    return replace(kept, extra=extra), params, numbers
 
 
 def _masked(arguments: argparse.Namespace, examples: Examples) -> Job:
