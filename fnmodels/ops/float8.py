@@ -75,17 +75,18 @@ class Float8:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.flatten(0, -2)
-    more = -rows.shape[0] % _SIDE
-    rows = F.pad(rows, (0, 0, 0, more)) if more else rows
+    count = rows.shape[0]
+    rows = F.pad(rows, (0, 0, 0, -count % _SIDE)) if count % _SIDE else rows
     with torch.no_grad():
         casts = (*cast(rows, torch.float8_e4m3fn), *cast(weight, torch.float8_e4m3fn))
-    y: Tensor = _Product.apply(rows, weight, *casts)
-    y = (y[: rows.shape[0]] if more else y).view(*x.shape[:-1], weight.shape[0])
+    function = _ProductTraced if torch.compiler.is_compiling() else _Product
+    y: Tensor = function.apply(rows, weight, *casts)
+    y = y[:count].view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-class _Product(torch.autograd.Function):
-    """x [rows, in] weight^T of their casts. The gradients are products of the casts too."""
+class _ProductTraced(torch.autograd.Function):
+    """x [rows, in] weight^T of their casts. The gradients are products of the casts too. Dynamo traces no jvp rule."""
 
     @staticmethod
     def forward(
@@ -111,6 +112,10 @@ class _Product(torch.autograd.Function):
             product((_transposed(grad), scale), (_transposed(x), x_scale), to_weight) if needs_weight else None,
             *[None] * 4,
         )
+
+
+class _Product(_ProductTraced):
+    """The same in eager mode, with a sentence for each transform that it has no rule for."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:

@@ -77,13 +77,23 @@ def _lacks_gradient(x: Tensor) -> bool:
 class _Received(torch.autograd.Function):
     """The same tensor, whose gradient is contiguous, as messages must be."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
 
 
 Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count, aux)
