@@ -120,6 +120,7 @@ def test_rows_of_caches(name: str) -> None:
     _, cache = after(begun(config, params), tokens[:, :3])
     wanted, longer = after(cache, tokens[:, 3:4])
     swapped = fnmodels.take(cache, [1, 0])
+    assert all(torch.equal(a, b[[1, 0]]) for a, b in zip(tree.leaves(swapped), tree.leaves(cache), strict=True))
     # fp64: a row has other last bits at another place of a product
     torch.testing.assert_close(after(swapped, tokens[[1, 0], 3:4])[0], wanted[[1, 0]], rtol=0, atol=1e-12)
     back = fnmodels.insert(swapped, [0, 1], cache)

@@ -123,10 +123,10 @@ class Server:
         while True:
             self._requests.wait()
             self._requests.taken.clear()
-            self._requests.closed = False  # before `_serve` reads the weights: whoever replaces them closes it after
+            self._requests.closed = False  # before `_serve` reads the weights; replacing them closes it after
             try:
                 self._serve()
-            except Exception as error:  # whoever waits is told
+            except Exception as error:  # the caller that waits gets it
                 list(self._requests)
                 for future in self._requests.taken:
                     if not future.done():
