@@ -264,8 +264,13 @@ def hf_names(config: DecoderConfig) -> dict[str, Any]:
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
-    """For `Config.__post_init__`: fills head_dim 0 and layer_kinds (); ConfigError for inconsistent fields."""
-    check_sizes(config, *_DECODER_FIELDS[:6], "max_position_embeddings")
+    """For `Config.__post_init__`: fills head_dim 0 and layer_kinds (); ConfigError for inconsistent fields.
+
+    intermediate_size 0 is a model without MLPs, whose layers are attention alone.
+    """
+    check_sizes(config, *(n for n in _DECODER_FIELDS[:6] if n != "intermediate_size"), "max_position_embeddings")
+    if config.intermediate_size != 0:
+        check_sizes(config, "intermediate_size")
     check_head(config)
     window = getattr(config, "sliding_window", None)
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -334,7 +339,7 @@ def decoder_sizes(
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", low=0),
         "num_hidden_layers": fields.integer("num_hidden_layers", high=LAYERS_LIMIT),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("num_key_value_heads", kv_heads or heads),
