@@ -6,10 +6,13 @@ of it. So a logit is a sum of what each part contributes, plus what the head add
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from fnmodels.apply import forward, unembedded
+from fnmodels.apply import forward
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import Edit
 from fnmodels.taps import tap_names
@@ -30,44 +33,47 @@ def direct_logit_attribution(
     targets, against: token ids, int64 [B, S]. "embed", "layers.N.attention", "layers.N.mlp" and other summands of the
     residual stream: [B, S]. "layers.N.attention.z" [B, S, N] by head and "layers.N.mlp.neurons" [B, S, F] by neuron:
     their parts of these, without biases; the scale of a norm that follows the sublayer is held. The summands add up to
-    the logit in families whose layers return what enters plus what they add, and whose head has no bias and no
-    soft-cap. Runs kernel="math".
+    the logit in families whose layers return what enters plus what they add, or a multiple of it, and whose head has no
+    bias and no soft-cap. Runs kernel="math".
     """
     held = map_tree(Tensor.detach, params)
     summands, parts = ["embed", *names_of(config, *ADDED)], names_of(config, *_PARTS)
     scales = [name for name in tap_names(config) if name.endswith(".scale")]
+    run = functools.partial(forward, held, *prepared, config=config, kernel="math")
     with torch.no_grad():
-        _, tapped = forward(held, *prepared, config=config, kernel="math", taps=("hidden", *scales))
-    weight = _logit_gradient(held, tapped, targets, against, config)
+        _, tapped = run(taps=(*summands, *scales))
+    # With constants in place of what sublayers compute, the stream is the sum of these as the model takes it.
+    constants = {name: tapped[name].requires_grad_() for name in summands}
+    logits = run(edits={**constants, _SCALE: tapped[_SCALE]})
+    wanted = logits.gather(-1, targets[..., None]).sum()
+    if against is not None:
+        wanted = wanted - logits.gather(-1, against[..., None]).sum()
+    found = torch.autograd.grad(wanted, list(constants.values()))
+    weights = dict(zip(summands, found, strict=True))
+    added = {name: (tapped[name].detach() * weights[name]).sum(-1) for name in summands}
+    return added | (_parts_of(run, tapped, scales, weights, parts, config) if parts else {})
+
+
+def _parts_of(
+    run: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    tapped: dict[str, Tensor],
+    scales: list[str],
+    weights: dict[str, Tensor],
+    parts: list[str],
+    config: DecoderConfig,
+) -> dict[str, Tensor]:
+    """What heads and neurons add. weights: by how much the logits grow with each summand of the residual stream."""
     frozen: dict[str, Edit] = {name: tapped[name] for name in scales if name != _SCALE}
     # Cut between sublayers, so that a head reaches the output of its own sublayer alone.
     cuts: dict[str, Edit] = dict.fromkeys(("embed", *names_of(config, "input", "middle")), _cut)
     leaves: dict[str, Edit] = dict.fromkeys(parts, _leaf)
-    _, found = forward(
-        held, *prepared, config=config, kernel="math", taps=(*summands, *parts), edits=frozen | cuts | leaves
-    )
-    added = {name: (found[name].detach() * weight).sum(-1) for name in summands}
-    if parts:
-        # What a layer adds after its MLP reads it; no part of it is a head's or a neuron's own.
-        own = [name for name in summands if found[name].requires_grad and not name.endswith(".per_layer")]
-        total = sum(((found[name] * weight).sum() for name in own), weight.new_zeros(()))
-        inner = torch.autograd.grad(total, [found[name] for name in parts])
-        for name, gradient in zip(parts, inner, strict=True):
-            share = found[name].detach() * gradient
-            added[name] = share.sum(-1) if name.endswith(".z") else share
-    return added
-
-
-def _logit_gradient(
-    params: Tree, tapped: dict[str, Tensor], targets: Tensor, against: Tensor | None, config: DecoderConfig
-) -> Tensor:
-    """[B, S, D]: by how much the logits of the targets grow with the residual stream, the final norm's scale held."""
-    x = tapped["hidden"].detach().requires_grad_()
-    logits, _ = unembedded(params, x, config, (), {_SCALE: tapped[_SCALE]})
-    wanted = logits.gather(-1, targets[..., None]).sum()
-    if against is not None:
-        wanted = wanted - logits.gather(-1, against[..., None]).sum()
-    return torch.autograd.grad(wanted, x)[0]
+    _, found = run(taps=(*weights, *parts), edits=frozen | cuts | leaves)
+    # What a layer adds after its MLP reads it; no part of it is a head's or a neuron's own.
+    own = [name for name in weights if found[name].requires_grad and not name.endswith(".per_layer")]
+    total = torch.stack([(found[name] * weights[name]).sum() for name in own]).sum()
+    shares = torch.autograd.grad(total, [found[name] for name in parts])
+    each = {name: found[name].detach() * share for name, share in zip(parts, shares, strict=True)}
+    return {name: share.sum(-1) if name.endswith(".z") else share for name, share in each.items()}
 
 
 def _cut(value: Tensor, name: str) -> Tensor:

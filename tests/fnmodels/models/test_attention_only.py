@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import params as P
@@ -37,6 +38,7 @@ def test_it_is_the_model_whose_mlps_add_nothing(tmp_path: Path) -> None:
     assert config == CONFIG and all(map(torch.equal, tree.leaves(again), tree.leaves(params)))
 
 
+@pytest.mark.slow
 def test_it_trains() -> None:
     """Leaves without elements stay as they are; the others move, compiled too."""
     batch = batch_of(CONFIG, segments((12,), (7, 5)))
