@@ -289,24 +289,107 @@ WRONG = [(case, name) for case, names in VALUES.items() for name in names]
 WRONG += [(case, f"{name}{end}") for case, names in NORMS.items() for name in names for end in ("", ".scale")]
 
 
+class Place:
+    """The values of one tap's layer, to compute from them what another place in the code has."""
+
+    def __init__(self, case: Case, tap: str) -> None:
+        self.case, self.tap, self.tapped = case, tap, run_with_all_taps(case)
+        self.prefix = tap.removesuffix(local(tap))
+        self.weights: Any = (
+            generic_params(case.config)["layers"][int(tap.split(".")[1])]
+            if self.prefix
+            else generic_params(case.config)
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Another tap of the layer."""
+        return self.tapped[self.prefix + name]
+
+    def projected(self, read: str, *path: str) -> Tensor:
+        """The product of what `read` shows with a weight of the layer."""
+        weight = functools.reduce(lambda node, name: node[name], path, self.weights)
+        return F.linear(self[read], weight)
+
+    def heads(self, name: str) -> Tensor:
+        """Queries or keys as they are projected: before their positions."""
+        value = self.projected("input_layernorm", "attention", f"{name}_proj")
+        return value.view_as(self[f"attention.{name}"])
+
+    def shorter(self) -> Tensor:
+        """The tap of a run without the last token of each row."""
+        batch = batch_of(self.case.config, ROWS).take(slice(None), slice(None, -1))
+        found: Tensor = batch.forward(generic_params(self.case.config), taps=(self.tap,))[1][self.tap]
+        return found
+
+    def norm_input(self, name: str = "") -> Tensor:
+        return norms_of(self.case)[self.prefix + name if name else self.tap][0]
+
+    def in_the_row(self) -> Tensor:
+        """Chosen keys counted from the row's first token, not the document's."""
+        positions = batch_of(self.case.config, ROWS).positions
+        return self["choices"] + (torch.arange(positions.shape[1]) - positions)[..., None]
+
+    def scale_of_output(self) -> Tensor:
+        return torch.rsqrt(self.tapped[self.tap.removesuffix(".scale")].square().mean(-1, keepdim=True))
+
+
+_CHOSEN = "expert_indices"
+MOVED: dict[str, Callable[[Place], Tensor]] = {  # what a tap at a wrong place would show
+    "embed": lambda at: at.tapped["layers.0.input_layernorm"],
+    "input": lambda at: at["input_layernorm"],
+    "attention.q": lambda at: at.heads("q"),
+    "attention.k": lambda at: at.heads("k"),
+    "attention.v": lambda at: at["attention.k"],
+    "attention.scores": lambda at: at["attention.scores"] * at["attention.q"].shape[-1] ** 0.5,  # before the scale
+    "attention.pattern": lambda at: at["attention.scores"].softmax(-1),  # before the mask
+    "attention.z": lambda at: at["attention"].view_as(at["attention.z"]),  # after the projection
+    "attention": lambda at: at["attention.z"].flatten(2),  # before the projection
+    "mamba": lambda at: at["attention"],
+    "attention.state": lambda at: at.shorter(),  # before the last token
+    "middle": lambda at: at["input"],
+    "mlp.pre": lambda at: at.projected("post_attention_layernorm", "mlp", "up_proj"),
+    "mlp.neurons": lambda at: F.silu(at["mlp.pre"]),  # before the product with the other half
+    "mlp": lambda at: at["post_attention_layernorm"],
+    "router_logits": lambda at: at["router_logits"].sigmoid(),
+    _CHOSEN: lambda at: at["router_logits"].topk(at[_CHOSEN].shape[-1]).indices,  # before biases and groups
+    "expert_weights": lambda at: at["router_logits"].sigmoid().gather(-1, at[_CHOSEN]),  # before they are normalized
+    "counts": lambda at: torch.bincount(at[_CHOSEN].flatten(), minlength=len(at["counts"])),  # with padding
+    "experts": lambda at: at["experts"] + at["shared_expert"],
+    "shared_expert": lambda at: at["mlp"],
+    "per_layer": lambda at: at.norm_input("post_per_layer_input_norm"),
+    "choices": lambda at: at.in_the_row(),
+    "output": lambda at: at["middle"],
+    "hidden": lambda at: at["final.norm"],
+}
+
+
+def moved(case: Case, tap: str) -> Tensor:
+    """Norms: before the norm, and the scale of their output."""
+    place, name = Place(case, tap), local(tap)
+    if name in MOVED:
+        return MOVED[name](place)
+    return place.scale_of_output() if name.endswith(".scale") else place.norm_input()
+
+
 @pytest.mark.parametrize(("variant", "name"), WRONG)
-def test_a_wrong_tap_is_found(variant: str, name: str) -> None:
-    """A tap that records another value than the one which the model goes on with fails the checks."""
+def test_a_tap_at_a_wrong_place_is_found(variant: str, name: str) -> None:
+    """The checks fail where a tap shows what stands before or after its place, and where it is off by a hundredth."""
     case = next(case for case in layer_structures() if case.name == variant)
-    tapped = dict(run_with_all_taps(case))
-    hit = [tap for tap in tapped if local(tap) == name]
+    plain = run_with_all_taps(case)
+    hit = [tap for tap in plain if local(tap) == name]
     assert hit
-    tapped |= {tap: _wrong(tapped[tap]) for tap in hit}
-    found = []
-    for check in CHECKS:
-        try:
-            check(case, tapped)
-        except AssertionError:
-            found.append(check)
-    assert found
+    for wrong in ({tap: moved(case, tap) for tap in hit}, {tap: _scaled(plain[tap]) for tap in hit}):
+        assert all(wrong[tap].shape == plain[tap].shape and wrong[tap].dtype == plain[tap].dtype for tap in hit)
+        found = []
+        for check in CHECKS:
+            try:
+                check(case, plain | wrong)
+            except AssertionError:
+                found.append(check)
+        assert found
 
 
-def _wrong(value: Tensor) -> Tensor:
+def _scaled(value: Tensor) -> Tensor:
     return value * 1.01 if value.is_floating_point() else value // 2
 
 
