@@ -66,7 +66,7 @@ def forward(
     """
     try:
         if stacks := may_have(family_of(config), "stacks")(config):
-            return _through_stacks(params, inputs, masks, freqs_cis, stacks, taps, options)
+            return _through_stacks(params, inputs, masks, freqs_cis, config, stacks, taps, options)
         given = ForwardOptions(**options)
         check_taps_tuple(taps)
         final, edits = tuple(tap for tap in taps if tap in FINAL), given.edits or {}
@@ -93,6 +93,7 @@ def _through_stacks(
     inputs: Tree,
     masks: Mapping[str, Any],
     freqs_cis: Mapping[str, Any],
+    config: DecoderConfig,
     stacks: Mapping[str, Any],
     taps: tuple[str, ...],
     options: Mapping[str, Any],
@@ -103,6 +104,10 @@ def _through_stacks(
             "Taps and edits are of one stack: run fnmodels.stack_params(params, name) with config.encoder, and then "
             'config.decoder with the encoder\'s result as inputs["memory"].'
         )
+    if isinstance(params, RunParams) and params.run.staged:
+        x, _ = params.run.hidden(params, inputs, masks, freqs_cis, config, (), ForwardOptions(**options))
+        last = list(stacks)[-1]
+        return unembedded(stack_params(params, last), x, stacks[last], (), {})[0]
     layouts, rest = options.get("layout"), {name: value for name, value in options.items() if name != "layout"}
     if layouts is not None and not isinstance(layouts, Mapping):
         raise TypeError(
@@ -120,7 +125,7 @@ def _through_stacks(
 def stack_params(params: Tree, name: str) -> Tree:
     """The params of the "encoder" or the "decoder" of a model of both, for `forward` with that stack's config."""
     shared = {key: value for key, value in params.items() if key not in ("encoder", "decoder")}
-    return with_run(params, shared | params[name])
+    return with_run(params, shared | params.get(name, {}))  # a stage of a pipeline may have nothing of one
 
 
 def unembedded(

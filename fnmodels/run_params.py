@@ -20,6 +20,11 @@ from .tree import Tree, pytree_dict
 class Run(Protocol):
     """Adapts the forward passes of a model to a run (its mesh, remat, layout)."""
 
+    @property
+    def staged(self) -> bool:
+        """Whether `hidden` runs a stage of a pipeline, whose layers may be of an encoder and of its decoder."""
+        ...
+
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
         """The options that layers run with, given those of the caller."""
         ...

@@ -28,6 +28,7 @@ class CompiledBlocks:
 
     backend: str
     made: dict[Any, Block] = field(default_factory=dict)
+    staged = False
 
     def __call__(self, function: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tensor:
         """function(params, batch) with compiled blocks. ValueError where it runs no blocks of these params."""

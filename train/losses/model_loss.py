@@ -94,6 +94,11 @@ class RunOptions:
     expected: bool = False
     reached: list[bool] | None = None  # filled when the model runs
 
+    @property
+    def staged(self) -> bool:
+        """`Run.staged`."""
+        return self.stage is not None
+
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
         """`Run.adapted`."""
         self.note_reached()

@@ -104,17 +104,29 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
 def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
     """ValueError for a mesh over which a model of this family cannot be divided."""
     family = family_of(config)
+    check_pipelined(config, mesh.pp)
     several = hasattr(family, "towers") or may_have(family, "stacks")(config)
-    if several and (mesh.cp * mesh.pp > 1 or sequence):
+    if several and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
-            "not have cp or pp above 1, nor sequence=True; fsdp, dp and tp work."
+            "not have cp above 1, nor sequence=True; fsdp, dp, tp and, of an encoder with its decoder, pp work."
         )
-    if may_have(family, "shared") is not None and (mesh.cp * mesh.pp > 1 or sequence):
+    if may_have(family, "shared") is not None and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as the "
-            f"distances of tokens, so the mesh {mesh} must not have cp or pp above 1, nor sequence=True; fsdp, dp and "
-            "tp work."
+            f"distances of tokens, so the mesh {mesh} must not have cp above 1, nor sequence=True; fsdp, dp, tp and pp "
+            "work."
+        )
+
+
+def check_pipelined(config: Any, size: int) -> None:
+    """ValueError for a model of two towers: neither reads what the other's layers return, so none is a later stage."""
+    family = family_of(config)
+    if size > 1 and hasattr(family, "towers"):
+        raise ValueError(
+            f"A {config.model_type} has towers ({' and '.join(family.towers(config))}) that run beside each other, and "
+            "the stages of a pipeline run one after the other: shard it over fsdp, dp and tp, with remat where memory "
+            "is short, and leave pp out."
         )
 
 

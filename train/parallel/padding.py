@@ -39,6 +39,11 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     return {name: larger(name, tensor) for name, tensor in batch.items()}
 
 
+def entry_of_tokens(batch: Batch) -> Tensor:
+    """The entry that holds the tokens of a batch: "tokens" [B, S], or the "latents" [B, S, C] of a diffusion model."""
+    return batch["tokens" if "tokens" in batch else "latents"]
+
+
 def is_per_row(tensor: Tensor, rows: int) -> bool:
     """Whether an entry of a batch is [B], a number per row."""
     return tensor.ndim == 1 and len(tensor) == rows

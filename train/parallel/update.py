@@ -22,6 +22,7 @@ from train.gradients import Sums
 from train.losses.moe_balance import moved_biases
 from train.optim.base import OnFull, Optimizer, sharded_version, wide_dtype, with_paths
 from train.parallel.pipeline.stages import counted_elsewhere
+from train.parallel.pipeline.tree_split import entry_of
 from train.state import State, consume
 from train.update import StepOptions, update
 
@@ -47,7 +48,7 @@ def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
     staged = placed.devices["pp"].size() > 1
     trained, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     trainable = {path: how for path, how in tree.flatten(placed.shards).items() if trained[path]}
-    once = [path.partition(".")[0] not in elsewhere for path in trainable]
+    once = [entry_of(path, elsewhere) is None for path in trainable]
     norm_of = norm_over(list(trainable.values()), placed.devices, once)
     return ShardedUpdate(placed, on_shards, norm_of, aux_of_stages(placed) if staged else None)
 

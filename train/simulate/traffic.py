@@ -102,8 +102,7 @@ def _over_pp(rank: PipelineRank) -> Iterable[Message]:
         for other, what in ((stage + 1, "hidden states"), (stage - 1, "their gradients")):
             if 0 <= other < len(pipe.layers) and pipe.ranks[other] != rank.index:
                 yield _times("send", "pp", what, rank.model.hidden_bytes, rank.model.work.microbatches)
-    tied = frozenset.intersection(*tree_split.ends(config))
-    if rank.index in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
-        for leaf in (leaf for group in rank.outside.values() for leaf in group):
-            if leaf.path.partition(".")[0] in tied:
-                yield _times("send", "pp", "tied gradients", leaf.local * WIDE, 1)
+    several = tree_split.holders(config, pipe)
+    for leaf in (leaf for group in rank.outside.values() for leaf in group):
+        if (entry := tree_split.entry_of(leaf.path, several)) is not None:
+            yield _times("send", "pp", "tied gradients", leaf.local * WIDE, len(several[entry]) - 1)

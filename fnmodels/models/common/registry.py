@@ -173,8 +173,8 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "BIASED": False,  # whether its attention has a `RelativeBias`
     # (params, inputs, config=) -> a tree of tensors that every layer reads beside the residual stream: `Context.shared`
     "shared": None,
-    # (config, positions [B, S]) -> inputs with "positions" as its masks read them and what `shared` reads, for
-    # `tap_names`, of a family that `prepare` makes no inputs for
+    # (config, positions [B, S]) -> inputs with "positions" as its masks read them and what `embed` and `shared` read,
+    # of a family that reads other inputs than token ids and patches
     "example_inputs": None,
     # (config) -> {"encoder": Config, "decoder": Config} of a model that has both, else {}; see `fnmodels.pairs`
     "stacks": lambda config: {},

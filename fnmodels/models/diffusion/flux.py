@@ -291,8 +291,10 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
     """Inputs of rows [B, S], half of whose tokens are texts; see `registry.FAMILY_DEFAULTS`."""
     rows, tokens = positions.shape
-    sizes = {"text_image": tokens // 2, "latent_image": tokens - tokens // 2}
-    made = {name: positions.new_zeros(rows, size) for name, size in sizes.items()}
+    sizes = {"text": tokens // 2, "latent": tokens - tokens // 2}
+    made = {f"{name}_image": positions.new_zeros(rows, size) for name, size in sizes.items()}
+    made["text"] = torch.zeros(rows, sizes["text"], config.joint_attention_dim, device=positions.device)
+    made["tokens"] = torch.zeros(rows, sizes["latent"], config.in_channels, device=positions.device)
     conditions = {
         name: torch.zeros(rows, 1, *tail, device=positions.device) for name, tail in config.conditions.items()
     }

@@ -279,6 +279,14 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     return F.gelu(linear(x, second.flatten(1), params["conv2_bias"])) + placed
 
 
+def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
+    """Inputs of rows [B, S] of one stack; see `registry.FAMILY_DEFAULTS`."""
+    if config.stack == "decoder":
+        return {"tokens": torch.zeros_like(positions), "positions": positions}
+    frames = torch.zeros(*positions.shape, REACH * config.num_mel_bins, device=positions.device)
+    return {"tokens": frames, "positions": positions}
+
+
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
     """What all layers of a decoder read: {"memory", "memory_mask"}, which `inputs` must hold; nothing in an encoder."""
     return memory_of(inputs) if config.stack == "decoder" else {}

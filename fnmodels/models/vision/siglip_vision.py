@@ -5,7 +5,7 @@ query to the image's patches, and an MLP.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm, upcast
 from fnmodels.tree import Tree
+from fnmodels.tree import map as map_tree
 
 MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model")
 INPUTS = "patches"
@@ -86,7 +87,13 @@ def spec(config: Config) -> Tree:
             **layer_norm_leaves("norm", D, "embed"),
             "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
         }
+        tree["pooler"] = map_tree(_outside_of_layers, tree["pooler"])
     return tree
+
+
+def _outside_of_layers(leaf: Leaf) -> Leaf:
+    """The leaf with axes of its own: tensor parallelism shards heads and neurons of layers alone."""
+    return replace(leaf, axes=tuple(axis if axis == "embed" else f"pooler_{axis}" for axis in leaf.axes))
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

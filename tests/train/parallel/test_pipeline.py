@@ -18,9 +18,10 @@ from torch import Tensor
 
 import fnmodels
 import train
-from fnmodels import tree
+from fnmodels import t5, tree
 from tests.support.cases import cases, generic_params, positions_of, segments, tokens_of
 from tests.support.ranks_pool import Ranks
+from tests.variants.t5 import TINY as T5
 from train.gradients import gradient_sums
 from train.losses.model_loss import as_loss
 from train.losses.moe_balance import Balance, balance_terms
@@ -31,7 +32,7 @@ from train.parallel.pipeline import runner, staged_loss
 from train.parallel.pipeline.microbatch import microbatches
 from train.parallel.pipeline.schedule import check_microbatches, pipeline
 from train.parallel.pipeline.staged_loss import StagedLoss
-from train.parallel.pipeline.tree_split import copies, share
+from train.parallel.pipeline.tree_split import copies, entry_of, held, holders, share
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")
@@ -395,8 +396,7 @@ def test_what_does_not_fit_raises(make: Callable[[Any], Any], sentence: str) -> 
         make(config_of("llama_tied", 4))
 
 
-REFUSED = ("mpnet",)
-DEEP = [case for case in cases() if case.config.num_hidden_layers > 1 and case.name not in REFUSED]
+DEEP = [case for case in cases() if case.config.num_hidden_layers > 1]
 
 
 @pytest.mark.parametrize("case", DEEP, ids=str)
@@ -406,7 +406,7 @@ def test_shares_of_every_family_are_the_whole(case: Any) -> None:
     pipe = pipeline(config, 2, "GPipe")
     shares = [share(params, config, pipe, rank) for rank in range(2)]
     paths = [(rank, path) for rank in range(2) for path in tree.flatten(shares[rank])]
-    once = [path for rank, path in paths if path.split(".")[0] not in copies(config, pipe, rank)]
+    once = [path for rank, path in paths if entry_of(path, copies(config, pipe, rank)) is None]
     assert sorted(once) == sorted(tree.flatten(params))
     batch = batch_of(config, 1)
     given = {name: batch[name] for name in ("positions", "segment_ids")}
@@ -420,11 +420,18 @@ def test_shares_of_every_family_are_the_whole(case: Any) -> None:
     assert torch.equal(found["total"], fnmodels.forward(params, *prepared, config=config, kernel="math"))
 
 
-def test_what_stages_do_not_pass_on_is_refused() -> None:
+def test_what_several_stages_read_is_on_each() -> None:
     biased = next(case.config for case in cases() if case.name == "mpnet")
-    with pytest.raises(ValueError, match="read a table of relative position biases, which stages"):
-        pipeline(biased, 2, "GPipe")
-    assert pipeline(biased, 1, "GPipe").size == 1
+    assert holders(biased, pipeline(biased, 2)) == {"embed_tokens": (0, 1), "relative_bias": (0, 1)}
+    both = t5.Config.from_hf(T5 | {"num_decoder_layers": 2})
+    pipe = pipeline(both, 4)
+    assert pipe.layers == ((0, 1), (1, 2), (2, 3), (3, 4))
+    assert holders(both, pipe) == {
+        "decoder.relative_bias": (2, 3),
+        "embed_tokens": (0, 2, 3),
+        "encoder.relative_bias": (0, 1),
+    }
+    assert held(both, 2, 3) >= {"encoder.norm"} and copies(both, pipe, 3) == {"decoder.relative_bias", "embed_tokens"}
 
 
 def test_padding_to_a_bucket() -> None:

@@ -1,6 +1,7 @@
 """What stages send each other: hidden states, and what later layers read of earlier stages beside them.
 
-x               hidden states [B, S, D]
+x               hidden states [B, S, D]; of an encoder those of its last layer also where a decoder begins
+memory          [B, K, D], what a decoder's layers read of its encoder
 term            balance terms of the layers so far, where a loss has any
 layer_inputs    [B, S, layers to come, P], in models whose layers each read something of the token
 carried.*       the last choice of keys, and keys and values that later layers borrow, see
@@ -20,6 +21,8 @@ from fnmodels.models.common.registry import field_of
 from train.losses.model_loss import RouterTerms
 
 from .microbatch import Microbatch
+from .stacks import stacks_of
+from .tree_split import stream_like
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,19 @@ def term_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def received(
-    config: Any, lo: int, part: Microbatch, x: Tensor, dtype: torch.dtype, sharing: Sharing
-) -> dict[str, Tensor]:
+def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing: Sharing) -> dict[str, Tensor]:
     """{name: a tensor like it on the meta device} of what the stage that begins with layer `lo` receives.
 
-    x: like the hidden states [B, S, D] of a rank. dtype: of its weights.
+    dtype: of the weights; that of hidden states may be wider.
     """
     kinds = fnmodels.family_of(config).kinds(config)
+    stacks = [stack for stack in stacks_of(config) if stack.lo < lo]
+    streams = [stream_like(config, stack, stack.part(part.inputs), dtype) for stack in stacks]
+    x = streams[-1]
     rows, length, _ = x.shape
     found = {"x": x}
+    if len(streams) > 1:
+        found["memory"] = streams[0]
     if carries_term(part.routers):
         found["term"] = x.new_empty((), dtype=term_dtype(x.dtype))
     if width := field_of(config, "hidden_size_per_layer_input"):

@@ -8,8 +8,8 @@
 Every rank is given the same microbatches, and computes their masks, rotary tables and layouts itself: only hidden
 states, balance terms and their gradients are sent.
 
-Losses are sums, computed by the last stage and not divided here. The only reduction over ranks is of the gradient of a
-tied embedding. Aux (counts of experts) stays on the rank of its layers.
+Losses are sums, computed by the last stage and not divided here. The only reduction over ranks is of the gradients of
+parameters that several stages hold (a tied embedding). Aux (counts of experts) stays on the rank of its layers.
 """
 
 import functools
@@ -28,12 +28,13 @@ from train.dist.dtensor import local_tree
 from train.gradients import Sums, joined
 from train.losses.model_loss import Batch, as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
-from train.parallel.padding import clear_length, padded, unpadded
+from train.parallel.padding import clear_length, entry_of_tokens, padded, unpadded
 
+from .microbatch import several_lengths
 from .runner import Found, runner
 from .schedule import SINGLE, VEE, Pipeline
 from .staged_loss import ALONE, StagedLoss, StageHooks
-from .tree_split import ends
+from .tree_split import entry_of, holders
 
 
 def gradient_sums(
@@ -50,12 +51,12 @@ def gradient_sums(
     rank, of any sizes; see `microbatches`.
 
     total, count: the last stage's, 0 elsewhere; to be summed over the ranks. grads: of the local trainable parameters,
-    in fp32 at least, never divided; those of a tied embedding are the sum over first and last stage, on both of their
-    ranks. aux, if the loss has one: the last rank's, and on every rank what its own layers add to it: {"counts":
+    in fp32 at least, never divided; those of a parameter that several ranks hold are the sum over these, on each of
+    them. aux, if the loss has one: the last rank's, and on every rank what its own layers add to it: {"counts":
     [sparse layers of this rank, E], balance terms}.
     """
     run = runner(StagedLoss(as_loss(loss_fn), pipe, hooks), group)
-    tied, agreed = frozenset.intersection(*ends(pipe.config)), _agreed_kinds(group)
+    several, agreed = holders(pipe.config, pipe), _agreed_kinds(group)
     sent_outputs = _outputs_of_last(pipe, group)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
@@ -79,7 +80,9 @@ def gradient_sums(
             path: torch.zeros_like(x, dtype=wide_dtype(x.dtype)) if x.grad is None else x.grad.contiguous()
             for path, x in leaves.items()
         }
-        _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
+        for path in sorted(grads):
+            if (entry := entry_of(path, several)) is not None:
+                _sum_copies(grads[path], several[entry], group)
         if into is None:
             return Sums(total, count, aux, list(grads.values()), False, outputs=outputs)
         into.outputs += outputs
@@ -122,14 +125,14 @@ def outputs(
 
     @torch.no_grad()
     def found(params: Tree, parts: Sequence[Batch]) -> list[Any]:
-        sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
+        sizes = [tuple(entry_of_tokens(part).shape[:2]) for part in parts]
         longest = max((size[1] for size in sizes), default=0)
-        if len({length for _, length in sizes}) > 1:
+        if len({length for _, length in sizes}) > 1 and not several_lengths(pipe.config):
             longest = clear_length(longest, hooks.multiple, pipe.config)
             parts = [padded(part, longest) for part in parts]
         losses, of_stages = run(params, parts, False)
         results = [out for out, _ in of_stages[-1]] if losses else []
-        results = _sent(results, last, of_all, parts[0]["tokens"].device)
+        results = _sent(results, last, of_all, entry_of_tokens(parts[0]).device)
         return _cut_back(results, sizes, longest)
 
     return found
@@ -144,13 +147,13 @@ def _outputs_of_last(
 
     def sent(found: Sequence[tuple[Any, Any]], parts: Sequence[Batch]) -> list[Any]:
         results = [one for (_, outputs), _ in found for one in outputs]
-        device = parts[0]["tokens"].device
+        device = entry_of_tokens(parts[0]).device
         if not known:  # once: a reduction per call would cost those that have no outputs
             known.append(bool(maximum(torch.tensor(bool(results), dtype=torch.long, device=device), group)))
         if not known[0]:
             return []
         assert of_all is not None
-        sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
+        sizes = [tuple(entry_of_tokens(part).shape[:2]) for part in parts]
         return _cut_back(_sent(results, last, of_all, device), sizes, max(length for _, length in sizes))
 
     return sent
@@ -180,21 +183,22 @@ def _forward(pipe: Pipeline) -> Pipeline:
     return replace(pipe, schedule=simple)
 
 
-def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup | None) -> None:
-    """Sums gradients of parameters that first and last stage share, in place, on both ranks."""
-    rank, pair = dist.get_rank(group), (pipe.ranks[0], pipe.ranks[-1])
-    if rank not in pair or pair[0] == pair[1]:
-        return  # a rank with embedding and head holds one parameter, whose gradients autograd sums
-    for mine in local_tree(list(grads)):  # shares their memory
-        theirs = torch.empty_like(mine)
-        peer = pair[1] if rank == pair[0] else pair[0]
-        ops = [
-            dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
-            dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        mine.add_(theirs)
+def _sum_copies(grad: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Sums the gradient of a parameter that several ranks hold, in place, on all of them, in one order."""
+    (mine,), rank = local_tree([grad]), dist.get_rank(group)  # shares its memory
+    theirs = {other: torch.empty_like(mine) for other in ranks if other != rank}
+    sent = mine.clone()
+    ops = [
+        dist.P2POp(act, x, group=group, group_peer=other)
+        for other, buffer in theirs.items()
+        for act, x in ((dist.isend, sent), (dist.irecv, buffer))
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    first, *others = (theirs.get(other, sent) for other in ranks)
+    mine.copy_(first)
+    for other in others:
+        mine.add_(other)
 
 
 def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

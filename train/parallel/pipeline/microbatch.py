@@ -10,26 +10,29 @@ from torch import Tensor
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss, check_entries
 from train.parallel.padding import padded
 
 from .schedule import Pipeline, check_microbatches
+from .stacks import stacks_of
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch, with the arguments of the loss' call of fnmodels.hidden; tensors lead with its rows.
 
-    options: as the loss gave them. layout: the one with which layers run. routers: what the loss needs of the routers.
+    options: as the loss gave them. layout: the one with which layers run; as inputs, masks and tables, {"encoder",
+    "decoder"} of a model of both. routers: what the loss needs of the routers.
     """
 
     batch: Batch
     inputs: Tree
     masks: Mapping[str, MaskLike]
     freqs_cis: Mapping[str, Tensor]
-    layout: Layout | None
+    layout: Layout | Mapping[str, Layout | None] | None
     config: Any
     taps: tuple[str, ...]
     options: ForwardOptions
@@ -43,12 +46,38 @@ def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[
     the largest length, which changes no result.
     """
     check_microbatches(pipe, len(parts))
+    if padding := several_lengths(pipe.config):
+        _check_same_shapes(parts, padding)
+        return [_microbatch(loss, pipe, params, part) for part in parts]
     rows, longest = (max(part["tokens"].shape[dim] for part in parts) for dim in (0, 1))
     return [_microbatch(loss, pipe, params, padded(part, longest, rows)) for part in parts]
 
 
+def several_lengths(config: Any) -> str:
+    """Why the rows of a model's batch have several lengths, as a clause; "" where they have one."""
+    family = family_of(config)
+    if may_have(family, "stacks")(config):
+        return "it has an encoder and a decoder"
+    return "it has texts and latents" if may_have(family, "INPUTS") == "latents" else ""
+
+
+def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
+    """ValueError for microbatches of several shapes: which of a row's lengths an entry has is not known."""
+    for index, part in enumerate(parts):
+        for name, x in part.items():
+            like = parts[0].get(name)
+            if like is None or x.shape != like.shape:
+                raise ValueError(
+                    f"{name!r} is {list(x.shape)} in microbatch {index} and "
+                    f"{'absent' if like is None else list(like.shape)} in the first. The model's rows have several "
+                    f"lengths, since {why}, so a pipeline cannot pad its microbatches: give them one shape, or one "
+                    "batch with accumulate=."
+                )
+
+
 def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
-    check_entries(batch, "tokens", "positions", "segment_ids")
+    latents = may_have(family_of(pipe.config), "INPUTS") == "latents"
+    check_entries(batch, "latents" if latents else "tokens", "positions", "segment_ids")
     check_ids(batch, pipe.config)
     found = recorded(loss, params, batch)
     if found is None:
@@ -80,7 +109,7 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
 
     def stop(given: Any, inputs: Any, masks: Any, freqs_cis: Any, config: Any, taps: Any, options: Any) -> NoReturn:
         run = given.run
-        layout = run.layout_of(options, masks)
+        layout = layout_of(run, options, masks, config)
         found.append(Microbatch(batch, inputs, masks, freqs_cis, layout, config, taps, options, run.routers))
         raise _Reached
 
@@ -91,6 +120,16 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
         except _Reached:
             return found[0]
     return None
+
+
+def layout_of(run: Any, options: ForwardOptions, masks: Mapping[str, Any], config: Any) -> Any:
+    """The layout with which layers run; of several stacks {name: layout}, as their masks are {name: masks}."""
+    own: Any = options.layout or {}
+    found = {
+        stack.name: run.layout_of(replace(options, layout=stack.part(own) if own else None), stack.part(masks))
+        for stack in stacks_of(config)
+    }
+    return found.get("", found)
 
 
 def check_ids(batch: Batch, config: Any) -> None:

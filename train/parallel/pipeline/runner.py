@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.losses.model_loss import Batch
+from train.parallel.padding import entry_of_tokens
+from train.parallel.tensor.leaf_roles import path_in_layer
 
 from .boundary import received
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
 from .staged_loss import StagedLoss
-from .tree_split import check_share, cut, stream_of
+from .tree_split import check_share, cut
 
 
 class _Stage(nn.Module):
@@ -115,11 +117,11 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
         check_share(params, pipe.config, pipe, stages)
         ready = microbatches(staged.loss, pipe, params, parts)
         cuts = {stage: cut(params, pipe.config, pipe, (stage,)) for stage in stages}
-        sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
-        largest: Tensor = max(tree.leaves(params["layers"]), key=Tensor.numel)  # others (norms, biases) may be wider
+        device = entry_of_tokens(ready[0].batch).device
+        in_layers = [leaf for path, leaf in tree.flatten(params).items() if path_in_layer(path)]
+        largest: Tensor = max(in_layers, key=Tensor.numel)  # others (norms, biases) may be wider
         dtype = staged.hooks.dtype or largest.dtype
-        x = stream_of(pipe.config, dtype).expand(*sizes, -1).contiguous()  # which may be wider than the weights
-        later = [received(pipe.config, lo, ready[0], x, dtype, staged.hooks.sharing) for lo, _ in pipe.layers[1:]]
+        later = [received(pipe.config, lo, ready[0], dtype, staged.hooks.sharing) for lo, _ in pipe.layers[1:]]
         sent: list[dict[str, Tensor]] = [{}, *later, {"total": torch.empty((), device="meta")}]
         key = (len(ready), device, train, *((name, t.shape, t.dtype) for one in sent for name, t in one.items()))
         if key not in made:

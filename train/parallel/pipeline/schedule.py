@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.registry import DecoderConfig
+from train.parallel.compose import check_pipelined
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -54,6 +55,7 @@ def pipeline(
         raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}.")
     if size < 1:
         raise ValueError(f"A pipeline has one rank or more, not {size}.")
+    check_pipelined(config, size)
     fixed = {**dict.fromkeys(SINGLE, 1), **dict.fromkeys(VEE, 2)}.get(schedule)
     if virtual is not None and virtual != fixed and (fixed is not None or virtual < 1):
         raise ValueError(f"virtual is {virtual}; {schedule} has {fixed or 'one or more'} stages per rank.")
@@ -71,11 +73,6 @@ def pipeline(
             f"at least 1, which add up to the model's {layers} layers."
         )
     bounds = [sum(split[:stage]) for stage in range(stages + 1)]
-    if stages > 1 and may_have(fnmodels.family_of(config), "shared") is not None:
-        raise ValueError(
-            "All layers of this model read a table of relative position biases, which stages of a pipeline do not pass "
-            "on: pp must be 1."
-        )
     if schedule in VEE:
         ranks = (*range(size), *reversed(range(size)))
     else:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.apply import layer_inputs_of
+from fnmodels.apply import layer_inputs_of, stack_params
 from fnmodels.edits import edit_end, edits_of_stage
+from fnmodels.models.common.decoder import scores
+from fnmodels.models.common.registry import may_have
 from fnmodels.run_params import RunParams
+from fnmodels.tree import Tree
 from train.gradients import loss_and_outputs
 from train.losses.model_loss import ModelLoss, keywords
 from train.losses.moe_balance import Balance, balance_terms
@@ -24,8 +27,8 @@ from train.losses.moe_balance import Balance, balance_terms
 from .boundary import NOTHING_SHARED, Sharing, carries_term, term_dtype
 from .joint_node import together
 from .microbatch import Microbatch
-from .schedule import Pipeline
-from .tree_split import numbered
+from .schedule import SPLITTING, Pipeline
+from .stacks import Stack, numbered, stacks_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class StagedLoss:
         config, pipe = self.pipe.config, self.pipe
         family, (lo, hi), is_last = fnmodels.family_of(config), pipe.layers[stage], stage == len(pipe.layers) - 1
         earlier = tree.unflatten(dict(received))
-        before = earlier.get("term")
+        before = earlier.pop("term", None)
 
         def balance_of_layers(balance: Balance) -> Balance:
             own = self.loss.options.balance
@@ -94,41 +97,16 @@ class StagedLoss:
             return dataclasses.replace(balance if own is None else own(balance), share=share, before=before)
 
         def layers(given: RunParams, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            edits, names = part.options.edits, fnmodels.tap_names(config) if part.options.edits else {}
-            own = edits_of_stage(edits, names, range(lo, hi))
-            if received:
-                states, beside = earlier["x"], earlier.get("layer_inputs")
-            else:
-                states = edit_end(edits, "embed", family.embed(given, part.inputs, config=config))
-                beside = layer_inputs_of(given, part.inputs, states, config=config)
-            run: Any = given.run
-            options = run.adapted(dataclasses.replace(part.options, layout=part.layout, edits=own), part.masks)
-            inputs = part.inputs if isinstance(part.inputs, Mapping) else {}
-            taps = tuple(tap for tap in part.taps if tap != "hidden")
-            states, *tapped, carried = fnmodels.run_layers(
-                {"layers": numbered(given["layers"])},
-                states,
-                part.masks,
-                part.freqs_cis,
-                lo,
-                hi,
-                config=config,
-                valid=inputs.get("valid"),
-                routing=inputs.get("routing"),
-                choices=inputs.get("choices"),
-                layer_inputs=beside,
-                carried=earlier.get("carried", {}),
-                taps=taps,
-                **keywords(options),
-            )
-            of_layers: dict[str, Tensor] = tapped[0] if taps else {}
+            passed, of_layers = earlier, dict[str, Tensor]()
+            for stack in stacks_of(config):
+                if numbers := stack.within(lo, hi):
+                    passed, of_layers = _through(stack, numbers, given, part, passed)
+            states = passed["x"]
             if is_last:
-                states = edit_end(edits, "hidden", states)
+                states = edit_end(part.options.edits, "hidden", states)
                 return states, of_layers | ({"hidden": states} if "hidden" in part.taps else {})
             states = states if self.hooks.full_states is None else self.hooks.full_states(states)
-            sent = {"x": states, **tree.flatten({"carried": carried})}
-            if beside is not None:
-                sent["layer_inputs"] = beside[:, :, hi - len(family.kinds(config)) :]
+            sent = {**tree.flatten(passed), "x": states}
             routers = part.routers
             if routers is None:
                 raise _Done(sent, {})
@@ -138,18 +116,77 @@ class StagedLoss:
                 sent["term"] = added.to(term_dtype(states.dtype))
             raise _Done(sent, tree.map(Tensor.detach, sums) if routers.aux else {})
 
+        given = self._joint(params, is_last)
         staged = self.loss.with_options(stage=layers, balance=balance_of_layers)
         try:
-            total, count, aux = self.result(staged(_joint(params, is_last, self.hooks), part.batch))
+            total, count, aux = self.result(staged(given, part.batch))
         except _Done as done:
             return done.sent, (torch.zeros((), dtype=torch.long, device=done.sent["x"].device), []), done.aux
         # The stage before waits for a gradient of its terms, also if the loss does not depend on them.
         return {"total": total if before is None else total + 0 * before}, count, aux
 
+    def _joint(self, params: Mapping[str, Any], last: bool) -> Mapping[str, Any]:
+        """The params, where those that a split backward pass needs behind one autograd node went through `together`."""
+        family = fnmodels.family_of(self.pipe.config)
+        if self.pipe.schedule in SPLITTING and may_have(family, "shared") is not None:
+            joint: Mapping[str, Any] = together(params)  # paths of all layers meet in what they share
+            return joint
+        if not self.hooks.split_backward:
+            return params
+        rest = {name: value for name, value in params.items() if name != "layers"}
+        layers = {number: together(layer) for number, layer in params["layers"].items()}
+        return {**(together(rest) if last else rest), "layers": layers}
 
-def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str, Any]:
-    """The params, where those that a split backward pass needs behind one autograd node went through `together`."""
-    layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
-    if hooks.split_backward:
-        layers = {number: together(layer) for number, layer in layers.items()}
-    return {**(together(rest) if last else rest), "layers": layers}
+
+def _through(
+    stack: Stack, numbers: range, given: RunParams, part: Microbatch, earlier: Tree
+) -> tuple[Tree, dict[str, Tensor]]:
+    """(what the layers of a stack with these numbers leave for later ones, their taps), from what earlier ones left.
+
+    Both are trees of the entries that `boundary` lists, without balance terms; {} before the first layer.
+    """
+    config, family, run = stack.config, fnmodels.family_of(stack.config), given.run
+    params = stack_params(given, stack.name) if stack.name else given
+    inputs = stack.part(part.inputs)
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
+    edits, names = part.options.edits, fnmodels.tap_names(config) if part.options.edits else {}
+    memory = earlier.get("memory")
+    if numbers.start == 0:
+        if "x" in earlier:  # of the encoder
+            encoder = stacks_of(part.config)[0]
+            memory = scores(stack_params(given, encoder.name), earlier["x"], config=encoder.config)
+        states = edit_end(edits, "embed", family.embed(params, inputs, config=config))
+        beside = layer_inputs_of(params, inputs, states, config=config)
+    else:
+        states, beside = earlier["x"], earlier.get("layer_inputs")
+    shared = may_have(family, "shared")
+    if memory is not None:
+        named = {**named, "memory": memory, "memory_mask": part.masks["cross"]}
+    masks = stack.part(part.masks)
+    own = edits_of_stage(edits, names, numbers)
+    layout: Any = stack.part(part.layout)
+    options: Any = run.adapted(dataclasses.replace(part.options, layout=layout, edits=own), masks)
+    taps = tuple(tap for tap in part.taps if tap != "hidden")
+    states, *tapped, carried = fnmodels.run_layers(
+        {"layers": numbered(params["layers"])},
+        states,
+        masks,
+        stack.part(part.freqs_cis),
+        numbers.start,
+        numbers.stop,
+        config=config,
+        valid=named.get("valid"),
+        routing=named.get("routing"),
+        choices=named.get("choices"),
+        layer_inputs=beside,
+        shared=None if shared is None else shared(params, named, config=config),
+        carried=earlier.get("carried", {}),
+        taps=taps,
+        **keywords(options),
+    )
+    left: Tree = {"x": states, "carried": carried}
+    if beside is not None:
+        left["layer_inputs"] = beside[:, :, numbers.stop - len(family.kinds(config)) :]
+    if memory is not None:
+        left["memory"] = memory
+    return left, tapped[0] if taps else {}

@@ -49,7 +49,7 @@ def init_stage(config: DecoderConfig, seed: int, placements: Tree) -> Tree:
 
 
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
-    """The top-level entries of this rank's params that another stage counts (a tied embedding)."""
+    """The entries of this rank's params that another stage counts (a tied embedding), see `tree_split`."""
     pipe = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy)
     return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
 

@@ -98,6 +98,11 @@ def sharded_dims(
             raise ValueError(
                 f"{path}: tensor parallelism divides {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
             )
+        if n is not None and leaf.axes[n] != "vocab" and path_in_layer(path) is None and "bucket" not in leaf.axes:
+            raise ValueError(
+                f"{path} is outside of the layers, where tensor parallelism divides vocabularies alone, and its "
+                f"{leaf.axes[n]} are divided: give the leaf an axis of its own in the family's spec."
+            )
         strange = sorted(set(leaf.axes) - _KNOWN)
         if strange and path_in_layer(path) is not None:
             raise ValueError(

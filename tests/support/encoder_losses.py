@@ -1,0 +1,291 @@
+"""Losses of encoders, towers, pairs, sounds and flows, with the rows of two ranks; and their steps over a mesh.
+
+Each setting is (config, loss, [rows of a rank, rows of another]), which are packed and hold padding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
+from fnmodels.models.common.registry import family_for, model_type_of
+from fnmodels.models.vision_language import gemma3
+from tests.fnmodels.models.test_gemma3 import TEXT, VISION
+from tests.fnmodels.models.test_gemma3 import VALUES as GEMMA3
+from tests.support.cases import generic_params
+from tests.support.one_process import One, error, even, gradient_errors, watched
+from tests.support.ranks_pool import devices
+from tests.variants.flux import TINY as FLUX
+from tests.variants.vision import pairs
+from tests.variants.vision import variants as towers
+from tests.variants.whisper import TINY as WHISPER
+from train.dist.dtensor import local_tree
+from train.gradients import gradient_sums
+from train.optim.base import with_paths
+from train.parallel import Mesh, Strategy
+from train.parallel.pipeline.stages import stage_plan
+from train.parallel.placement import rules_of, shardings
+from train.update import update
+
+Setting = tuple[Any, Callable[..., Any], list[dict[str, Tensor]]]
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEADS = {"classification": {"num_labels": 4}, "none": {"pooler": 0}}
+
+
+def setting(head: str) -> Setting:
+    """(config, loss, the rows of each rank), which have 5 and 4 documents; two pairs lie on both."""
+    config = bert.Config(vocab_size=64, max_position_embeddings=16, head=head, **SIZES, **HEADS[head])
+    documents = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14, 15]]
+    values = [
+        {"labels": [0, 0, 1, 2, 1], "roles": [0, 1, 0, 0, 2]},
+        {"labels": [3, 3, 1, 2], "roles": [0, 1, 1, 1]},
+    ]
+    halves = [
+        train.document_batch([[t + 20 * i for t in d] for d in documents[: 5 - i]], 8, **values[i]) for i in range(2)
+    ]
+    if head == "classification":
+        return config, functools.partial(train.classification_loss, config=config), halves
+    embedder = fnmodels.Embedder(("mean", "max"))
+    return config, functools.partial(train.contrastive_loss, config=config, embedder=embedder), halves
+
+
+def pair_setting() -> Setting:
+    """(config, loss, the rows of each rank) of T5."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, **sizes)
+    pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10, 11, 12])]
+    halves = [[([t + 20 * i for t in a], [t + 20 * i for t in b]) for a, b in pairs] for i in range(2)]
+    made = [fnmodels.pair_batch(half, 6, 6, start=0) for half in halves]
+    return config, functools.partial(train.pair_loss, config=config), made
+
+
+def flow_setting() -> Setting:
+    """(config, loss, the rows of each rank) of Flux: rows of two images, the second rank's smaller."""
+    config = flux.Config.from_hf(FLUX | {"out_channels": 12})
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    made = []
+    for height in (4, 2):
+        latents, positions, owners = fnmodels.latent_rows([draw(3, 2, 2), draw(3, height, 4)], length=8)
+        batch = {"latents": latents, "noise": draw(latents.shape), "positions": positions, "segment_ids": owners}
+        batch |= {"text": draw(1, 4, 10), "text_segment_ids": torch.tensor([[1, 2, 2, 0]]), "pooled": draw(1, 2, 9)}
+        made.append(batch | {"time": draw(1, 2).sigmoid(), "guidance": draw(1, 2).sigmoid()})
+    return config, functools.partial(train.flow_matching_loss, config=config), made
+
+
+def sound_setting() -> Setting:
+    """(config, loss, the rows of each rank) of Whisper: two clips with their texts in each row."""
+    config = whisper.Config.from_hf(WHISPER | {"decoder_attention_heads": 4, "vocab_size": 64})
+    draw, made = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        clips = [torch.randn(config.num_mel_bins, frames, generator=draw) for frames in (6, 4)]
+        frames, positions, segment_ids = fnmodels.frame_rows(clips, config, length=6)
+        texts = torch.randint(3, config.vocab_size, (1, 7), generator=draw)
+        own = fnmodels.segments_from_lengths([[4, 2]], 7)
+        batch = {"tokens": frames, "positions": positions, "segment_ids": segment_ids, "decoder_tokens": texts}
+        batch |= {"decoder_segment_ids": own, "decoder_positions": fnmodels.positions_from_segments(own)}
+        made.append(batch | {"labels": texts.roll(-1, 1).where(own > 0, -100)})
+    return config, functools.partial(train.pair_loss, config=config), made
+
+
+def image_setting() -> Setting:
+    """(config, loss, the rows of each rank) of CLIP: a row of two captions and their images, of two sizes."""
+    text = SIZES | {"vocab_size": 64, "max_position_embeddings": 8, "bos_token_id": 62, "eos_token_id": 63}
+    vision = SIZES | {"image_size": 12, "patch_size": 6}
+    values = {"model_type": "clip", "projection_dim": 20, "text_config": text, "vision_config": vision}
+    config = clip.Config.from_hf(values)
+    draw, made = torch.Generator().manual_seed(0), []
+    for half in range(2):
+        images = [torch.randn(3, 12, width, generator=draw) for width in (12, 18)]
+        captions = [[62, 5 + half, 63], [62, 7 + half, 9, 63]]
+        batch = train.image_text_batch(captions, images, config, pairs=2)
+        made.append(batch | {"labels": batch["labels"] + 2 * half})
+    return config, functools.partial(train.image_text_loss, config=config), made
+
+
+def picture_setting() -> Setting:
+    """(config, loss, the rows of each rank) of ViT as a classifier: two images in each row."""
+    config = vit.Config.from_hf(towers()["vit_labels"])
+    draw, made = torch.Generator().manual_seed(0), []
+    for half in range(2):
+        images = [torch.randn(3, 12, 18, generator=draw) for _ in range(2)]
+        patches, positions, image_ids = fnmodels.patch_rows(images, config, length=14)
+        labels = (image_ids + half) % 3
+        made.append({"tokens": patches, "positions": positions, "segment_ids": image_ids, "labels": labels})
+    return config, functools.partial(train.classification_loss, config=config), made
+
+
+def shared_setting() -> Setting:
+    """(config, loss, the rows of each rank) of MPNet, whose layers share a bias of each head."""
+    config = mpnet.Config(vocab_size=64, max_position_embeddings=16, head="classification", num_labels=4, **SIZES)
+    return config, functools.partial(train.classification_loss, config=config), setting("classification")[2]
+
+
+def answer_loss(params: Any, batch: dict[str, torch.Tensor], *, config: Any) -> Any:
+    """Next-token prediction of texts with images by Gemma 3: a loss of one's own."""
+    given = {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
+    prepared = fnmodels.prepare(config.vision, batch["patches"], **given)
+    x = fnmodels.forward(params["vision"], *prepared, config=config.vision)
+    cells = gemma3.cells(batch["patch_positions"], batch["image_ids"], config.pooled)
+    features = gemma3.project(params, x, cells, config=config)
+    where = {name: batch[name] for name in ("positions", "segment_ids")}
+    inputs, _, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
+    places = gemma3.image_places(batch["tokens"], config.image_token, features.new_ones(features.shape[:2]) > 0)
+    inputs = gemma3.with_images(params, inputs, features, places, config=config)
+    masks = gemma3.image_masks(config.text, *where.values(), places)
+    logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+    return train.cross_entropy(logits, batch["labels"])
+
+
+def reader_setting() -> Setting:
+    """(config, loss, the rows of each rank) of Gemma 3: two documents in each row, with an image each."""
+    vision = VISION | {"vision_use_head": False}
+    config = gemma3.Config.from_hf(GEMMA3 | {"vision_config": vision, "text_config": TEXT | {"vocab_size": 64}})
+    draw, made = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        own = fnmodels.segments_from_lengths([[14, 12]], 28)
+        tokens = torch.randint(1, 58, own.shape, generator=draw)
+        tokens[0, 2:11] = tokens[0, 15:24] = config.image_token
+        images = list(torch.randn(2, 3, 24, 24, generator=draw))
+        patches, places, image_ids = fnmodels.patch_rows(images, config.vision, length=72)
+        batch = {"tokens": tokens, "positions": fnmodels.positions_from_segments(own), "segment_ids": own}
+        batch |= {"patches": patches, "patch_positions": places, "image_ids": image_ids}
+        made.append(batch | {"labels": tokens.roll(-1, 1).where(own > 0, -100)})
+    return config, functools.partial(answer_loss, config=config), made
+
+
+def tower_loss(params: Any, batch: dict[str, Tensor], *, config: Any) -> Any:
+    """The squared distance of a tower's hidden states from a wave: a loss of one's own."""
+    given = {name: batch[name] for name in ("positions", "segment_ids")}
+    prepared = fnmodels.prepare(config, batch["tokens"], **given)
+    x = fnmodels.forward(params, *prepared, config=config)
+    wave = torch.linspace(0, 3, x.shape[-1]) + batch["positions"][..., :2].sum(-1, keepdim=True)
+    square, valid = (x - wave.sin()).square().mean(-1), batch["segment_ids"] > 0
+    return square.where(valid, 0).sum(), valid.sum()
+
+
+def tower_setting(name: str) -> Setting:
+    """A vision tower: rows of images of several sizes."""
+    values = towers()[name]
+    config = family_for(model_type_of(values)).Config.from_hf(values)
+    draw, made = torch.Generator().manual_seed(0), []
+    for width in (18, 24):
+        images = [torch.randn(3, 12, width, generator=draw), torch.randn(3, 24, 24, generator=draw)]
+        patches, positions, image_ids = fnmodels.patch_rows(images, config, length=40)
+        made.append({"tokens": patches, "positions": positions, "segment_ids": image_ids})
+    return config, functools.partial(tower_loss, config=config), made
+
+
+def text_setting(name: str) -> Setting:
+    """Masked language modeling by a text encoder, on packed documents."""
+    config = even(name)
+    draw, made = torch.Generator().manual_seed(0), []
+    for lengths in ((5, 2, 4), (1, 9)):
+        own = fnmodels.segments_from_lengths([list(lengths)], 12)
+        tokens = torch.randint(4, 60, own.shape, generator=draw)
+        corrupted, labels = train.mask_tokens(tokens, own, draw, mask_id=3, vocab_size=64, rate=0.5)
+        batch = {"tokens": corrupted, "labels": labels, "segment_ids": own}
+        made.append(batch | {"positions": fnmodels.positions_from_segments(own)})
+    return config, functools.partial(train.next_token_loss, config=config), made
+
+
+def siglip_setting() -> Setting:
+    """SigLIP, whose loss has a bias: a row of two captions and their images."""
+    values = pairs()["siglip"]
+    values = values | {"text_config": values["text_config"] | {"vocab_size": 64, "max_position_embeddings": 4}}
+    config = family_for("siglip").Config.from_hf(values)
+    draw, made = torch.Generator().manual_seed(0), []
+    for half in range(2):
+        images = [torch.randn(3, 24, 24, generator=draw) for _ in range(2)]
+        captions = [[5 + half, 6, 7, 2], [8 + half, 9, 10, 2]]
+        batch = train.image_text_batch(captions, images, config, pairs=2)
+        made.append(batch | {"labels": batch["labels"] + 2 * half})
+    return config, functools.partial(train.image_text_loss, config=config), made
+
+
+SETTINGS: dict[str, Callable[[], Setting]] = {
+    "classification": functools.partial(setting, "classification"),
+    "none": functools.partial(setting, "none"),
+    "pairs": pair_setting,
+    "flow": flow_setting,
+    "sound": sound_setting,
+    "images": image_setting,
+    "siglip": siglip_setting,
+    "pictures": picture_setting,
+    "shared": shared_setting,
+    "reader": reader_setting,
+}
+TEXTS = ("bert", "roberta", "distilbert", "mpnet", "modernbert", "eurobert", "nomic_bert")
+TOWERS = ("dinov2_registers", "dinov3", "clip_vision", "siglip_vision", "siglip2_vision", "pixtral")
+SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
+SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}
+TWO_TOWERS = ("images", "siglip", "reader")
+CLIP = 0.01  # below the norms
+# What a tower has for others than `tower_loss`.
+UNREAD = {"dinov2_registers": "mask_token", "dinov3": "mask_token", "clip_vision": "norm"}
+UNREAD |= {"siglip_vision": "pooler", "siglip2_vision": "pooler"}
+
+
+def spec_of(name: str) -> Any:
+    """The spec of a setting's model; what its loss does not read is frozen."""
+    config = SETTINGS[name]()[0]
+    unread = UNREAD.get(name, "-")
+
+    def leaf(path: str, leaf: Any) -> Any:
+        return dataclasses.replace(leaf, trainable=False) if path.startswith(unread) else leaf
+
+    return with_paths(leaf, fnmodels.family_of(config).spec(config))
+
+
+def optimizer_of(name: str) -> train.Optimizer:
+    return train.adamw(1e-2, eps=1e-3, weight_decay=0.1, spec=spec_of(name))
+
+
+def weights_of(config: Any) -> Any:
+    """In fp64: gradients of query biases are far smaller than the rounding errors of fp32 that are in them."""
+    return generic_params(config, torch.float64)
+
+
+@functools.cache
+def one_process(name: str) -> One:
+    config, loss, halves = SETTINGS[name]()
+    batch, params = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}, weights_of(config)
+    optimizer = optimizer_of(name)
+    sums = gradient_sums(loss, optimizer)(params, [batch], divide=False)
+    paths = [path for path, leaf in tree.flatten(spec_of(name)).items() if leaf.trainable]
+    grads = {path: grad.clone() for path, grad in zip(paths, sums.grads, strict=True)}
+    state, metrics = update(optimizer, train.init_state(params, optimizer), sums, clip=CLIP)
+    assert metrics["grad_norm"] > CLIP
+    return One(grads, tree.flatten(state.params), metrics)
+
+
+def errors_over(name: str, over: str, strategy: dict[str, Any] | None = None, **options: Any) -> dict[str, float]:
+    """{name: error against one process} of a step: this rank's gradients and parameters, loss, count, gradient norm.
+
+    options: the step's.
+    """
+    (config, loss, halves), mesh, how = SETTINGS[name](), Mesh.parse(over), Strategy(**strategy or {})
+    one, params, grads, optimizer = one_process(name), weights_of(config), list[Tensor](), optimizer_of(name)
+    batch = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
+    whole = tree.flatten(params)
+    held = with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
+    step = train.make_step(loss, optimizer, clip=CLIP, mesh=mesh, strategy=how, **options)
+    with watched(grads):
+        state, metrics = step(train.init_state(held, optimizer), batch)
+    shards, local = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
+    mine = dict(zip([path for path in local if path in one.grads], grads, strict=True))
+    found = gradient_errors(mine, one, {path: how.local_box() for path, how in shards.items()})
+    found |= {
+        f"{path} after a step": error(leaf, one.after[path][shards[path].local_box()]) for path, leaf in local.items()
+    }
+    return found | {
+        key: error(metrics[key].double(), one.metrics[key].double()) for key in ("loss", "count", "grad_norm")
+    }
