@@ -68,6 +68,11 @@ def child(arguments: list[str], env: dict[str, str], cwd: str, place: str) -> No
     beside = cwd if arguments[0] == "-m" else str(Path(arguments[0]).parent)
     sys.path[:1] = [beside, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.orig_argv = [sys.executable, *arguments]  # what a program that starts itself again goes by
+    execute(arguments)
+
+
+def execute(arguments: list[str]) -> None:
+    """Runs a script, or -m and a module, as the interpreter would; never returns."""
     code: Any = 0
     try:
         if arguments[0] == "-m":

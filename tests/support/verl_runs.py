@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -113,27 +112,12 @@ def _list(value: Any) -> list[float]:
 
 
 def child(rank: int, arguments: list[str], env: dict[str, str], place: str) -> None:
-    """Runs a script, or -m and a module, as the interpreter would; never returns."""
+    """Runs a program with its streams in the file place/rank; never returns."""
     out = os.open(f"{place}/{rank}", os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(out, number)
     os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    code: Any = 0
-    try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else bool(code))
+    runpy.run_path(str(Path(__file__).with_name("forks.py")))["execute"](arguments)
 
 
 def serve() -> None:

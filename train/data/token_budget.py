@@ -44,8 +44,6 @@ def token_budget(
 
     ValueError for a sequence longer than the budget, and for entries of different lengths.
     """
-    if budget < 1 or ranks < 1:
-        raise ValueError(f"budget is {budget} and ranks {ranks}; both must be at least 1.")
     if "tokens" not in entries:
         raise ValueError(f"The entries have no tokens; their names are {sorted(entries)}.")
     given = {name: _sequences(values) for name, values in entries.items()}
@@ -53,19 +51,40 @@ def token_budget(
     for name, values in given.items():
         if [len(value) for value in values] != lengths:
             raise ValueError(f"{name!r} must have as many sequences as tokens, and each as many entries as its tokens.")
-    for number, length in enumerate(lengths):
-        if not 1 <= length <= budget:
-            raise ValueError(f"Sequence {number} has {length} tokens; a row takes 1 to {budget} (the budget).")
-    costs = [cost(length) for length in lengths]
-    bins = _bins(lengths, costs, budget, ranks)
-    bins.sort(key=lambda one: -sum(costs[number] for number in one))
+    bins = rows_within(lengths, budget, multiple=ranks, cost=cost)
     rows: list[list[PackedRow]] = [[] for _ in range(ranks)]
     for start in range(0, len(bins), ranks):
         turn = bins[start : start + ranks]
         turn = turn if start // ranks % 2 == 0 else turn[::-1]  # so that no rank has the dearest row every time
         for of_rank, numbers in zip(rows, turn, strict=True):
-            of_rank.append(_row(given, sorted(numbers)))
+            of_rank.append(_row(given, numbers))
     return rows
+
+
+def rows_within(
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    multiple: int = 1,
+    least: int = 0,
+    cost: Callable[[int], float] = float,
+) -> list[list[int]]:
+    """The numbers of the sequences in each row of at most `budget` tokens, the row of the highest cost first.
+
+    There are a multiple of `multiple` rows, and at least `least`; none is empty where sequences are as many as rows.
+    cost: of a sequence of a length, which is balanced over rows. ValueError for a sequence longer than the budget.
+    """
+    if budget < 1 or multiple < 1:
+        raise ValueError(f"The budget is {budget} and ranks are {multiple}; both must be at least 1.")
+    for number, length in enumerate(lengths):
+        if not 1 <= length <= budget:
+            raise ValueError(f"Sequence {number} has {length} tokens; a row takes 1 to {budget} (the budget).")
+    costs = [cost(length) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda number: (-costs[number], -lengths[number]))
+    count = multiple * max(1, -(-sum(lengths) // (budget * multiple)), -(-least // multiple))
+    while (found := _placed(order, lengths, costs, budget, count)) is None:
+        count += multiple
+    return sorted(map(sorted, found), key=lambda one: -sum(costs[number] for number in one))
 
 
 def unpacked(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -79,15 +98,6 @@ def unpacked(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, T
 
 def _sequences(values: Sequence[Tensor] | Tensor) -> list[Tensor]:
     return list(values.unbind()) if isinstance(values, Tensor) else list(values)
-
-
-def _bins(lengths: Sequence[int], costs: Sequence[float], budget: int, ranks: int) -> list[list[int]]:
-    """The numbers of the sequences in each row; a multiple of `ranks` rows, some perhaps empty."""
-    order = sorted(range(len(lengths)), key=lambda number: (-costs[number], -lengths[number]))
-    count = ranks * max(1, -(-sum(lengths) // (budget * ranks)))
-    while (found := _placed(order, lengths, costs, budget, count)) is None:
-        count += ranks
-    return found
 
 
 def _placed(

@@ -1,21 +1,71 @@
-"""verl's microbatches as packed rows: jagged [N, T*] entries of a TensorDict become one row [1, T]."""
+"""verl's batches as packed rows: jagged [N, T*] entries of a TensorDict become rows [1, T] of microbatches."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from train.data.token_budget import rows_within
 
 NUMBER = "number"  # batch entry [1, T]: the number of the microbatch, by which a loss finds what is not per token
-TEMPERATURE = "temperature"  # batch entry [1, T], where verl gives one per sequence
+TEMPERATURE = "temperature"  # batch entry [1, T], where it is not 1
 
 
 def entry(data: Any, name: str, default: Any) -> Any:
     """An entry of a TensorDict, `default` where there is none; what is no tensor comes as it was put in."""
     return data[name] if name in data.keys() else default  # noqa: SIM118 - a TensorDict iterates over rows
+
+
+def microbatches(data: Any, cp: int, group: Any) -> tuple[list[Any], list[list[int]] | None]:
+    """(microbatches, the numbers of the sequences in each), equally many on all ranks of `group`.
+
+    With use_dynamic_bsz they have at most max_token_len_per_gpu * cp tokens, balanced by verl's measure of work, and
+    each `force_group_size` sequences in a row stay together; else micro_batch_size_per_gpu sequences, in order and
+    without numbers. ValueError, on all ranks alike, where a sequence is too long or a rank has too few.
+    """
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.utils import prepare_micro_batches
+
+    if not entry(data, "use_dynamic_bsz", True):
+        return prepare_micro_batches(data=data, dp_group=group)
+    size, tokens = entry(data, "force_group_size", 1), data["input_ids"]
+    _check_jagged(tokens)
+    lengths = tokens.offsets().diff().unflatten(0, (-1, size)).sum(1).tolist()
+    rows = agreed_rows(lengths, data["max_token_len_per_gpu"] * cp, group, tokens.device)
+    numbers = [[one for first in row for one in range(first * size, (first + 1) * size)] for row in rows]
+    return [tu.index_select_tensor_dict(data, row) for row in numbers], numbers
+
+
+def agreed_rows(lengths: Sequence[int], budget: int, group: Any, device: torch.device) -> list[list[int]]:
+    """`rows_within`, as many as the rank of the group that needs most has. ValueError on all ranks alike."""
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    longest, fewest = _most(group, device, max(lengths, default=0), -len(lengths))
+    if longest > budget:
+        raise ValueError(f"A sequence (or group of them) has {longest} tokens; max_token_len_per_gpu allows {budget}.")
+    rows = rows_within(lengths, budget, cost=calculate_workload)
+    most, least = _most(group, device, len(rows), -len(rows))
+    while most != -least:
+        rows = rows_within(lengths, budget, least=most, cost=calculate_workload)
+        most, least = _most(group, device, len(rows), -len(rows))
+    if most > -fewest:
+        raise ValueError(f"max_token_len_per_gpu needs {most} microbatches on a rank, and one has {-fewest} sequences.")
+    return rows
+
+
+def _most(group: Any, device: torch.device, *values: int) -> list[int]:
+    found = torch.tensor(values, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()
+
+
+def _check_jagged(tokens: Tensor) -> None:
+    if not tokens.is_nested:
+        raise ValueError('input_ids must be jagged, [N, T*]: train.verl takes pad_mode="no_padding".')
 
 
 def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
@@ -25,8 +75,7 @@ def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
     NotImplementedError for images and positions of several axes.
     """
     tokens, positions = micro["input_ids"], micro["position_ids"]
-    if not tokens.is_nested:
-        raise ValueError('input_ids must be jagged, [N, T*]: train.verl takes pad_mode="no_padding".')
+    _check_jagged(tokens)
     if positions.ndim != 2:
         raise NotImplementedError(f"position_ids have {positions.ndim} dimensions; train.verl takes [N, T*].")
     if any(isinstance(one, Mapping) and one for one in entry(micro, "multi_modal_inputs", ())):
@@ -37,11 +86,18 @@ def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
     sequences = torch.arange(1, len(lengths) + 1, device=flat.device).repeat_interleave(lengths)
     row = {"tokens": flat, "positions": positions.values(), "segment_ids": sequences, "labels": labels}
     row[NUMBER] = torch.full_like(flat, number)
-    if isinstance(temperature := entry(micro, TEMPERATURE, None), Tensor):
-        row[TEMPERATURE] = temperature.to(torch.float32).repeat_interleave(lengths)
+    if has_temperature(micro):
+        each = torch.as_tensor(micro[TEMPERATURE], dtype=torch.float32, device=flat.device)
+        row[TEMPERATURE] = each.expand(len(lengths)).repeat_interleave(lengths)
     padding = (0, -len(flat) % multiple)
     fill = {"labels": IGNORE, NUMBER: number, TEMPERATURE: 1.0}
     return {name: F.pad(value, padding, value=fill.get(name, 0))[None] for name, value in row.items()}
+
+
+def has_temperature(micro: Any) -> bool:
+    """Whether log-probabilities are at another temperature than 1, or each sequence has its own."""
+    given = entry(micro, TEMPERATURE, 1.0)
+    return isinstance(given, Tensor) or given != 1
 
 
 def jagged(row: Tensor, micro: Any) -> Tensor:

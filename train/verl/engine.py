@@ -5,10 +5,9 @@ batch and multiplied by the number of data-parallel ranks already, because verl 
 update here divides by that number and not by a count.
 """
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,21 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import params as P
-from fnmodels import family_of
-from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.tree import Tree
-from params.checkpoint.load import check_folder
 from train.engine import Engine
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import OutputLoss
 from train.losses.values import token_values
 from train.offload import offload
 from train.parallel.mesh import DataParallel, data_parallel
-from train.parallel.pipeline.stages import stage_plan
-from train.parallel.placement import rules_of
 
 from . import settings
-from .batches import NUMBER, TEMPERATURE, entry, jagged, packed_row
+from .batches import NUMBER, TEMPERATURE, entry, has_temperature, jagged, microbatches, packed_row
+from .loading import Placement, load, with_head
 
 STATE, ADAPTERS, WEIGHTS = "fnmodels", "lora_adapter", "huggingface"  # folders of a saved step
 PARTS = {"model": "params", "optimizer": "opt_state"}  # what verl moves by itself, and the field of a State
@@ -39,14 +34,13 @@ PARTS = {"model": "params", "optimizer": "opt_state"}  # what verl moves by itse
 Outputs = dict[str, Tensor]  # verl's name: [1, T]
 
 
-def logprob_outputs(params: Tree, batch: Mapping[str, Tensor], temperature: float | str, **how: Any) -> Outputs:
+def logprob_outputs(params: Tree, batch: Mapping[str, Tensor], **how: Any) -> Outputs:
     """{"log_probs", "entropy"} of the next tokens, from a language model."""
-    divisor = batch[temperature] if isinstance(temperature, str) else temperature
-    logp, entropy, _ = token_logprobs(params, batch, temperature=divisor, **how)
+    logp, entropy, _ = token_logprobs(params, batch, temperature=batch.get(TEMPERATURE, 1.0), **how)
     return {"log_probs": logp, "entropy": entropy}
 
 
-def value_outputs(params: Tree, batch: Mapping[str, Tensor], temperature: float | str, **how: Any) -> Outputs:
+def value_outputs(params: Tree, batch: Mapping[str, Tensor], **how: Any) -> Outputs:
     """{"values"} of the tokens, from a value model."""
     return {"values": token_values(params, batch, **how)}
 
@@ -61,7 +55,9 @@ class VerlEngine:
     head: ClassVar[str] = "lm"  # a checkpoint with the head "lm" is given this one
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        settings.check_supported(model_config)
+        settings.check_supported(model_config, engine_config, optimizer_config, checkpoint_config)
+        if engine_config.full_determinism:
+            settings.determinism(engine_config.seed)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
@@ -71,7 +67,7 @@ class VerlEngine:
         alone = DataParallel(0, 1, dist.group.WORLD, True)
         self.shares = alone if self.devices is None else data_parallel(self.devices)
         self._away: dict[str, Callable[[], None]] = {}  # part of the state on the host -> the way back
-        self._losses: dict[float | str, tuple[OutputLoss, Callable[..., Outputs]]] = {}
+        self._losses: dict[bool, tuple[OutputLoss, Callable[..., Outputs]]] = {}  # with temperatures, without
         self._saved: list[Path] = []
 
     # Who computes what
@@ -96,10 +92,11 @@ class VerlEngine:
 
     def initialize(self) -> None:
         """Loads the checkpoint of the model configuration; each rank reads its shards."""
-        self.config, base = self._headed(*self._loaded())
-        params = settings.with_adapters(self.config, base, self.model_config)
-        common: dict[str, Any] = {"mesh": self.mesh if self.devices else None}
-        common |= {"strategy": self.strategy if self.devices else None}
+        folder, dtype = Path(self.model_config.local_path), settings.dtype_of(self.engine_config)
+        where = Placement(self.mesh, self.strategy, self.devices, _device_type())
+        self.config, base = with_head(*load(folder, dtype, where), self.head, self.engine_config.seed, where)
+        params = settings.with_adapters(self.config, base, self.model_config, self.engine_config.seed)
+        self._common: dict[str, Any] = {"mesh": self.mesh, "strategy": self.strategy} if self.devices else {}
         optimizer = None
         if not self.engine_config.forward_only:
             optimizer = settings.optimizer_of(self.config, params, self.optimizer_config)
@@ -107,39 +104,16 @@ class VerlEngine:
             self.lr_scheduler = settings.schedule_of(self.optimizer_config, self.optimizer)
         remat = "full" if self.model_config.enable_gradient_checkpointing else "none"
         clip = None if optimizer is None else self.optimizer_config.clip_grad
-        self.engine = Engine(self.config, params, optimizer, copy=False, clip=clip, remat=remat, **common)
-        self._base = Engine(self.config, base, None, **common) if settings.is_adapted(self.model_config) else None
-        self._inferring = self.engine
+        self.engine = Engine(self.config, params, optimizer, copy=False, clip=clip, remat=remat, **self._common)
+        self._set_base()
         self._leave("model", self.is_param_offload_enabled)
         self._leave("optimizer", self.is_optimizer_offload_enabled)
 
-    def _headed(self, config: DecoderConfig, params: Tree) -> tuple[DecoderConfig, Tree]:
-        """The model with a head of one label where the role needs one and the checkpoint has none."""
-        if self.head == "lm" or field_of(config, "head") != "lm":
-            return config, params
-        plan = None
-        if self.devices is not None:
-            fields: dict[str, Any] = {"head": self.head, "num_labels": 1}
-            plan = self._plan(dataclasses.replace(config, **fields), self.devices)
-        return P.new_head(config, params, head=self.head, num_labels=1, seed=self.engine_config.seed, plan=plan)
-
-    def _plan(self, config: DecoderConfig, devices: Any) -> Tree:
-        plan = P.plan(family_of(config).spec(config), rules_of(self.mesh, config), devices)
-        return stage_plan(plan, config, devices, self.strategy) if self.mesh.pp > 1 else plan
-
-    def _loaded(self) -> tuple[DecoderConfig, Tree]:
-        """(config, params) of the checkpoint without the parts that no loss reads, sharded over the mesh."""
-        folder = Path(self.model_config.local_path)
-        found = P.load_config(folder, part="text")
-        optional: dict[str, str] = may_have(family_of(found), "OPTIONAL")
-        drop = tuple(part for part, count in optional.items() if getattr(found, count))
-        options: dict[str, Any] = {"dtype": settings.dtype_of(self.engine_config), "copy": True, "drop": drop}
-        options["part"] = "text"
-        if self.devices is None:
-            return P.load_pretrained(folder, device=_device_type(), **options)
-        with ExitStack() as stack:
-            config = check_folder(folder, stack, drop, part="text").config
-        return P.load_pretrained(folder, plan=self._plan(config, self.devices), **options)
+    def _set_base(self) -> None:
+        """`_base`: an engine of the weights without adapters, which are those of `engine`."""
+        self._inferring, self._base = self.engine, self.engine
+        if settings.is_adapted(self.model_config):
+            self._base = Engine(self.config, P.lora.weights(self.engine.params), None, **self._common)
 
     # Passes
 
@@ -147,13 +121,13 @@ class VerlEngine:
         """Passes over the microbatches of a batch: {model_output, loss: [float], metrics: {name: [value]}}."""
         from verl.utils import tensordict_utils as tu
         from verl.utils.device import get_device_id
-        from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
+        from verl.workers.engine.utils import postprocess_batch_func
 
         _check_supported(data)
         tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(tokens, group=self.shares.group)
         tu.assign_non_tensor(data, sp_size=self.mesh.cp, batch_num_tokens=tokens.item(), dp_size=self.shares.size)
-        found, order = prepare_micro_batches(data=data, dp_group=self.shares.group, same_micro_num_in_dp=True)
+        found, order = microbatches(data, self.mesh.cp, self.shares.group)
         micros = [micro.to(get_device_id()) for micro in found]
         run = self._infer if forward_only else self._train
         results = run(micros, loss_function)
@@ -205,18 +179,17 @@ class VerlEngine:
         return results
 
     def _functions(self, micro: Any) -> tuple[OutputLoss, Callable[..., Outputs]]:
-        """(the loss, its outputs) for the temperature of a microbatch; one object each, for what is compiled."""
-        given = entry(micro, TEMPERATURE, 1.0)
-        temperature = TEMPERATURE if isinstance(given, Tensor) else float(given)
-        if temperature not in self._losses:
-            how: dict[str, Any] = {"config": self.config, "temperature": temperature}
+        """(the loss, its outputs) for a microbatch; one object each, for what is compiled."""
+        divides = has_temperature(micro)
+        if divides not in self._losses:
+            how: dict[str, Any] = {"config": self.config}
             how |= {"kernel": self.engine_config.kernel} if self.engine_config.kernel else {}
 
             def outputs(params: Tree, batch: Mapping[str, Tensor]) -> Outputs:
                 return type(self).outputs(params, batch, **how)
 
-            self._losses[temperature] = OutputLoss(outputs, lambda found, batch: self._judge(found, batch)), outputs
-        return self._losses[temperature]
+            self._losses[divides] = OutputLoss(outputs, lambda found, batch: self._judge(found, batch)), outputs
+        return self._losses[divides]
 
     # Updates
 
@@ -225,6 +198,7 @@ class VerlEngine:
 
     def optimizer_step(self) -> float:
         """One update with the numbers in `optimizer`; returns the norm of the gradient before clipping."""
+        self._check_trains()
         group = self.optimizer.param_groups[0]
         numbers = {name: group[name] for name in settings.HYPERPARAMETERS}
         metrics = self.engine.optim_step(divide_by=self.shares.size, **numbers | {"betas": tuple(group["betas"])})
@@ -232,8 +206,13 @@ class VerlEngine:
         return float(metrics["grad_norm"])
 
     def lr_scheduler_step(self) -> float:
+        self._check_trains()
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
+
+    def _check_trains(self) -> None:
+        if self.engine_config.forward_only:
+            raise RuntimeError("engine.forward_only is true, so the engine has no optimizer and no schedule.")
 
     # Modes and memory
 
@@ -314,7 +293,7 @@ class VerlEngine:
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """`infer_batch` runs the model without its adapters inside: the reference policy of a LoRA actor."""
-        self._inferring = self.engine if self._base is None else self._base
+        self._inferring = self._base
         try:
             yield
         finally:
@@ -328,7 +307,7 @@ class VerlEngine:
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Saves the state, on any mesh loadable, in the folder `local_path`.
+        """Saves the state (weights alone where there is no optimizer) in the folder `local_path`, on any mesh loadable.
 
         Beside it "huggingface" has config and tokenizer, with "hf_model" in the configuration's save_contents also the
         weights, adapters merged; "lora_adapter" has adapters in PEFT's format. verl copies folders to hdfs by itself.
@@ -336,9 +315,11 @@ class VerlEngine:
         if local_path is None:
             return
         folder = Path(local_path)
-        group = self.optimizer.param_groups[0]
-        progress = {name: group[name] for name in settings.HYPERPARAMETERS} | {"betas": list(group["betas"])}
-        progress |= {"schedule": self.lr_scheduler.last_epoch, "global_step": global_step}
+        progress: dict[str, Any] = {"global_step": global_step}
+        if not self.engine_config.forward_only:
+            group = self.optimizer.param_groups[0]
+            progress |= {name: group[name] for name in settings.HYPERPARAMETERS} | {"betas": list(group["betas"])}
+            progress |= {"schedule": self.lr_scheduler.last_epoch}
         with self._on_device(*PARTS):
             folder.mkdir(parents=True, exist_ok=True)
             self.engine.save(folder / STATE, progress, keep=1)
@@ -368,10 +349,12 @@ class VerlEngine:
             return
         with self._on_device(*PARTS):
             progress = self.engine.load(Path(local_path) / STATE)
-        self.lr_scheduler.last_epoch = progress["schedule"] - 1
-        self.lr_scheduler.step()
-        numbers = {name: progress[name] for name in settings.HYPERPARAMETERS} | {"betas": tuple(progress["betas"])}
-        self.optimizer.param_groups[0].update(numbers)
+            self._set_base()  # of the tensors that were read: the old ones are freed
+        if not self.engine_config.forward_only:
+            self.lr_scheduler.last_epoch = progress["schedule"] - 1
+            self.lr_scheduler.step()
+            numbers = {name: progress[name] for name in settings.HYPERPARAMETERS} | {"betas": tuple(progress["betas"])}
+            self.optimizer.param_groups[0].update(numbers)
         dist.barrier()
 
 

@@ -22,15 +22,22 @@ import params as P
 from train.eval.pretrained import end_ids
 from train.generation.loops import serve
 from train.generation.requests import Request
-from train.generation.sampling import Sampling
+from train.generation.sampling import Sampling, check_sampling
 
 from .settings import DTYPES
 
 NAME = "fnmodels"
 SLOTS = 64  # answers that are generated at once
 BUCKET = 256 << 20  # bytes of weights in one message
-PENALTIES = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}  # sampling_params: NAME_penalty
-KNOWN = {"temperature", "top_k", "top_p", "min_p", "max_tokens", "max_new_tokens", "stop_token_ids", "logprobs"}
+# sampling_params, as vLLM has them, that become fields of Sampling, and their values without an effect
+NUMBERS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+KNOWN = {*NUMBERS, *PENALTIES, "top_k", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs"}
+# others: the values that they may have, beside None, because answers are the same
+FIXED: dict[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "min_tokens": (0,), "stop": ("", [])}
+FIXED["bad_words"] = ([],)
+FIXED |= dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens"), (True, False))
+FIXED["include_stop_str_in_output"] = (True, False)
 
 
 class Arrivals:
@@ -97,19 +104,21 @@ class Server:
         return await asyncio.wrap_future(self._requests.add(request))
 
     def _request(self, prompt: list[int], given: Mapping[str, Any]) -> Request:
-        penalties = {name: float(given.get(f"{name}_penalty", none)) for name, none in PENALTIES.items()}
-        for name in given.keys() - KNOWN - {f"{name}_penalty" for name in PENALTIES}:
-            raise NotImplementedError(f"sampling_params has {name}={given[name]!r}, which the rollout does not have.")
-        limit = given.get("max_tokens") or given.get("max_new_tokens") or self.settings.response_length
-        top_k = given.get("top_k", -1)
-        sampling = Sampling(
-            temperature=float(given.get("temperature", 1.0)),
-            top_k=None if top_k in (None, -1, 0) else int(top_k),
-            top_p=float(given.get("top_p", 1.0)),
-            min_p=float(given.get("min_p", 0.0)),
-            **penalties,
-        )
-        stop_ids = () if self.settings.ignore_eos else (*self.stop_ids, *given.get("stop_token_ids", ()))
+        """In sampling_params None is absence. ValueError for bad values, NotImplementedError for what is not there."""
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            if name not in KNOWN and value not in FIXED.get(name, ()):
+                raise NotImplementedError(f"sampling_params has {name}={value!r}, which the rollout does not have.")
+        values = {name: float(given.get(name, none)) for name, none in NUMBERS.items()}
+        values |= {name.removesuffix("_penalty"): float(given.get(name, none)) for name, none in PENALTIES.items()}
+        top_k = int(given.get("top_k", -1))
+        sampling = Sampling(top_k=None if top_k in (-1, 0) else top_k, **values)
+        check_sampling(sampling)
+        limit = given.get("max_tokens", given.get("max_new_tokens", self.settings.response_length))
+        if limit < 1:
+            raise ValueError(f"sampling_params has max_tokens={limit!r}; an answer has at least one token.")
+        ends = () if given.get("ignore_eos", self.settings.ignore_eos) else self.stop_ids
+        stop_ids = (*ends, *given.get("stop_token_ids", ()))
         self.count += 1
         room = self._capacity() - len(prompt)
         if room < 1:

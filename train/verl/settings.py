@@ -18,6 +18,32 @@ from train.parallel.mesh import Mesh, Strategy
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
+# Fields of verl's configurations that are read here or by verl's workers, or that have no meaning here: rows are always
+# packed, the head is always computed in chunks, `model.lora` is Megatron's. All others must have their defaults.
+HONOURED: dict[str, set[str]] = {
+    "model": {
+        *("path", "local_path", "hf_config_path", "local_hf_config_path", "tokenizer_path", "local_tokenizer_path"),
+        *("model_type", "load_tokenizer", "hf_config", "generation_config", "tokenizer", "processor", "architectures"),
+        *("use_shm", "trust_remote_code", "custom_chat_template", "external_lib", "enable_gradient_checkpointing"),
+        *("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path", "lora", "use_remove_padding"),
+        *("use_fused_kernels", "fused_kernel_options", "override_config", "tiled_mlp", "mtp"),
+    },
+    "engine": {
+        *("strategy", "mesh", "sharing", "kernel", "dtype", "param_offload", "optimizer_offload", "forward_only"),
+        *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu"),
+        *("infer_micro_batch_size_per_gpu", "use_fused_kernels", "use_remove_padding", "seed", "full_determinism"),
+        "router_replay",
+    },
+    "optim": {
+        *("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "total_training_steps", "betas", "weight_decay"),
+        *("clip_grad", "grad_clip", "optimizer", "lr_scheduler_type", "warmup_style", "min_lr_ratio", "num_cycles"),
+        *("zero_indexed_step", "override_optimizer_config"),
+    },
+    "checkpoint": {"save_contents", "load_contents", "strict"},
+}
+# of model.override_config: transformers' attention (here `engine.kernel`), and ids that verl reads
+WITHOUT_MEANING = {"attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
+
 
 def mesh_and_strategy(engine_config: Any, world: int) -> tuple[Mesh, Strategy]:
     """The mesh of a configuration, and a `Strategy` for rows of each rank's own. ValueError for another number."""
@@ -27,6 +53,13 @@ def mesh_and_strategy(engine_config: Any, world: int) -> tuple[Mesh, Strategy]:
     return mesh, Strategy(**{**engine_config.sharing, "rows": "own"})
 
 
+def determinism(seed: int) -> None:
+    """verl's own settings for repeatable bits: torch's deterministic algorithms, seeds, CUDA libraries' variables."""
+    from verl.workers.engine.utils import enable_full_determinism
+
+    enable_full_determinism(seed)
+
+
 def dtype_of(engine_config: Any) -> torch.dtype:
     """The dtype of the parameters. ValueError for one other than float32 and bfloat16."""
     if engine_config.dtype not in DTYPES:
@@ -34,26 +67,54 @@ def dtype_of(engine_config: Any) -> torch.dtype:
     return DTYPES[engine_config.dtype]
 
 
-def check_supported(model_config: Any) -> None:
-    """NotImplementedError for a setting of the model that would change results and is not supported."""
-    unsupported = {
-        "use_liger": model_config.use_liger,
-        "mtp.enable_train": model_config.mtp.enable_train,
-        "target_parameters": model_config.target_parameters,
-        "exclude_modules": model_config.exclude_modules,
-    }
-    for name, value in unsupported.items():
+def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> None:
+    """NotImplementedError for a setting that is not honoured and differs from verl's default.
+
+    So are fields that a later release of verl adds.
+    """
+    sections = {"model": model, "engine": engine, "optim": optimizer, "checkpoint": checkpoint}
+    for section, given in sections.items():
+        if given is None:  # a forward-only engine may have no optimizer
+            continue
+        for field in dataclasses.fields(given):
+            value = getattr(given, field.name)
+            if field.name not in HONOURED[section] and value and value != _default(field):
+                raise NotImplementedError(f"{section}.{field.name} is {value!r}, which train.verl does not have.")
+    for name, value in _nested(model, engine).items():
         if value:
-            raise NotImplementedError(f"model.{name} is {value!r}, which train.verl does not have.")
+            raise NotImplementedError(f"{name} is {value!r}, which train.verl does not have.")
+    if model.hf_config_path != model.path:
+        raise NotImplementedError(f"model.hf_config_path is {model.hf_config_path!r}, and train.verl reads model.path.")
+    if missing := {"model", "optimizer", "extra"} - set(checkpoint.load_contents):
+        raise NotImplementedError(f"checkpoint.load_contents lacks {min(missing)!r}; train.verl loads whole steps.")
 
 
-def with_adapters(config: DecoderConfig, params: Tree, model_config: Any) -> Tree:
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _nested(model: Any, engine: Any) -> dict[str, Any]:
+    """{name: what is refused unless it is empty} within settings that are mappings or configurations."""
+    override = model.override_config or {}
+    override = override.get("model_config", override)
+    changes = {name: value for name, value in override.items() if name not in WITHOUT_MEANING}
+    mtp = {name for name in ("enable", "enable_train", "enable_rollout") if getattr(model.mtp, name, False)}
+    replay = getattr(getattr(engine, "router_replay", None), "mode", "disabled")
+    return {
+        "model.override_config": changes,
+        "model.tiled_mlp.enabled": (model.tiled_mlp or {}).get("enabled", False),
+        "engine.router_replay.mode": "" if replay == "disabled" else replay,
+    } | {f"model.mtp.{name}": True for name in sorted(mtp)}
+
+
+def with_adapters(config: DecoderConfig, params: Tree, model_config: Any, seed: int) -> Tree:
     """`params` with the adapters that verl's model configuration asks for, in fp32; `params` itself without any."""
     if model_config.lora_adapter_path is not None:
         adapted = P.lora.load_adapters(model_config.lora_adapter_path, config, params)
     elif model_config.lora_rank > 0:
         sizes = {"rank": model_config.lora_rank, "alpha": model_config.lora_alpha}
-        adapted = P.lora.add(config, params, **sizes, targets=_targets(config, model_config.target_modules))
+        targets = _targets(config, model_config.target_modules)
+        adapted = P.lora.add(config, params, **sizes, targets=targets, seed=seed)
     else:
         return params
     return P.lora.attach(adapted, tree.map(lambda leaf: leaf.float(), P.lora.adapters(adapted)))
