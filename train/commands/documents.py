@@ -86,7 +86,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.init is None:
         raise UserError("--init is needed: a folder with config.json, weights and tokenizer.json")
     examples = read_examples(arguments.data, arguments.loss)
-    identity = plain_run.identity_of(arguments)
+    identity = plain_run.identity_of(arguments, _pictures(arguments, examples))
     saved = plain_run.saved_step(arguments, identity)
     job = _JOBS[arguments.loss](arguments, examples)
     optimizer = plain_run.optimizer_of(arguments, job.config, job.spec)
@@ -106,6 +106,14 @@ def train(arguments: argparse.Namespace) -> int:
             shutil.copyfile(file, arguments.run / "model" / name)
     print(f"model: {arguments.run / 'model'}")
     return 0
+
+
+def _pictures(arguments: argparse.Namespace, examples: Examples) -> list[Path]:
+    """The files of pictures that the examples name; UserError for missing ones."""
+    files = [arguments.data.parent / one["image"] for one in examples] if arguments.loss == "captions" else []
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{arguments.data} names {missing[0]}, which is no file; {len(missing)} are missing")
+    return files
 
 
 def _encode(
@@ -220,9 +228,6 @@ def _captions(arguments: argparse.Namespace, examples: Examples) -> Job:
     config, params = P.load_pretrained(arguments.init, dtype=torch.float32, copy=True)
     if not hasattr(fnmodels.family_of(config), "similarity"):
         raise UserError(f"--init {arguments.init} is a {config.model_type}; captions need a CLIP or a SigLIP")
-    files = [arguments.data.parent / one["image"] for one in examples]
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{arguments.data} names {missing[0]}, which is no file; {len(missing)} are missing")
     pixels = Pixels.of(arguments.init, config.vision.image_size)
     encode = _encode(arguments, config.text)
 

@@ -18,6 +18,7 @@ from fnmodels.errors import UserError
 from params.checkpoint.manifest import digest
 from train import checkpoint
 from train.command_line import Parser
+from train.job.metrics_log import truncate_after
 from train.job.setting_types import POSITIVE, integer
 from train.losses.model_loss import Batch
 from train.optim.adamw import adamw
@@ -27,6 +28,7 @@ from train.state import State
 
 _WARMUP = 20  # steps at most
 _FREE = ("run", "resume", "data", "init", "save_every")  # flags without effect on results, or known by their bytes
+_READ = (".safetensors", ".json", ".txt", ".model")  # files of --init that may be read: weights, configs, tokenizers
 # {flag: (its default, the least value, help)}
 _WHOLE: dict[str, tuple[int, int, str]] = {
     "steps": (1000, 1, "optimizer steps of the run, over all resumes"),
@@ -62,11 +64,21 @@ def number(flags: Parser, name: str, kind: Any, default: Any, text: str, *, show
     )
 
 
-def identity_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the results of a run depend on: the flags and the bytes of the data and of the initial weights."""
-    files = [] if arguments.init is None else sorted(arguments.init.glob("*.safetensors"))
+def identity_of(arguments: argparse.Namespace, files: Sequence[Path] = ()) -> dict[str, Any]:
+    """What the results of a run depend on: the flags, and the bytes of the data and of the initial model's folder.
+
+    files: what the data name, such as pictures.
+    """
     own = {name: value for name, value in vars(arguments).items() if name not in _FREE}
-    return own | {"data": digest(arguments.data), "init": [digest(path) for path in files]}
+    init = [] if arguments.init is None else [path for path in arguments.init.rglob("*") if path.suffix in _READ]
+    return own | {"data": _fingerprint([arguments.data, *files]), "init": _fingerprint(init)}
+
+
+def _fingerprint(paths: Sequence[Path]) -> str:
+    """A hash of the names and bytes of files, and of those in folders."""
+    files = {path for given in paths for path in ([given] if given.is_file() else given.rglob("*")) if path.is_file()}
+    known = sorted((path.name, digest(path)) for path in files)
+    return hashlib.blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
 
 
 def saved_step(arguments: argparse.Namespace, identity: Mapping[str, Any]) -> checkpoint.Checkpoint | None:
@@ -109,11 +121,13 @@ def run_steps(
     identity: dict[str, Any],
     metrics: Sequence[str] = ("loss", "grad_norm", "lr"),
 ) -> State:
-    """The state after all steps, which are saved and logged. batch: of a step's number, from 0."""
+    """The state after all steps, which are saved and logged. batch: of a step's number, from 0.
+
+    UserError where rows of metrics.jsonl are missing; a file that was moved away begins anew.
+    """
     log = arguments.run / "metrics.jsonl"
     begin = int(state.step)
-    before = log.read_text().splitlines()[:begin] if begin else []
-    log.write_text("".join(f"{line}\n" for line in before))
+    truncate_after(log, begin)
     with log.open("a") as out:
         for index in range(begin, arguments.steps):
             state, measured = step(state, batch(index))

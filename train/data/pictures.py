@@ -1,12 +1,15 @@
-"""Files of pictures as the pixels that a model of captions reads."""
+"""Files of pictures as pixels: of captions, and of folders of a class each; and pixels as a file."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import UserError
@@ -28,10 +31,15 @@ class Pixels:
         """With the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
         file = folder / "preprocessor_config.json"
         values: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        mean, std = (tuple(values.get(name, _HALF)) for name in ("image_mean", "image_std"))
-        if len(mean) != 3 or len(std) != 3 or not all(isinstance(one, int | float) and one > 0 for one in std):
-            raise UserError(f"{file}: image_mean and image_std must be three numbers each")
-        return Pixels(side, mean, std)
+        found = []
+        for name, above in (("image_mean", -math.inf), ("image_std", 0)):
+            value = values.get(name, list(_HALF)) if isinstance(values, dict) else None
+            numbers = value if isinstance(value, list) and len(value) == 3 else []
+            if not numbers or not all(type(one) in (int, float) and above < one < math.inf for one in numbers):
+                what = "three numbers" if math.isinf(above) else "three numbers above 0"
+                raise UserError(f"{file}: {name!r} is {json.dumps(value)}; it must be {what}, of red, green and blue")
+            found.append(tuple(numbers))
+        return Pixels(side, *found)
 
 
 def read_picture(file: Path, pixels: Pixels) -> Tensor:
@@ -45,3 +53,51 @@ def read_picture(file: Path, pixels: Pixels) -> Tensor:
         raise UserError(f"{file} is no picture that can be read ({error})") from error
     resized = resize(image, shortest_edge(image, pixels.side))
     return normalized(center_crop(resized, (pixels.side, pixels.side)), pixels.mean, pixels.std)
+
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def classes_of(folder: Path) -> dict[str, list[Path]]:
+    """{class: its pictures} of a folder with a folder for each class, or with pictures, which are one class. UserError.
+
+    Both in the order of their names.
+    """
+    folders = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()} or {folder.name: folder}
+    found = {
+        name: sorted(path for path in own.iterdir() if path.suffix.lower() in _SUFFIXES)
+        for name, own in folders.items()
+    }
+    if empty := [name for name, files in found.items() if not files]:
+        raise UserError(f"{folders[empty[0]]} has no picture; a class is a folder of {', '.join(_SUFFIXES)}")
+    return found
+
+
+def picture_latents(classes: dict[str, list[Path]], side: int, patch: int) -> dict[str, Tensor]:
+    """Pictures as the data of `train.data.latents`: pixels from -1 to 1 are the latents, so there is no VAE.
+
+    A token is a patch of `patch` x `patch` pixels: latents [n, 3 patch^2 / 4, 2 side / patch, 2 side / patch]. The text
+    is one vector, 1 at the number of the class, and so is the pooled text: the model's projections of them are what it
+    learns of each class. UserError for sizes that do not divide.
+    """
+    if patch % 2 or side % patch:
+        raise UserError(f"--patch {patch} and --side {side}: the patch must be even, and divide the side")
+    pixels = Pixels(side)
+    images = torch.stack([read_picture(file, pixels) for files in classes.values() for file in files])
+    numbers = torch.tensor([number for number, files in enumerate(classes.values()) for _ in files])
+    return {"latents": F.pixel_unshuffle(images, patch // 2), **class_texts(numbers, len(classes))}
+
+
+def class_texts(numbers: Tensor, classes: int) -> dict[str, Tensor]:
+    """The texts [n, 1, classes] of pictures of these classes, as in `picture_latents`."""
+    vectors = F.one_hot(numbers, classes).float()
+    return {"text": vectors[:, None], "pooled": vectors, "text_lengths": torch.ones_like(numbers)}
+
+
+def write_grid(path: Path, rows: Sequence[Sequence[Tensor]], *, gap: int = 2) -> None:
+    """Pictures [3, side, side] from -1 to 1 as one file, in rows."""
+    from PIL import Image
+
+    lines = [torch.cat([F.pad(one, (0, gap, 0, gap), value=1.0) for one in row], 2) for row in rows]
+    bytes_ = torch.cat(lines, 1).add(1).mul(127.5).round().clamp(0, 255).byte()
+    Image.fromarray(bytes_.permute(1, 2, 0).contiguous().numpy()).save(path)

@@ -518,7 +518,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "a bias is added by each": (bias_of_each, "tp", "gpt_oss", "loss"),
     "another rank's KV head": (another_head, "tp over 4, KV heads less", "llama", "loss"),
     "the ends of a tied embedding are not summed": (
-        lambda p: p.setattr(gradients, "_sum_ends", lambda *_: None),
+        lambda p: p.setattr(gradients, "_sum_copies", lambda *_: None),
         "pp 1F1B",
         "llama",
         "gradient of embed_tokens",

@@ -27,7 +27,7 @@ from train.dist.dtensor import local_tree
 from train.parallel import Mesh
 from train.parallel.mesh import Strategy
 from train.parallel.pipeline import gradients as pp
-from train.parallel.pipeline.schedule import SCHEDULES, Pipeline, pipeline
+from train.parallel.pipeline.schedule import SCHEDULES, pipeline
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.pipeline.timeline import Action, order
 from train.parallel.pipeline.tree_split import share
@@ -63,22 +63,21 @@ def counted() -> Iterator[dict[str, Counter[str]]]:
         patch(collectives, "_SCATTER", watched("reduce_scatter", collectives._SCATTER, 1))
         patch(dist, "all_reduce", watched("all_reduce", dist.all_reduce, 0))
         patch(dist, "all_to_all_single", watched("all_to_all", dist.all_to_all_single, 1))
-        patch(pp, "_sum_ends", watched_ends(note))
+        patch(pp, "_sum_copies", watched_copies(note))
         for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
             patch(stages, name, watched_sends(note, getattr(stages, name)))
         yield found
 
 
-def watched_ends(note: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
-    run = pp._sum_ends
+def watched_copies(note: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
+    run = pp._sum_copies
 
-    def ends(grads: Any, pipe: Pipeline, group: Any) -> None:
-        if dist.get_rank(group) in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
-            for grad in grads:
-                note("send", grad)
-        run(grads, pipe, group)
+    def copies(grad: Any, ranks: Any, group: Any) -> None:
+        for _ in ranks[1:]:
+            note("send", grad)
+        run(grad, ranks, group)
 
-    return ends
+    return copies
 
 
 def watched_sends(note: Callable[[str, torch.Tensor], None], function: Callable[..., Any]) -> Callable[..., Any]:
