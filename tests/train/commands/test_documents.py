@@ -125,7 +125,21 @@ def test_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--data", str(lines(tmp_path / "gone", [{"image": "7.png", "text": "w1"}])), "--init", str(init)]
     assert main([*given, "--run", str(tmp_path / "none"), "--loss", "captions"]) == 2
     assert "7.png, which is no file; 1 are missing" in capsys.readouterr().err
+    again = ["--data", str(data), "--init", str(init), "--run", str(tmp_path / "run"), "--loss", "captions"]
+    again += ["--steps", "40", "--batch", "6", "--learning-rate", "3e-3", "--resume"]
+    assert main(again) == 0
     image = read_picture(tmp_path / "1.png", Pixels(12))
+    for name, bytes_, flag in (
+        (tmp_path / "2.png", (tmp_path / "3.png").read_bytes(), "--data"),
+        (init / "tokenizer.json", (init / "tokenizer.json").read_bytes().replace(b"w1", b"x1"), "--init"),
+        (init / "preprocessor_config.json", b"{}", "--init"),
+    ):
+        before = name.read_bytes() if name.exists() else None
+        name.write_bytes(bytes_)
+        capsys.readouterr()
+        assert main(again) == 2
+        assert f"{flag} is not that with which the run in {tmp_path / 'run'} began" in capsys.readouterr().err
+        name.unlink() if before is None else name.write_bytes(before)
     torch.testing.assert_close(image, torch.tensor([40, 215, 90]).div(127.5).sub(1)[:, None, None].expand(3, 12, 12))
 
 
@@ -157,3 +171,20 @@ def test_what_a_loss_cannot_train_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "--init is needed" in capsys.readouterr().err
     assert main([*given, "--init", str(init), "--loss", "labels"]) == 2
     assert "has one label, 4; a classifier needs two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"image_mean": None}, "'image_mean' is null; it must be three numbers, of red, green and blue"),
+        ({"image_mean": 0.5}, "'image_mean' is 0.5; it must be three numbers"),
+        ({"image_std": [1, 1, 0]}, "'image_std' is [1, 1, 0]; it must be three numbers above 0"),
+        ({"image_std": [1, 1]}, "'image_std' is [1, 1]"),
+        ([], "'image_mean' is null"),
+    ],
+)
+def test_preprocessors_that_do_not_fit(values: Any, words: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError) as error:
+        Pixels.of(tmp_path, 12)
+    assert words in str(error.value)

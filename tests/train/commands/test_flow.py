@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,6 +18,7 @@ import train
 from fnmodels.errors import UserError
 from train.commands.flow import main
 from train.data.latents import flow_batch, read_latents
+from train.data.pictures import Pixels, classes_of, picture_latents, read_picture
 
 SIZES = ("--layers", "1", "--single-layers", "1", "--heads", "1", "--head-dim", "32")
 
@@ -149,3 +152,81 @@ def test_mistakes_are_one_sentence(tmp_path: Path, data: Path, capsys: pytest.Ca
     save_file(tensors() | {"text": torch.zeros(3, 5, 8)}, tmp_path / "other.safetensors")
     assert started(tmp_path / "new", tmp_path / "other.safetensors", *init, sizes=()) == 2
     assert "its joint_attention_dim is 10" in capsys.readouterr().err
+
+
+def picture_folder(folder: Path) -> Path:
+    """Two classes: red above black, and blue beside white."""
+    for name, first, second in (("red", (255, 0, 0), (0, 0, 0)), ("blue", (0, 0, 255), (255, 255, 255))):
+        (folder / name).mkdir(parents=True)
+        image = Image.new("RGB", (10, 8), second)
+        image.paste(first, (0, 0, 10, 4) if name == "red" else (0, 0, 5, 8))
+        for i in range(2):
+            image.save(folder / name / f"{i}.png")
+    return folder
+
+
+def test_pictures_of_classes_are_learned_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, run = picture_folder(tmp_path / "pictures"), tmp_path / "run"
+    sizes = (*SIZES[:4], "--heads", "2", *SIZES[6:], "--side", "8", "--patch", "4", "--samples", "2")
+    flags = ("--steps", "250", "--batch", "12", "--learning-rate", "0.01")
+    assert started(run, folder, *flags, sizes=sizes) == 0
+    assert json.loads((run / "classes.json").read_text()) == ["blue", "red"]
+    with Image.open(run / "samples.png") as picture:
+        drawn = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
+    assert drawn.shape == (3, 2 * 10, 2 * 10)  # 2 pictures of a row, and lines between them
+    for row, files in enumerate(("blue", "red")):
+        wanted = read_picture(folder / files / "0.png", Pixels(8)).add(1).mul(127.5)
+        for column in range(2):
+            found = drawn[:, 10 * row : 10 * row + 8, 10 * column : 10 * column + 8]
+            assert float((found - wanted).abs().mean()) < 25, (row, column)  # of the other class 128
+    config = P.load_config(run / "transformer")
+    assert (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim) == (48, 2, 2)
+    capsys.readouterr()
+    Image.new("RGB", (8, 8)).save(folder / "red" / "0.png")
+    assert (
+        started(run, folder, "--steps", "250", *flags, "--resume", sizes=(*SIZES[:4], "--heads", "2", *SIZES[6:])) == 2
+    )
+    assert "--data is not that with which the run" in capsys.readouterr().err
+
+
+def test_latents_of_pictures_are_their_pixels(tmp_path: Path) -> None:
+    classes = classes_of(picture_folder(tmp_path / "pictures"))
+    data = picture_latents(classes, 8, 4)
+    assert data["latents"].shape == (4, 12, 4, 4) and data["text"].shape == (4, 1, 2)
+    tokens, positions, segment_ids = fnmodels.latent_rows(list(data["latents"]))
+    assert tokens.shape == (4, 4, 48)  # a token is 4 x 4 pixels
+    image = read_picture(classes["red"][0], Pixels(8))
+    patch = image[:, 4:, :4]
+    assert torch.equal(tokens[2, 2].sort().values, patch.flatten().sort().values)
+    back = fnmodels.unpacked_latents(tokens, positions, segment_ids)
+    assert torch.equal(torch.nn.functional.pixel_shuffle(back[2], 2), image)
+    flat = classes_of(classes["red"][0].parent)
+    assert list(flat) == ["red"] and len(flat["red"]) == 2
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = picture_folder(tmp_path / "pictures")
+    (tmp_path / "pictures" / "green").mkdir()
+    for given, flags, words in (
+        (folder, (), "green has no picture; a class is a folder of .png"),
+        (folder / "red", ("--patch", "3"), "the patch must be even, and divide the side"),
+        (folder / "red", ("--side", "9"), "--patch 2 and --side 9"),
+        (data, ("--side", "8"), "--side is of a folder of pictures, and --data"),
+    ):
+        assert started(tmp_path / "run", given, *flags) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and words in error, error
+
+
+def test_rows_that_are_missing_are_noticed(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that was moved away begins anew; one that is cut short is refused."""
+    run, flags = tmp_path / "run", ("--steps", "4", "--save-every", "2")
+    assert started(run, data, *flags) == 0
+    (run / "steps" / "step-00000004").rename(tmp_path / "lost")
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole.splitlines(keepends=True)[0])
+    assert started(run, data, *flags, "--resume") == 2
+    assert "line 2 is damaged or missing, but step 2 was saved" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
+    assert started(run, data, *flags, "--resume") == 0
+    assert (run / "metrics.jsonl").read_text() == "".join(whole.splitlines(keepends=True)[2:])
