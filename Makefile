@@ -49,15 +49,20 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/train_step.py
 
 # verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn,
-# fastapi, TransferQueue and cachetools are what verl imports for its rollouts. conftest.py is left out: verl installs a
+# fastapi, TransferQueue and cachetools are what verl imports for its rollouts. Tinker's cookbook is there too, without
+# the versions it asks for, and with the packages that its plain loops import. conftest.py is left out: verl installs a
 # package `tests`.
+COOKBOOK := blobfile chz lxml pycryptodomex pyqwest pyrage termcolor tiktoken zstandard h2
+
 verl: .venv-verl/installed
-	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/test_verl.py
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/test_verl.py tests/train/tinker/test_cookbook.py
 
 .venv-verl/installed: $(INSTALLED)
 	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-	  'verl==0.9.1' uvicorn fastapi TransferQueue cachetools pytest pytest-timeout
+	  'verl==0.9.1' uvicorn fastapi TransferQueue cachetools pytest pytest-timeout $(COOKBOOK)
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  tinker==0.38.0 tinker-cookbook==0.5.8 'tml-renderers<0.3'
 	touch $@
 
 clean:

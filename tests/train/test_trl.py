@@ -1,6 +1,6 @@
 """`train.trl.CausalLM` in TRL's GRPOTrainer: steps equal those of the model of transformers on the same answers.
 
-trl comes with neither `make install` nor the dev extra: `pip install -c constraints.txt trl` in a virtual environment.
+trl comes with the dev extra.
 """
 
 import json
@@ -116,6 +116,29 @@ def test_answers_are_those_of_transformers(tmp_path: Path) -> None:
     )
     plain = ours(tokens, mask).logits[1]
     torch.testing.assert_close(plain, theirs(input_ids=tokens, attention_mask=mask).logits[1], atol=1e-5, rtol=1e-5)
+
+
+def test_answers_are_drawn_with_the_edits_and_layers_that_are_trained(tmp_path: Path) -> None:
+    """Greedy, each token the likeliest of the module's own logits for the text so far."""
+    checkpoint("llama", tmp_path)
+    config, params = P.load_pretrained(tmp_path, copy=True)
+    given = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    tokens, layers = torch.tensor([[5, 6, 7]]), list[int]()
+
+    def layer_fn(block: Any) -> Any:
+        def run(*args: Any, **more: Any) -> Any:
+            layers.append(1)
+            return block(*args, **more)
+
+        return run
+
+    options: dict[str, Any] = {"edits": {"layers.0.output": lambda x, name: x.roll(1, -1)}, "layer_fn": layer_fn}
+    edited, plain = (CausalLM(config, params, None, GenerationConfig(), **how) for how in (options, {}))
+    found = edited.generate(tokens, torch.ones_like(tokens), generation_config=given)
+    assert len(layers) >= 2 * 8  # layers x tokens
+    assert not torch.equal(found, plain.generate(tokens, torch.ones_like(tokens), generation_config=given))
+    logits = edited(found).logits
+    assert torch.equal(logits[0, 2:-1].argmax(-1), found[0, 3:])
 
 
 def test_another_head_is_refused() -> None:

@@ -30,7 +30,7 @@ class CausalLM(ModelModule):
     """params, which are trained in place, with what TRL asks of a causal language model.
 
     hf_config, generation_config: transformers' objects for the checkpoint; TRL reads factors and token ids there.
-    options: those of `fnmodels.forward`. ValueError for a model whose head is not of tokens.
+    options: those of `fnmodels.forward`, for answers too. ValueError for a model whose head is not of tokens.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class CausalLM(ModelModule):
             sampling=_sampling(generation_config),
             seeds=int(torch.randint(2**31, ())),  # by the seed that the trainer has set
             stop_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
+            **self._options,
         ).tokens
         longest, pad = max(map(len, found)), generation_config.pad_token_id
         answers = input_ids.new_tensor([one + [pad] * (longest - len(one)) for one in found])
