@@ -4,7 +4,7 @@ conv            short causal depthwise convolution
 delta_rule      gated delta rule: Gated DeltaNet (a decay per head), Kimi Delta Attention (a decay per key channel)
 delta_per_head  a chunk of it for a decay per head, and its gradient, by hand
 ssd             state space duality: Mamba 2
-scan            the loop over chunks of the sequence, with a backward pass that recomputes each chunk
+scan            the loop over chunks, with a backward pass that recomputes each chunk; scan_op: the same in graphs
 gated_norm      RMSNorm with a gate
 
 A state belongs to one document: every token reads only what earlier tokens of its own document wrote. Documents are

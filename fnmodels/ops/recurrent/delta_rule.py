@@ -27,7 +27,7 @@ from fnmodels.ops.norm import upcast
 from . import delta_per_head
 from .before import Before, before_of
 from .by_token import by_token, delta_token
-from .scan import Step, decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
+from .scan import ByHand, Step, decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -72,15 +72,28 @@ def delta_rule(
     valid = (segment_ids > 0)[..., None]
     g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
     beta = upcast(beta).where(valid, 0)
-    one = _token if S == 1 else functools.partial(_chunk, longest=chunk)
-    step: Step = functools.partial(one, normalize=normalize, scale=scale)
-    by_hand: Any = None
+    along = (q, k, v, g, beta, run, before)
     if rows_are_invariant():
         step = by_token(functools.partial(delta_token, normalize=normalize, scale=scale))
-    elif g.ndim == 3:
-        forms = (delta_per_head.chunk, delta_per_head.gradient)
-        by_hand = tuple(functools.partial(form, normalize=normalize, scale=scale) for form in forms)
-    return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, by_hand=by_hand)
+        return scan(step, state, along, chunk=chunk, kernel=kernel)
+    if S == 1:
+        return _token(state, along, (), normalize=normalize, scale=scale)
+    if g.ndim == 4:
+        return scan(_by_chunk(chunk, normalize, scale), state, along, chunk=chunk, kernel=kernel)
+    step, by_hand = per_head(*(options := (float(chunk), float(normalize), scale)))
+    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("per_head", [*options]))
+
+
+def per_head(chunk: float, normalize: float, scale: float) -> tuple[Step, ByHand]:
+    """A step of at most `chunk` tokens for decays per head, and the same by hand."""
+    options: Any = {"normalize": bool(normalize), "scale": scale}
+    forward = functools.partial(delta_per_head.chunk, **options)
+    gradient = functools.partial(delta_per_head.gradient, **options)
+    return _by_chunk(int(chunk), bool(normalize), scale), (forward, gradient)
+
+
+def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:
+    return functools.partial(_chunk, longest=longest, normalize=normalize, scale=scale)
 
 
 def _continued(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import alone, in_graph
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
@@ -27,6 +27,7 @@ InPlace = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor], Ten
 # (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
 # the constants, in this order; None for integers
 Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
+ByHand = tuple[InPlace, Gradient] | None  # None: from `Step`, with autograd's gradient
 
 
 def earlier_of_document(run: Tensor) -> Tensor:
@@ -73,22 +74,29 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
-    by_hand: tuple[InPlace, Gradient] | None = None,
+    by_hand: ByHand = None,
+    node: tuple[str, list[float]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    by_hand: the step and its gradient; by default `step`, and autograd's.
+    by_hand: the step and its gradient; by default `step`, and autograd's. node: the name and the options under which
+    `scan_op` finds the same, so that the loop is one node of a compiled graph.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
         return step(state, along, constants)
+    if kernel != "math" and node is not None and torch.compiler.is_compiling() and in_graph(*tensors):
+        from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
+
+        y, last, _ = compiled_scan(*node, chunk, len(along), list(tensors))
+        return y, last
     if kernel == "math" or not alone(*tensors):
         return _written_out(step, chunk, state, along, constants)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
         return y, last
-    y, last, _ = _forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False)
+    y, last, _ = scan_forward(in_place(step, by_hand), chunk, state, along, constants, keep=False)
     return y, last
 
 
@@ -103,7 +111,7 @@ def _written_out(
 
 
 @torch.no_grad()
-def _forward(
+def scan_forward(
     step: InPlace, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, the last state, the states before each chunk [chunks, ...], or none of them)."""
@@ -122,7 +130,7 @@ def _forward(
     return y, last, states
 
 
-def _in_place(step: Step, by_hand: tuple[InPlace, Gradient] | None) -> InPlace:
+def in_place(step: Step, by_hand: ByHand) -> InPlace:
     return functools.partial(_copied, step) if by_hand is None else by_hand[0]
 
 
@@ -138,9 +146,9 @@ def _copied(
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, by_hand: tuple[InPlace, Gradient] | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
+        step: Step, by_hand: ByHand, chunk: int, count: int, state: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(_in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
+        return scan_forward(in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -158,27 +166,8 @@ class _Scan(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
             return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
-        along, constants = tensors[1 : 1 + ctx.count], tuple(tensors[1 + ctx.count :])
-        grads: dict[int, Tensor] = {}
-        for i, need in enumerate(needed):
-            if need:
-                grads[i] = (torch.zeros_like if i > ctx.count else torch.empty_like)(tensors[i])
-        for index in reversed(range(len(states))):
-            part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
-            slices = tuple(t[:, part] for t in along)
-            if ctx.by_hand is not None:
-                gradients = ctx.by_hand[1](states[index], slices, constants, grad_y[:, part], grad_last)
-                found = dict(enumerate(gradients))
-            else:
-                found = _by_autograd(ctx.step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
-            grad_last = found[0]
-            for i, grad in grads.items():
-                if 0 < i <= ctx.count:
-                    grad[:, part] = found[i]
-                elif i:
-                    grad += found[i]
-        grads[0] = grad_last
-        return None, None, None, None, *(grads[i] if need else None for i, need in enumerate(needed))
+        grads = scan_backward(ctx.step, ctx.by_hand, ctx.chunk, ctx.count, tensors, states, needed, grad_y, grad_last)
+        return None, None, None, None, *grads
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -189,9 +178,49 @@ class _Scan(torch.autograd.Function):
         refuse("auto")
 
 
+@torch.no_grad()
+def scan_backward(
+    step: Step,
+    by_hand: ByHand,
+    chunk: int,
+    count: int,
+    tensors: list[Tensor],
+    states: Tensor,
+    needed: Sequence[bool],
+    grad_y: Tensor,
+    grad_last: Tensor,
+) -> list[Tensor | None]:
+    """The gradients of `tensors` (state, `count` along the sequence, constants), None where not `needed`.
+
+    states: those before each chunk, as `scan_forward` keeps them.
+    """
+    along, constants = tensors[1 : 1 + count], tuple(tensors[1 + count :])
+    grads: dict[int, Tensor] = {}
+    for i, need in enumerate(needed):
+        if need:
+            grads[i] = (torch.zeros_like if i > count else torch.empty_like)(tensors[i])
+    for index in reversed(range(len(states))):
+        part = slice(index * chunk, (index + 1) * chunk)
+        slices = tuple(t[:, part] for t in along)
+        if by_hand is not None:
+            found: Mapping[int, Any] = dict(
+                enumerate(by_hand[1](states[index], slices, constants, grad_y[:, part], grad_last))
+            )
+        else:
+            found = _by_autograd(step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
+        grad_last = found[0]
+        for i, grad in grads.items():
+            if 0 < i <= count:
+                grad[:, part] = found[i]
+            elif i:
+                grad += found[i]
+    grads[0] = grad_last
+    return [grads[i] if need else None for i, need in enumerate(needed)]
+
+
 def _by_autograd(
     step: Step,
-    needed: tuple[bool, ...],
+    needed: Sequence[bool],
     inputs: tuple[Tensor, ...],
     constants: tuple[Tensor, ...],
     grad_y: Tensor,

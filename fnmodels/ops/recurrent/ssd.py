@@ -21,7 +21,7 @@ from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
 from .by_token import by_token, ssd_token
-from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
+from .scan import ByHand, Step, decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
 
 
 def ssd(
@@ -58,10 +58,18 @@ def ssd(
     segment_ids = segment_ids.expand(rows, S)
     run, before = runs(segment_ids, last)
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
-    step = by_token(ssd_token) if rows_are_invariant() else _token if S == 1 else _chunk
-    along = (x, dt, B, C, run, before)
-    by_hand = None if rows_are_invariant() else (_chunk_in_place, _chunk_gradient)
-    return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, by_hand=by_hand)
+    along, constants = (x, dt, B, C, run, before), (upcast(A), upcast(D))
+    if rows_are_invariant():
+        return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel)
+    if S == 1:
+        return _token(state, along, constants)
+    step, by_hand = steps()
+    return scan(step, state, along, constants, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("ssd", []))
+
+
+def steps() -> tuple[Step, ByHand]:
+    """A step of a chunk, and the same by hand."""
+    return _chunk, (_chunk_in_place, _chunk_gradient)
 
 
 def _continued(

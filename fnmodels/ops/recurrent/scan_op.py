@@ -1,0 +1,88 @@
+"""The loop over chunks as a custom operator: one node in a compiled graph, instead of an unrolled loop.
+
+Unrolled, a graph grows with the length of the row, and takes minutes to compile. The operator is used in graphs only,
+because torch.func does not see the derivative of a custom operator.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import delta_rule, ssd
+from .scan import ByHand, Step, in_place, scan_backward, scan_forward
+
+# {name: options -> (step, the same by hand)}; autograd does not run inside of an operator
+_STEPS: dict[str, Callable[..., tuple[Step, ByHand]]] = {"per_head": delta_rule.per_head, "ssd": ssd.steps}
+
+
+@torch.library.custom_op("fnmodels::scan", mutates_args=())
+def compiled_scan(
+    name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, the last state, the states before each chunk). tensors: the state, `count` along the sequence, constants."""
+    along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
+    return scan_forward(in_place(*_STEPS[name](*options)), chunk, tensors[0], along, constants, keep=True)
+
+
+@compiled_scan.register_fake
+def _(name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    state, first, constants = tensors[0], tuple(t[:, :1] for t in tensors[1 : 1 + count]), tuple(tensors[1 + count :])
+    length = tensors[1].shape[1]
+    y = _STEPS[name](*options)[0](state, first, constants)[0]
+    return (
+        y.new_empty(y.shape[0], length, *y.shape[2:]),
+        state.new_empty(state.shape),
+        state.new_empty((length + chunk - 1) // chunk, *state.shape),
+    )
+
+
+@torch.library.custom_op("fnmodels::scan_backward", mutates_args=())
+def backward_scan(
+    name: str,
+    options: list[float],
+    chunk: int,
+    count: int,
+    tensors: list[Tensor],
+    states: Tensor,
+    needed: list[bool],
+    grad_y: Tensor,
+    grad_last: Tensor,
+) -> list[Tensor]:
+    """The gradients of those tensors that are `needed`."""
+    steps = _STEPS[name](*options)
+    found = scan_backward(*steps, chunk, count, tensors, states, needed, grad_y, grad_last)
+    return [grad.contiguous() for grad in found if grad is not None]
+
+
+@backward_scan.register_fake
+def _(
+    name: str,
+    options: list[float],
+    chunk: int,
+    count: int,
+    tensors: list[Tensor],
+    states: Tensor,
+    needed: list[bool],
+    grad_y: Tensor,
+    grad_last: Tensor,
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needed, strict=True) if need]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *ctx.options, tensors = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.needed = [t.requires_grad for t in tensors]
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Any) -> tuple[Any, ...]:
+    *tensors, states = ctx.saved_tensors
+    found = iter(backward_scan(*ctx.options, tensors, states, ctx.needed, grad_y, grad_last))
+    options = None if ctx.options[1] else []  # torch takes an empty list for one of tensors
+    return None, options, None, None, [next(found) if need else None for need in ctx.needed]
+
+
+compiled_scan.register_autograd(_backward, setup_context=_save)
