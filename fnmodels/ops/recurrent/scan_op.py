@@ -81,7 +81,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Any) -> tuple[Any, ...]:
     *tensors, states = ctx.saved_tensors
     found = iter(backward_scan(*ctx.options, tensors, states, ctx.needed, grad_y, grad_last))
-    options = None if ctx.options[1] else []  # torch takes an empty list for one of tensors
+    options: list[Any] | None = None if ctx.options[1] else []  # torch takes an empty list for one of tensors
     return None, options, None, None, [next(found) if need else None for need in ctx.needed]
 
 
