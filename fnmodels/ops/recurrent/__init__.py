@@ -3,8 +3,9 @@
 conv            short causal depthwise convolution
 delta_rule      gated delta rule: Gated DeltaNet (a decay per head), Kimi Delta Attention (a decay per key channel)
 delta_per_head  a chunk of it for a decay per head, and its gradient, by hand
-ssd             state space duality: Mamba 2
-scan            the loop over chunks, with a backward pass that recomputes each chunk; scan_op: the same in graphs
+ssd             state space duality: Mamba 2; ssd_chunk: a chunk of it, and its gradient, by hand
+scan            the loop over chunks with its gradient; chunks: the same outside of autograd; scan_op: in graphs
+decay           decays of a chunk's tokens
 gated_norm      RMSNorm with a gate
 
 A state belongs to one document: every token reads only what earlier tokens of its own document wrote. Documents are

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.ops.invariant import elementwise, invariant_rows, pairwise_sum
 from fnmodels.ops.norm import upcast
 
-from .scan import Step
+from .chunks import Step
 
 
 def by_token(step: Step) -> Step:

@@ -7,6 +7,7 @@ transposed or, in fp32, copied.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from fnmodels.ops.norm import upcast
 
-from .scan import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from .chunks import ByHand
+from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
 
 # The arguments along the sequence: q, k, v, g, beta, run, before.
 Along = tuple[Tensor, ...]
@@ -80,7 +82,13 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     return _Solved(q, k, norm_q, norm_k, beta, since, until, decay, keys, queries, inverse, errors, corrections)
 
 
-def chunk(state: Tensor, along: Along, _: Any, after: Tensor, *, normalize: bool, scale: float) -> Tensor:
+def by_hand(normalize: float, scale: float) -> ByHand:
+    """A chunk and its gradient; normalize: 0 or 1, whether queries and keys are divided by their lengths."""
+    options: Any = {"normalize": bool(normalize), "scale": scale}
+    return functools.partial(_chunk, **options), functools.partial(_gradient, **options)
+
+
+def _chunk(state: Tensor, along: Along, _: Any, after: Tensor, *, normalize: bool, scale: float) -> Tensor:
     """o [B, C, H, dv] without gradients; the state after the chunk goes to `after`, which may be `state`."""
     flat = state.flatten(0, 1)
     c = _solved(flat, along, normalize, scale)
@@ -90,10 +98,10 @@ def chunk(state: Tensor, along: Along, _: Any, after: Tensor, *, normalize: bool
     return o.unflatten(0, state.shape[:2]).transpose(1, 2).to(along[2].dtype)
 
 
-def gradient(
+def _gradient(
     state: Tensor, along: Along, _: Any, grad_o: Tensor, grad_state: Tensor, *, normalize: bool, scale: float
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the state, q, k, v, g and beta of `chunk`."""
+    """The gradients of the state, q, k, v, g and beta of `_chunk`."""
     old, new = state.flatten(0, 1), grad_state.flatten(0, 1)
     c, d_o = _solved(old, along, normalize, scale), _by_head(grad_o, state.shape[1])
     u, read_k, read_q = c.corrections, c.norm_k * c.since, c.norm_q * c.since

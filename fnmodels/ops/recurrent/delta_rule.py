@@ -27,7 +27,9 @@ from fnmodels.ops.norm import upcast
 from . import delta_per_head
 from .before import Before, before_of
 from .by_token import by_token, delta_token
-from .scan import ByHand, Step, decay_in_document, decay_of, decay_of_pairs, earlier_of_document, scan
+from .chunks import Step
+from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from .scan import scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -80,16 +82,9 @@ def delta_rule(
         return _token(state, along, (), normalize=normalize, scale=scale)
     if g.ndim == 4:
         return scan(_by_chunk(chunk, normalize, scale), state, along, chunk=chunk, kernel=kernel)
-    step, by_hand = per_head(*(options := (float(chunk), float(normalize), scale)))
-    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("per_head", [*options]))
-
-
-def per_head(chunk: float, normalize: float, scale: float) -> tuple[Step, ByHand]:
-    """A step of at most `chunk` tokens for decays per head, and the same by hand."""
-    options: Any = {"normalize": bool(normalize), "scale": scale}
-    forward = functools.partial(delta_per_head.chunk, **options)
-    gradient = functools.partial(delta_per_head.gradient, **options)
-    return _by_chunk(int(chunk), bool(normalize), scale), (forward, gradient)
+    options = [float(normalize), scale]
+    step, by_hand = _by_chunk(chunk, normalize, scale), delta_per_head.by_hand(*options)
+    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("delta_per_head", options))
 
 
 def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:

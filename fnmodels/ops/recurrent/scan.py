@@ -8,62 +8,15 @@ the same steps as torch's operations.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.torch_internals import alone, in_graph
 
-# (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
-Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
-# The same by hand, without autograd: (state, slices, constants, the state after, which it writes) -> y. The state after
-# may be the one before: a new one of a megabyte takes longer than what is computed on it, for its pages are new.
-InPlace = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor], Tensor]
-# (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
-# the constants, in this order; None for integers
-Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
-ByHand = tuple[InPlace, Gradient] | None  # None: from `Step`, with autograd's gradient
-
-
-def earlier_of_document(run: Tensor) -> Tensor:
-    """bool [B, C, C] of the runs [B, C] of a chunk's tokens: whether j is of i's document and not later."""
-    earlier = torch.ones(run.shape[1], run.shape[1], dtype=torch.bool, device=run.device).tril()
-    return (run[:, :, None] == run[:, None, :]) & earlier
-
-
-def decay_in_document(g: Tensor, same: Tensor) -> Tensor:
-    """The log decay of each token [B, C, ...] summed since its document or the chunk began, itself included.
-
-    A product with zeros and ones, so that no bit depends on another document; in fp64, because differences of these
-    sums are what counts. same: from `earlier_of_document`.
-    """
-    return (same.double() @ g.double().flatten(2)).view(g.shape)
-
-
-def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(cum_i - cum_j) [..., C, C] of log decays [..., C] in `dtype`; 0 where not `same` [..., C, C]."""
-    apart = (cum[..., :, None] - cum[..., None, :]).to(dtype)
-    if torch.is_grad_enabled() or not alone(apart, same):
-        return decay_of(apart).where(same, 0)
-    return torch.threshold_(apart.clamp_(max=0), _least(dtype), -torch.inf).exp_().mul_(same)
-
-
-def decay_of(log: Tensor) -> Tensor:
-    """exp(log), at most 1, and 0 where it is less than 1e-19 (fp32).
-
-    Such factors change no result, but they or products of two are subnormal numbers, on which processors compute about
-    a hundred times as long.
-    """
-    return F.threshold(log.clamp(max=0), _least(log.dtype), -torch.inf).exp()
-
-
-def _least(dtype: torch.dtype) -> float:
-    return 0.5 * math.log(torch.finfo(dtype).tiny)
+from .chunks import ByHand, InPlace, Step, scan_backward, scan_forward
 
 
 def scan(
@@ -74,7 +27,7 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
-    by_hand: ByHand = None,
+    by_hand: ByHand | None = None,
     node: tuple[str, list[float]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
@@ -96,7 +49,7 @@ def scan(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
         return y, last
-    y, last, _ = scan_forward(in_place(step, by_hand), chunk, state, along, constants, keep=False)
+    y, last, _ = scan_forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False)
     return y, last
 
 
@@ -110,27 +63,7 @@ def _written_out(
     return torch.cat(ys, dim=1), state
 
 
-@torch.no_grad()
-def scan_forward(
-    step: InPlace, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the last state, the states before each chunk [chunks, ...], or none of them)."""
-    length, y, last = along[0].shape[1], None, torch.empty_like(state)
-    chunks = -(-length // chunk)
-    states = state.new_empty((chunks if keep else 0, *state.shape))
-    if keep:
-        states[0] = state
-    for index, start in enumerate(range(0, length, chunk)):
-        after = states[index + 1] if keep and index + 1 < chunks else last
-        part = step(state, tuple(t[:, start : start + chunk] for t in along), constants, after)
-        state = after
-        y = part.new_empty(part.shape[0], length, *part.shape[2:]) if y is None else y
-        y[:, start : start + chunk] = part
-    assert y is not None
-    return y, last, states
-
-
-def in_place(step: Step, by_hand: ByHand) -> InPlace:
+def _in_place(step: Step, by_hand: ByHand | None) -> InPlace:
     return functools.partial(_copied, step) if by_hand is None else by_hand[0]
 
 
@@ -146,9 +79,9 @@ def _copied(
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, by_hand: ByHand, chunk: int, count: int, state: Tensor, *tensors: Tensor
+        step: Step, by_hand: ByHand | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return scan_forward(in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
+        return scan_forward(_in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -166,7 +99,8 @@ class _Scan(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
             return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
-        grads = scan_backward(ctx.step, ctx.by_hand, ctx.chunk, ctx.count, tensors, states, needed, grad_y, grad_last)
+        gradient = functools.partial(_by_autograd, ctx.step, needed) if ctx.by_hand is None else ctx.by_hand[1]
+        grads = scan_backward(gradient, ctx.chunk, ctx.count, tensors, states, needed, grad_y, grad_last)
         return None, None, None, None, *grads
 
     @staticmethod
@@ -178,63 +112,25 @@ class _Scan(torch.autograd.Function):
         refuse("auto")
 
 
-@torch.no_grad()
-def scan_backward(
-    step: Step,
-    by_hand: ByHand,
-    chunk: int,
-    count: int,
-    tensors: list[Tensor],
-    states: Tensor,
-    needed: Sequence[bool],
-    grad_y: Tensor,
-    grad_last: Tensor,
-) -> list[Tensor | None]:
-    """The gradients of `tensors` (state, `count` along the sequence, constants), None where not `needed`.
-
-    states: those before each chunk, as `scan_forward` keeps them.
-    """
-    along, constants = tensors[1 : 1 + count], tuple(tensors[1 + count :])
-    grads: dict[int, Tensor] = {}
-    for i, need in enumerate(needed):
-        if need:
-            grads[i] = (torch.zeros_like if i > count else torch.empty_like)(tensors[i])
-    for index in reversed(range(len(states))):
-        part = slice(index * chunk, (index + 1) * chunk)
-        slices = tuple(t[:, part] for t in along)
-        if by_hand is not None:
-            found: Mapping[int, Any] = dict(
-                enumerate(by_hand[1](states[index], slices, constants, grad_y[:, part], grad_last))
-            )
-        else:
-            found = _by_autograd(step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
-        grad_last = found[0]
-        for i, grad in grads.items():
-            if 0 < i <= count:
-                grad[:, part] = found[i]
-            elif i:
-                grad += found[i]
-    grads[0] = grad_last
-    return [grads[i] if need else None for i, need in enumerate(needed)]
-
-
 def _by_autograd(
     step: Step,
-    needed: Sequence[bool],
-    inputs: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+    state: Tensor,
+    slices: tuple[Tensor, ...],
     constants: tuple[Tensor, ...],
     grad_y: Tensor,
-    grad_last: Tensor,
-) -> dict[int, Tensor]:
-    """{index: gradient} of the inputs and constants of a step that need one, and of the state."""
+    grad_state: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The `Gradient` of a step: of the state, and of the slices and constants that need one."""
     wanted = [i for i, need in enumerate(needed) if need or not i]
-    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((*inputs, *constants))]
-    count = len(inputs)
+    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((state, *slices, *constants))]
+    count = 1 + len(slices)
     with torch.enable_grad():
         results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
     of = [leaves[i] for i in wanted]
-    found = torch.autograd.grad(results, of, (grad_y, grad_last), materialize_grads=True, allow_unused=True)
-    return dict(zip(wanted, found, strict=True))
+    found = torch.autograd.grad(results, of, (grad_y, grad_state), materialize_grads=True, allow_unused=True)
+    by_index = dict(zip(wanted, found, strict=True))
+    return tuple(by_index.get(i) for i in range(len(leaves)))
 
 
 def _differentiable(

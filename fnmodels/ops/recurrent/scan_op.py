@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import delta_rule, ssd
-from .scan import ByHand, Step, in_place, scan_backward, scan_forward
+from . import delta_per_head, ssd_chunk
+from .chunks import ByHand, scan_backward, scan_forward
 
-# {name: options -> (step, the same by hand)}; autograd does not run inside of an operator
-_STEPS: dict[str, Callable[..., tuple[Step, ByHand]]] = {"per_head": delta_rule.per_head, "ssd": ssd.steps}
+# By name, the function of options that makes a chunk and its gradient; autograd does not run inside of an operator.
+_BY_HAND: dict[str, Callable[..., ByHand]] = {"delta_per_head": delta_per_head.by_hand, "ssd": ssd_chunk.by_hand}
 
 
 @torch.library.custom_op("fnmodels::scan", mutates_args=())
@@ -23,14 +23,14 @@ def compiled_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, the last state, the states before each chunk). tensors: the state, `count` along the sequence, constants."""
     along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
-    return scan_forward(in_place(*_STEPS[name](*options)), chunk, tensors[0], along, constants, keep=True)
+    return scan_forward(_BY_HAND[name](*options)[0], chunk, tensors[0], along, constants, keep=True)
 
 
 @compiled_scan.register_fake
 def _(name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     state, first, constants = tensors[0], tuple(t[:, :1] for t in tensors[1 : 1 + count]), tuple(tensors[1 + count :])
     length = tensors[1].shape[1]
-    y = _STEPS[name](*options)[0](state, first, constants)[0]
+    y = _BY_HAND[name](*options)[0](state, first, constants, torch.empty_like(state))
     return (
         y.new_empty(y.shape[0], length, *y.shape[2:]),
         state.new_empty(state.shape),
@@ -51,8 +51,8 @@ def backward_scan(
     grad_last: Tensor,
 ) -> list[Tensor]:
     """The gradients of those tensors that are `needed`."""
-    steps = _STEPS[name](*options)
-    found = scan_backward(*steps, chunk, count, tensors, states, needed, grad_y, grad_last)
+    gradient = _BY_HAND[name](*options)[1]
+    found = scan_backward(gradient, chunk, count, tensors, states, needed, grad_y, grad_last)
     return [grad.contiguous() for grad in found if grad is not None]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from fnmodels.inputs import order
-from fnmodels.ops.recurrent import conv, delta_rule, gated_norm, scan, ssd
+from fnmodels.ops.recurrent import conv, decay, delta_rule, gated_norm, scan, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 
@@ -362,7 +362,7 @@ def test_the_fused_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decays_and_their_products_are_no_subnormal_numbers(dtype: torch.dtype) -> None:
     """A product of two decays is 0 or a normal number; what is left out is less than 1e-18; no gradient is NaN."""
     log = torch.linspace(-800, 0, 4001, dtype=dtype, requires_grad=True)
-    decays = scan.decay_of(log)
+    decays = decay.decay_of(log)
     tiny = torch.finfo(dtype).tiny
     assert all(((x == 0) | (x >= tiny)).all() for x in (decays, decays.square()))
     assert (decays - log.exp()).abs().max() < 1e-18

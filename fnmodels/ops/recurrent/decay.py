@@ -1,0 +1,45 @@
+"""Decays of a chunk's tokens, within each document and without subnormal numbers."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.ops.torch_internals import alone
+
+
+def earlier_of_document(run: Tensor) -> Tensor:
+    """bool [B, C, C] of the runs [B, C] of a chunk's tokens: whether j is of i's document and not later."""
+    earlier = torch.ones(run.shape[1], run.shape[1], dtype=torch.bool, device=run.device).tril()
+    return (run[:, :, None] == run[:, None, :]) & earlier
+
+
+def decay_in_document(g: Tensor, same: Tensor) -> Tensor:
+    """The log decay of each token [B, C, ...] summed since its document or the chunk began, itself included.
+
+    A product with zeros and ones, so that no bit depends on another document; in fp64, because differences of these
+    sums are what counts. same: from `earlier_of_document`.
+    """
+    return (same.double() @ g.double().flatten(2)).view(g.shape)
+
+
+def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(cum_i - cum_j) [..., C, C] of log decays [..., C] in `dtype`; 0 where not `same` [..., C, C]."""
+    apart = (cum[..., :, None] - cum[..., None, :]).to(dtype)
+    if torch.is_grad_enabled() or not alone(apart, same):
+        return decay_of(apart).where(same, 0)
+    return torch.threshold_(apart.clamp_(max=0), _least(dtype), -torch.inf).exp_().mul_(same)
+
+
+def decay_of(log: Tensor) -> Tensor:
+    """exp(log), at most 1, and 0 where it is less than 1e-19 (fp32).
+
+    Such factors change no result, but they or products of two are subnormal numbers, on which processors compute about
+    a hundred times as long.
+    """
+    return F.threshold(log.clamp(max=0), _least(log.dtype), -torch.inf).exp()
+
+
+def _least(dtype: torch.dtype) -> float:
+    return 0.5 * math.log(torch.finfo(dtype).tiny)
