@@ -157,9 +157,8 @@ def transformers_contenders(
     return {"transformers vmap(grad)": per_sample, "transformers loop": loop, HF_BATCH: plain}
 
 
-def opacus_contenders(
-    config: llama.Config, params: Tree, tokens: Tensor, labels: Tensor
-) -> dict[str, Callable[[], Flat]]:
+def opacus_module(model: Any) -> Any:
+    """A Llama of transformers that computes a gradient for each sample, for losses that are sums."""
     from opacus.grad_sample import GradSampleModule, register_grad_sampler
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -169,7 +168,13 @@ def opacus_contenders(
         normed = F.rms_norm(inputs[0], inputs[0].shape[-1:], None, layer.variance_epsilon)
         return {layer.weight: torch.einsum("bsd,bsd->bd", normed, grad_outputs)}
 
-    model = GradSampleModule(hf_model(config, params), batch_first=True, loss_reduction="sum")
+    return GradSampleModule(model, batch_first=True, loss_reduction="sum")
+
+
+def opacus_contenders(
+    config: llama.Config, params: Tree, tokens: Tensor, labels: Tensor
+) -> dict[str, Callable[[], Flat]]:
+    model = opacus_module(hf_model(config, params))
 
     def per_sample() -> Flat:
         cross_entropy(model(input_ids=tokens, use_cache=False).logits, labels).backward()

@@ -12,19 +12,26 @@
     lens       the Jacobian of the last state by every layer's, in 32 directions; transformers: a backward pass for each
                (target 1.2)
     harvest    activations of documents of 4 to 256 tokens: packed, against padded batches (target 4)
-    rows       per-sample gradients; transformers: vmap of grad (target 1.15); benchmarks/per_sample.py has more
+    rows       per-sample gradients; vmap of grad on transformers, and Opacus (target 1.15)
+    none, none_gradient, none_decode
+               a forward pass, a loss with its gradients and a step on a cache where no taps and edits are given,
+               against the same code without them (1: they cost nothing)
 
 Results must agree. Contenders take turns, and a ratio is the median of the rounds' ratios of processor time: the other
-library's divided by ours. TransformerLens and nnsight are contenders of the first three where they are installed:
+library's divided by ours. TransformerLens and nnsight are contenders of the first three, and Opacus of rows, where they
+are installed:
 
-    python -m pip install -c constraints.txt transformer-lens nnsight
+    python -m pip install -c constraints.txt transformer-lens nnsight opacus
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import functools
 import importlib.metadata
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -34,7 +41,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import research_without
 import torch
+from per_sample import opacus_module
 from research_activations import FEW, MANY, cache, grid, missing
 from research_setting import FULL, QUICK, Contenders, Setting, summed
 from torch import Tensor
@@ -116,16 +125,22 @@ def harvest(at: Setting, longest: int) -> Contenders:
             return [found.sum(0)]
 
     @torch.no_grad()
-    def theirs() -> list[Tensor]:
+    def theirs(stops: bool = False, by_length: bool = False) -> list[Tensor]:
         found: list[Tensor] = []
-        layer = at.model.model.layers[at.config.num_hidden_layers // 2]
-        handle = layer.register_forward_hook(lambda module, inputs, output: found.append(output))
-        rows = []
-        for start in range(0, len(documents), 8):
-            part = documents[start : start + 8]
+
+        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+            found.append(output)
+            if stops:
+                raise _Stop
+
+        handle = at.model.model.layers[at.config.num_hidden_layers // 2].register_forward_hook(hook)
+        rows, given = [], sorted(documents, key=len) if by_length else documents
+        for start in range(0, len(given), 8):
+            part = given[start : start + 8]
             tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
             valid = torch.arange(tokens.shape[1]) < torch.tensor([len(one) for one in part])[:, None]
-            at.run(tokens, attention_mask=valid.long())
+            with contextlib.suppress(_Stop):
+                at.run(tokens, attention_mask=valid.long())
             rows.append(found.pop()[valid])
         handle.remove()
         with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +149,16 @@ def harvest(at: Setting, longest: int) -> Contenders:
             out.copy_(torch.cat(rows))
             return [out.sum(0)]
 
-    return {"fnmodels": ours, "transformers": theirs}
+    return {
+        "fnmodels": ours,
+        "transformers, padded batches": theirs,
+        "..., which stop at the layer": functools.partial(theirs, stops=True),
+        "..., and are sorted by length": functools.partial(theirs, stops=True, by_length=True),
+    }
+
+
+class _Stop(Exception):
+    """Ends a forward pass of transformers at a hook."""
 
 
 def rows(at: Setting) -> Contenders:
@@ -150,7 +174,20 @@ def rows(at: Setting) -> Contenders:
         return [gradients[name] for name in at.leaves]
 
     ours = fnmodels.per_sample_gradients
-    return {"fnmodels": lambda: at.ordered(ours(at.loss, at.params, batch)[0]), "transformers": theirs}
+    contenders = {"fnmodels": lambda: at.ordered(ours(at.loss, at.params, batch)[0]), "vmap of grad": theirs}
+    return contenders | ({"Opacus": _opacus(at)} if importlib.util.find_spec("opacus") else {})
+
+
+def _opacus(at: Setting) -> Callable[[], list[Tensor]]:
+    model = opacus_module(copy.deepcopy(at.model).train())
+
+    def run() -> list[Tensor]:
+        summed(model(input_ids=at.tokens, use_cache=False).logits, at.labels).backward()
+        found = [parameter.grad_sample for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    return run
 
 
 def check(name: str, other: str, found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -190,6 +227,9 @@ SECTIONS: dict[str, tuple[float | None, int, int, Callable[[Setting], Contenders
     "lens": (1.2, 1, 64, lens),
     "harvest": (4.0, 1, 256, lambda at: harvest(at, at.tokens.shape[1])),
     "rows": (1.15, 4, 64, rows),
+    "none": (None, 2, 64, research_without.forward),
+    "none_gradient": (None, 2, 64, research_without.gradient),
+    "none_decode": (None, 1, 65, research_without.decode),
 }
 
 

@@ -212,7 +212,19 @@ def test_serve_and_grpo(output: Output) -> None:
 @pytest.mark.slow
 def test_research(output: Output) -> None:
     out = output("research.py", "--quick")
-    for section in ("cache", "all", "grid", "hvp", "kept", "lens", "harvest", "rows"):
+    for section in (
+        "cache",
+        "all",
+        "grid",
+        "hvp",
+        "kept",
+        "lens",
+        "harvest",
+        "rows",
+        "none",
+        "none_gradient",
+        "none_decode",
+    ):
         assert f"\n| {section} | " in out, out
 
 
