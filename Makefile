@@ -2,8 +2,8 @@
 #   make demo    trains a small model, prints a sample and the path of its picture (a second call prints the result)
 #   make test    runs all tests and the example notebooks
 # Each makes .venv first if it is missing or out of date. Also: make lint, make docs (the site, into site/),
-# make notebooks (runs them and stores their outputs), make bench, make verl, make clean.
-.PHONY: demo test lint docs notebooks bench verl install clean
+# make notebooks (runs them and stores their outputs), make bench, make verl, make bridges, make clean.
+.PHONY: demo test lint docs notebooks bench verl bridges install clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -47,6 +47,17 @@ notebooks: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python benchmarks/train_step.py
+
+# The tests that `make test` skips: other libraries, trackers, and the site, which is built strictly.
+bridges: .venv/bridges
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
+	  tests/project/test_site.py
+
+# curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
+.venv/bridges: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,bridges]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision
+	touch $@
 
 # verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn,
 # fastapi, TransferQueue and cachetools are what verl imports for its rollouts. Tinker's cookbook is there too, without

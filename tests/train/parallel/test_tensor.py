@@ -22,7 +22,6 @@ from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
 from train.dist import collectives
-from train.dist.region import Region
 from train.losses.model_loss import RunOptions
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
@@ -433,14 +432,6 @@ def test_unsupported_placements_raise(name: str, axes: dict[str, str], sequence:
     placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
     with pytest.raises(ValueError, match=words):
         tensor_parallel(config, placements, sequence=sequence)
-
-
-def test_taps_of_single_heads_are_refused() -> None:
-    """q, k, v and z of one process are of its heads only."""
-    region = Region(None, 0, 2, False)
-    wrapper = TensorParallel(region, {}, frozenset({"heads"}), CacheShards(region, {}, True, False))
-    with pytest.raises(ValueError, match=r"The taps attention\.q, mlp\.pre are of single heads"):
-        wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "attention.q", "mlp.pre")))
 
 
 def test_groups_of_heads_that_would_be_split_raise() -> None:

@@ -37,6 +37,7 @@ from train.dist.dtensor import is_dtensor
 from train.dist.region import Region
 from train.losses.vocab_parallel import Vocab
 
+from . import taps
 from .cache import CacheShards, cache_shards
 from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
@@ -68,14 +69,6 @@ class TensorParallel:
         """
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
-        bound = block.keywords
-        names = {*bound.get("taps", ()), *(edit.tap for edit in bound.get("edits", ()))}
-        within = sorted(name for name in names if name.startswith(("attention.", "mlp.")))
-        if within and self.sharded & {"heads", "linear_heads", "mlp"}:
-            raise ValueError(
-                f"The taps {', '.join(within)} are of single heads or neurons, of which each process has some; ask for "
-                "them, and edit them, without tensor parallelism."
-            )
         # The first kind with these uses, so that kinds which differ in data alone share a graph.
         like = next(kind for kind, uses in self.uses.items() if uses == self.uses[block.keywords["kind"]])
         own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()), like)
@@ -104,12 +97,18 @@ class TensorParallel:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         how = dict(bound)
         here = self._layer(layer, self.uses[like])
+        names = {*how.get("taps", ()), *(edit.tap for edit in how.get("edits", ()))}
+        gathered = taps.inside(names, self.uses[like]) if names else []
+        if gathered:
+            made = taps.context(self.region, how["config"], how["kind"], gathered)
+            how["options"] = dataclasses.replace(how["options"], context=made)
         if "valid" in more and "expert_mlp" in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
-        return x, {name: value if name in _WHOLE else self._tap(value) for name, value in aux.items()}
+        whole = (*_WHOLE, *gathered)
+        return x, {name: value if name in whole else self._tap(value) for name, value in aux.items()}
 
     def key_heads(self, count: int) -> int:
         """How many of the `count` key heads of a layer this rank has: one at least, where query heads are sharded."""
