@@ -48,13 +48,13 @@ def scan_backward(
     tensors: list[Tensor],
     states: Tensor,
     needed: Sequence[bool],
-    grad_y: Tensor,
-    grad_last: Tensor,
+    grads_after: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradients of `tensors` (state, `count` along the sequence, constants), None where not `needed`.
 
-    states: those before each chunk, as `scan_forward` keeps them.
+    states: those before each chunk, as `scan_forward` keeps them. grads_after: of y and of the last state.
     """
+    grad_y, grad_last = grads_after
     along, constants = tensors[1 : 1 + count], tuple(tensors[1 + count :])
     grads: dict[int, Tensor] = {}
     for i, need in enumerate(needed):

@@ -100,7 +100,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
             return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
         gradient = functools.partial(_by_autograd, ctx.step, needed) if ctx.by_hand is None else ctx.by_hand[1]
-        grads = scan_backward(gradient, ctx.chunk, ctx.count, tensors, states, needed, grad_y, grad_last)
+        grads = scan_backward(gradient, ctx.chunk, ctx.count, tensors, states, needed, (grad_y, grad_last))
         return None, None, None, None, *grads
 
     @staticmethod

@@ -47,12 +47,11 @@ def backward_scan(
     tensors: list[Tensor],
     states: Tensor,
     needed: list[bool],
-    grad_y: Tensor,
-    grad_last: Tensor,
+    grads: list[Tensor],
 ) -> list[Tensor]:
     """The gradients of those tensors that are `needed`."""
     gradient = _BY_HAND[name](*options)[1]
-    found = scan_backward(gradient, chunk, count, tensors, states, needed, grad_y, grad_last)
+    found = scan_backward(gradient, chunk, count, tensors, states, needed, grads)
     return [grad.contiguous() for grad in found if grad is not None]
 
 
@@ -65,8 +64,7 @@ def _(
     tensors: list[Tensor],
     states: Tensor,
     needed: list[bool],
-    grad_y: Tensor,
-    grad_last: Tensor,
+    grads: list[Tensor],
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t, need in zip(tensors, needed, strict=True) if need]
 
@@ -80,7 +78,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Any) -> tuple[Any, ...]:
     *tensors, states = ctx.saved_tensors
-    found = iter(backward_scan(*ctx.options, tensors, states, ctx.needed, grad_y, grad_last))
+    found = iter(backward_scan(*ctx.options, tensors, states, ctx.needed, [grad_y, grad_last]))
     options: list[Any] | None = None if ctx.options[1] else []  # torch takes an empty list for one of tensors
     return None, options, None, None, [next(found) if need else None for need in ctx.needed]
 
