@@ -94,11 +94,12 @@ def load_pretrained(
     such as stacked experts, is always read. At most one tensor is held in addition to the result. A tied head is one
     leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
     drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
-    config.json says. The returned config reflects that. head="none" reads the model without its head, which the files
-    may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read with
-    its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its Config,
-    its params); all headers are checked, and only its tensors are read. A text model is its own part "text". report: is
-    called with a LoadReport (`report=print`).
+    config.json says. The returned config reflects that. drop=("audio",) of a Gemma 4 with an audio tower, which is not
+    read, loads the rest; without it such a model is refused. head="none" reads the model without its head, which the
+    files may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read
+    with its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its
+    Config, its params); all headers are checked, and only its tensors are read. A text model is its own part "text".
+    report: is called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
@@ -107,6 +108,8 @@ def load_pretrained(
     folder = Path(path)
     with ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part)
+        if part is None:
+            tensor_map.refuse_unread(checked.config, checked.leftovers, drop, folder)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.errors import UnsupportedError
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names, may_have
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
@@ -83,9 +85,21 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
 
 
 def is_leftover(config: DecoderConfig, name: str) -> bool:
-    """Whether `name` is a buffer in old files of the family that is not a parameter (its LEFTOVERS, if any)."""
+    """Whether `name` is no parameter: a buffer in old files of the family (its LEFTOVERS), or of an UNREAD part."""
     patterns = may_have(family_of(config), "LEFTOVERS")
-    return any(re.fullmatch(pattern, name) for pattern in (patterns(config) if callable(patterns) else patterns))
+    own = (*(patterns(config) if callable(patterns) else patterns), *may_have(family_of(config), "UNREAD").values())
+    return any(re.fullmatch(pattern, name) for pattern in own)
+
+
+def refuse_unread(config: DecoderConfig, names: Iterable[str], drop: Collection[str], folder: Path) -> None:
+    """UnsupportedError where files have tensors of one of the family's UNREAD parts, which `drop` does not name."""
+    for part, pattern in may_have(family_of(config), "UNREAD").items():
+        own = [name for name in names if re.fullmatch(pattern, name)]
+        if own and part not in drop:
+            raise UnsupportedError(
+                f"{folder}: the model has a part for {part}, {len(own)} tensors such as {min(own)}, which is not read: "
+                f'drop=({part!r},) loads the model without it, and part="text" its text model alone.'
+            )
 
 
 def names_of_head(declared: DecoderConfig, config: DecoderConfig, found: Iterable[str]) -> set[str]:
@@ -165,10 +179,11 @@ def drop_optional(
     in `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
     """
     optional = may_have(family_of(config), "OPTIONAL")
-    if unknown := sorted(set(drop) - set(optional)):
+    known = (*optional, *may_have(family_of(config), "UNREAD"))
+    if unknown := sorted(set(drop) - set(known)):
         raise ValueError(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
-            f"{', '.join(map(repr, optional)) or 'nothing'}."
+            f"{', '.join(map(repr, known)) or 'nothing'}."
         )
     parameters = stored_leaves(config, prefix) if optional else ()  # computed only if needed: it dominates the time
     dropped: set[str] = set()

@@ -165,6 +165,7 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "SINKS": False,  # whether its attention has sink logits
     "OPTIONAL": {},  # {key of params that files may lack: the Config field with its length}
     "LEFTOVERS": (),  # patterns of names in files that are not read, such as buffers; or a function of the config
+    "UNREAD": {},  # {part that is not read: pattern of its names in files}, which loading refuses without drop=(part,)
     "RESAVED": {},  # {pattern of a name that transformers writes: the published name, with the pattern's groups}
     "EQUAL_PARTS": (),  # names in a module, together, of tensors that transformers saves in equal parts of their sum
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds  # noqa: F401
 from fnmodels.ops.linear import linear
@@ -25,7 +26,7 @@ CAUSAL = False
 LEFTOVERS = (r"(vision_model\.)?embeddings\.position_ids",)
 _IGNORED = ("dropout", "initializer_factor", "projection_dim")
 
-batch_inputs = functools.partial(vision.table_inputs, resample=vision.bicubic)
+batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,8 @@ def hf_names(config: Config) -> dict[str, str]:
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches, class tokens and their positions, normalized."""
-    x = vision.embed_patches(params, inputs, config=config) + vision.table_positions(params["embed_positions"], inputs)
+    placed = position_table.table_positions(params["embed_positions"], inputs)
+    x = vision.embed_patches(params, inputs, config=config) + placed
     return layer_norm(x, params["first_norm"], params["first_norm_bias"], eps=config.layer_norm_eps)
 
 

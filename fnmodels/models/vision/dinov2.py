@@ -12,6 +12,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.tree import Tree, flatten
@@ -131,14 +132,14 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
-    """The entries of the position table that each patch reads; see `vision.table_inputs`."""
-    resample = vision.bicubic_antialias if config.num_register_tokens else vision.bicubic
-    return vision.table_inputs(config, positions, resample=resample)
+    """The entries of the position table that each patch reads; see `position_table.table_inputs`."""
+    resample = position_table.bicubic_antialias if config.num_register_tokens else position_table.bicubic
+    return position_table.table_inputs(config, positions, resample=resample)
 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches, class tokens and their positions."""
-    placed = vision.table_positions(params["embed_positions"][0], inputs)
+    placed = position_table.table_positions(params["embed_positions"][0], inputs)
     return vision.embed_patches(params, inputs, config=config) + placed
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.ops import project_out, project_qkv
@@ -94,7 +95,7 @@ def hf_names(config: Config) -> dict[str, Any]:
 
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
     """The entries of the position table that each token reads; resampled as in CLIP for a tile of another size."""
-    found = vision.table_inputs(config, positions, resample=vision.bicubic, placed=0)
+    found = position_table.table_inputs(config, positions, resample=position_table.bicubic, placed=0)
     index, weights = found["table_index"], found["table_weight"]
     special, first = positions[..., :1] < 0, torch.arange(index.shape[-1], device=index.device) == 0
     index = torch.where(special, config.side**2, index)
@@ -113,7 +114,8 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches and their positions, normalized."""
-    x = vision.embed_patches(params, inputs, config=config) + vision.table_positions(params["embed_positions"], inputs)
+    placed = position_table.table_positions(params["embed_positions"], inputs)
+    x = vision.embed_patches(params, inputs, config=config) + placed
     return layer_norm(x, params["first_norm"], params["first_norm_bias"], eps=EPS)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import qwen_tower
+from fnmodels.models.common.parts import position_table, qwen_tower
 from fnmodels.models.common.parts.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.models.common.spec import bias, embedding
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
@@ -86,11 +86,11 @@ def hf_names(config: Config) -> dict[str, Any]:
 
 
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
-    """The entries of the position table that each patch reads; see `vision.table_inputs`."""
-    return vision.table_inputs(config, positions, resample=vision.bilinear_corners, placed=0)
+    """The entries of the position table that each patch reads; see `position_table.table_inputs`."""
+    return position_table.table_inputs(config, positions, resample=position_table.bilinear_corners, placed=0)
 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches and their positions."""
-    placed = vision.table_positions(params["embed_positions"], inputs)
+    placed = position_table.table_positions(params["embed_positions"], inputs)
     return vision.embed_patches(params, inputs, config=config) + placed

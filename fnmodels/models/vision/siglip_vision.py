@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
@@ -115,14 +116,14 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
-    """The entries of the position table that each patch reads; see `vision.table_inputs`."""
-    resample = vision.bilinear_antialias if config.naflex else vision.bicubic
-    return vision.table_inputs(config, positions, resample=resample, placed=0)
+    """The entries of the position table that each patch reads; see `position_table.table_inputs`."""
+    resample = position_table.bilinear_antialias if config.naflex else position_table.bicubic
+    return position_table.table_inputs(config, positions, resample=resample, placed=0)
 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches and their positions."""
-    placed = vision.table_positions(params["embed_positions"], inputs)
+    placed = position_table.table_positions(params["embed_positions"], inputs)
     return vision.embed_patches(params, inputs, config=config) + placed
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.ops.linear import linear
@@ -24,7 +25,7 @@ CAUSAL = False
 OPTIONAL = {"pooler": "pooler"}  # files of a model saved without one
 PRESETS = {"vit-base-patch16-224": {"model_type": "vit", "architectures": ["ViTModel"]}}
 
-batch_inputs = functools.partial(vision.table_inputs, resample=vision.bicubic)
+batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)
 
 _LAYER = {
     "input_layernorm": "layernorm_before",
@@ -92,7 +93,7 @@ def hf_names(config: Config) -> dict[str, str]:
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches, class tokens and their positions."""
-    placed = vision.table_positions(params["embed_positions"][0], inputs)
+    placed = position_table.table_positions(params["embed_positions"][0], inputs)
     return vision.embed_patches(params, inputs, config=config) + placed
 
 

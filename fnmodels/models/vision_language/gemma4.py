@@ -36,6 +36,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)
+UNREAD = {"audio": r"model\.(audio_tower|embed_audio)\..*"}
 # What text_config leaves out where it equals the defaults.
 _TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
@@ -92,10 +93,10 @@ class Config:
 
 
 def LEFTOVERS(config: Config) -> tuple[str, ...]:
-    """Those of the text model, and the audio tower, which is not read."""
+    """Those of the text model."""
     found: Any = may_have(family_of(config.text), "LEFTOVERS")
     text = [pattern.removeprefix("model.") for pattern in found(config.text)[:1]]
-    return *(rf"model\.language_model\.{pattern}" for pattern in text), r"model\.(audio_tower|embed_audio)\..*"
+    return tuple(rf"model\.language_model\.{pattern}" for pattern in text)
 
 
 def spec(config: Config) -> Tree:

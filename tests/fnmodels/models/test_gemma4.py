@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
@@ -142,6 +143,24 @@ def test_gradients_equal_transformers() -> None:
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     wrappers.assert_files(_reference(name), _config(name), tmp_path)
     wrappers.assert_text_alone(_config(name), tmp_path)
+
+
+def test_an_audio_tower_is_left_out_by_name_alone(tmp_path: Path) -> None:
+    config = _config("gemma4")
+    P.save_pretrained(tmp_path, config, P.init(config, 0))
+    file = tmp_path / "model.safetensors"
+    more = {f"model.{name}.weight": torch.ones(2) for name in ("audio_tower.layers.0.norm", "embed_audio.proj")}
+    save_file(load_file(file) | more, file)
+    with pytest.raises(P.UnsupportedError) as error:
+        P.load_pretrained(tmp_path)
+    assert "has a part for audio, 2 tensors such as model.audio_tower.layers.0.norm.weight" in str(error.value)
+    assert "drop=('audio',) loads the model without it" in str(error.value)
+    found, params = P.load_pretrained(tmp_path, drop=("audio",))
+    assert found == config and tree.flatten(params).keys() == tree.flatten(gemma4.spec(config)).keys()
+    for part in ("text", "vision"):
+        assert P.load_pretrained(tmp_path, part=part)[0] == getattr(config, part)
+    with pytest.raises(ValueError, match="drop names 'sound'; what can be left out of this model is 'audio'"):
+        P.load_pretrained(tmp_path, drop=("sound",))
 
 
 def test_errors_name_what_does_not_fit() -> None:
