@@ -1,11 +1,13 @@
 """Tinker's training interface in this process: `import train.tinker as tinker`, then loops written for it run here.
 
-client    `Client` (also `ServiceClient`), `TrainingClient`, `SamplingClient`
-types     data, parameters and responses        losses    the losses by name
+client    `Client` (also `ServiceClient`)      training  `TrainingClient`     sampling  `SamplingClient`
+base      futures, tokenizers, base models     losses    the losses by name  types     data, parameters, responses
 """
 
 from . import types
-from .client import Client, SamplingClient, TrainingClient
+from .client import Client
+from .sampling import SamplingClient
+from .training import TrainingClient
 from .types import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData
 
 ServiceClient = Client  # its name in Tinker's package

@@ -23,7 +23,7 @@ class CpuPlatform:
 
     @property
     def device_module(self) -> Any:
-        """What verl calls of a module such as torch.cuda."""
+        """The functions that verl calls of a module such as torch.cuda."""
         zero = dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated"), _zero)
         zero |= dict.fromkeys(("memory_reserved", "current_device"), _zero)
         nothing = dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing)

@@ -17,6 +17,7 @@ from tests.support.ranks_pool import Ranks, devices
 from tests.train.parallel.test_pipeline import batch_of, config_of
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
+from train.parallel.pipeline.runner import _Stage
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.placement import rules_of, shardings
 
@@ -60,3 +61,16 @@ def drawn() -> bool:
 
 def test_stages_are_drawn_as_the_whole_is(ranks: Ranks) -> None:
     assert all(ranks(4)(drawn))
+
+
+def test_a_stage_sends_no_tensor_of_another_form() -> None:
+    like, index = torch.zeros(2, 3), torch.tensor(0)
+    for sent, words in (
+        ({"x": torch.zeros(2, 4)}, r"sends x \[2, 4\] in torch.float32, and the next one receives \[2, 3\]"),
+        ({"x": like.double()}, r"sends x \[2, 3\] in torch.float64"),
+        ({"y": like}, r"sends \['y'\], and the next one receives \['x'\]"),
+    ):
+        stage = _Stage(lambda *_, sent=sent: (sent, None, {}), {"x": like}, {"x": like})
+        stage.bind({}, [None])  # type: ignore[list-item]
+        with pytest.raises(RuntimeError, match=words):
+            stage(like, index=index)

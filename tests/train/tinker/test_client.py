@@ -251,40 +251,43 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
     ("call", "words"),
     [
         (
-            lambda t: t.forward_backward(_data(weights=torch.ones), "dpo"),
+            lambda t, c: t.forward_backward(_data(weights=torch.ones), "dpo"),
             "There is no loss 'dpo'; there are cross_entropy",
         ),
-        (lambda t: t.forward_backward([], "ppo"), "data is empty"),
+        (lambda t, c: t.forward_backward([], "ppo"), "data is empty"),
         (
-            lambda t: t.forward_backward(_data(weights=torch.ones), "ppo"),
+            lambda t, c: t.forward_backward(_data(weights=torch.ones), "ppo"),
             "Datum 0 has no 'logprobs', which the loss 'ppo'",
         ),
         (
-            lambda t: t.forward_backward(_data(weights=lambda n: torch.ones(n + 1)), "cross_entropy"),
+            lambda t, c: t.forward_backward(_data(weights=lambda n: torch.ones(n + 1)), "cross_entropy"),
             "one number for each of",
         ),
         (
-            lambda t: t.forward_backward(_policy_data(), "ppo", {"clip": 1.0}),
+            lambda t, c: t.forward_backward(_policy_data(), "ppo", {"clip": 1.0}),
             "The loss 'ppo' has no 'clip'; its numbers",
         ),
-        (lambda t: t.optim_step(types.AdamParams()), "no gradients yet"),
+        (lambda t, c: t.optim_step(types.AdamParams()), "no gradients yet"),
         (
-            lambda t: t._client.create_lora_training_client(
+            lambda t, c: c.create_lora_training_client(
                 t.base.folder, train_mlp=False, train_attn=False, train_unembed=False
             ),
             "set one of",
         ),
-        (lambda t: t._client.create_sampling_client(), "needs one of model_path and base_model"),
-        (lambda t: t._client.create_lora_training_client("nowhere"), "nowhere"),
-        (lambda t: t.save_weights_and_get_sampling_client(record_stability_info=True), "maths is not published"),
-        (lambda t: tinker.ServiceClient(base_url="http://a.b"), "base_url is 'http://a.b'; this service runs in this"),
-        (lambda t: types.TensorData([1.0], "float16"), "has int64 or float32"),
+        (lambda t, c: c.create_sampling_client(), "needs one of model_path and base_model"),
+        (lambda t, c: c.create_lora_training_client("nowhere"), "nowhere"),
+        (lambda t, c: t.save_weights_and_get_sampling_client(record_stability_info=True), "maths is not published"),
+        (
+            lambda t, c: tinker.ServiceClient(base_url="http://a.b"),
+            "base_url is 'http://a.b'; this service runs in",
+        ),
+        (lambda t, c: types.TensorData([1.0], "float16"), "has int64 or float32"),
     ],
 )
 def test_a_mistake_is_answered_with_a_sentence(client: tinker.Client, base: Path, call: Callable, words: str) -> None:
     training = client.create_lora_training_client(base, rank=2)
     with pytest.raises((ValueError, RuntimeError, FileNotFoundError, UserError), match=words):
-        call(training)
+        call(training, client)
 
 
 def test_a_published_loop_of_supervised_training_learns(client: tinker.ServiceClient, base: Path) -> None:

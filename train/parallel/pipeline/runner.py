@@ -55,17 +55,24 @@ class _Stage(nn.Module):
         named = dict(zip(self.takes, own, strict=True))
         found, count, aux = self.run(self.params, named, self.parts[int(index)])
         self.found.append((count, aux))
-        # The next stage has buffers of these: other tensors would be read as if they fitted.
-        assert found.keys() == self.gives.keys(), (sorted(found), sorted(self.gives))
-        for name, like in self.gives.items():
-            if name != "total":
-                assert (found[name].shape, found[name].dtype) == (like.shape, like.dtype), (name, like, found[name])
+        self._check_sent(found)
         # Copies, since torch detaches outputs in place, and what is passed on or sliced is a view.
         sent = tuple(found[name] if name in ("x", "total") else _copy(found[name]) for name in self.gives)
         if torch.is_grad_enabled():
             # Without a trainable parameter up to here: the next stage sends gradients in any case.
             sent = tuple(x.detach().requires_grad_() if _lacks_gradient(x) else x for x in sent)
         return sent if len(sent) > 1 else sent[0]
+
+    def _check_sent(self, found: Mapping[str, Tensor]) -> None:
+        """RuntimeError for tensors that would be read as if they fitted the next stage's buffers."""
+        if found.keys() != self.gives.keys():
+            raise RuntimeError(f"A stage sends {sorted(found)}, and the next one receives {sorted(self.gives)}.")
+        for name, like in self.gives.items():
+            if name != "total" and (found[name].shape, found[name].dtype) != (like.shape, like.dtype):
+                raise RuntimeError(
+                    f"A stage sends {name} {list(found[name].shape)} in {found[name].dtype}, and the next one receives "
+                    f"{list(like.shape)} in {like.dtype}: what runs in its layers must keep shape and dtype."
+                )
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -135,7 +142,15 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
             module.bind(cuts[stage], ready)
         numbers, losses = torch.arange(len(ready)), list[Tensor]()
         act = schedule.step if train else schedule.eval
-        act(index=numbers, target=numbers, losses=losses, return_outputs=False)
+        failed = None
+        try:
+            act(index=numbers, target=numbers, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            failed = error.__cause__  # what the loss or a layer raised, where torch says only which stage failed
+            if failed is None or "failed to run" not in str(error):
+                raise
+        if failed is not None:
+            raise failed
         found = [module.found for module in modules.values()]
         for module in modules.values():
             module.bind({}, ())  # frees the batch

@@ -1,0 +1,64 @@
+"""Futures, tokenizers and base models, which training and sampling clients share."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.tree import Tree
+from train.eval import pretrained
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """A result that is there already."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._value
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        return self._value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class Ready:
+    """A client is its own future: releases of Tinker before 0.38 return clients, later ones futures of clients."""
+
+    def result(self, timeout: float | None = None) -> Self:
+        return self
+
+    async def result_async(self, timeout: float | None = None) -> Self:
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.result_async().__await__()
+
+
+class TextTokenizer:
+    """A checkpoint's tokenizer.json with ids as plain lists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.inner = pretrained.load_tokenizer(folder)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self.inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
+        ids = [tokens] if isinstance(tokens, int) else list(tokens)
+        return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model; its weights are read by all clients and written by none."""
+
+    folder: Path
+    config: DecoderConfig
+    params: Tree

@@ -1,0 +1,72 @@
+"""`SamplingClient`: answers from weights that no update changes."""
+
+import uuid
+from typing import Any
+
+import torch
+
+from fnmodels.tree import Tree
+from train.data.token_budget import token_budget
+from train.eval import pretrained
+from train.generation.loops import generate
+from train.generation.sampling import Sampling
+from train.losses.logprobs import token_logprobs
+
+from . import types
+from .base import Base, Future, Ready, TextTokenizer
+
+
+class SamplingClient(Ready):
+    """Draws answers from weights that no update changes. params: the base's, with adapters of their own."""
+
+    def __init__(self, base: Base, params: Tree) -> None:
+        self.base, self.params = base, params
+
+    def get_tokenizer(self) -> TextTokenizer:
+        return TextTokenizer(self.base.folder)
+
+    def sample(
+        self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
+    ) -> Future[types.SampleResponse]:
+        """num_samples answers to a prompt, computed side by side. Without a seed each call draws with another."""
+        tokens, config = prompt.to_ints(), self.base.config
+        stop, texts, ids = sampling_params.stop, list[str](), list[int]()
+        for one in [stop] if isinstance(stop, str) else stop or ():
+            (texts if isinstance(one, str) else ids).append(one)  # type: ignore[arg-type]
+        limit = sampling_params.max_tokens
+        seed = sampling_params.seed
+        found = generate(
+            self.params,
+            config,
+            [tokens] * num_samples,
+            max_new=config.max_position_embeddings - len(tokens) if limit is None else limit,
+            sampling=Sampling(
+                temperature=sampling_params.temperature,
+                top_k=None if sampling_params.top_k == -1 else sampling_params.top_k,
+                top_p=sampling_params.top_p,
+            ),
+            seeds=int(torch.randint(2**31, ())) if seed is None else seed,
+            stop_ids=pretrained.end_ids(self.base.folder) if stop is None else ids,
+            stop_texts=texts,
+            tokenizer=self.get_tokenizer().inner if texts else None,
+        )
+        sequences = [
+            types.SampledSequence("length" if reason == "max_new" else "stop", answer, logp.tolist(), uuid.uuid4().hex)
+            for reason, answer, logp in zip(found.reasons, found.tokens, found.logp, strict=True)
+        ]
+        prompt_logprobs = self.compute_logprobs(prompt).result() if include_prompt_logprobs else None
+        return Future(types.SampleResponse(sequences, prompt_logprobs))
+
+    async def sample_async(self, *args: Any, **options: Any) -> types.SampleResponse:
+        return self.sample(*args, **options).result()
+
+    def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
+        """The log-probability of each token after those before it, None for the first."""
+        tokens = torch.tensor(prompt.to_ints())
+        (row,) = token_budget({"tokens": [tokens]}, len(tokens))[0]
+        with torch.no_grad():
+            logp = token_logprobs(self.params, row.batch, config=self.base.config)[0]
+        return Future([None, *logp[0, :-1].tolist()])
+
+    async def compute_logprobs_async(self, prompt: Any) -> list[float | None]:
+        return self.compute_logprobs(prompt).result()

@@ -1,0 +1,269 @@
+"""`TrainingClient`: gradients and updates of adapters over a base model, by `train.engine.Engine`."""
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import params as P
+from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
+from train import checkpoint
+from train.data.token_budget import PackedRow, token_budget, unpacked
+from train.engine import Engine
+from train.losses.logprob_loss import logprob_loss
+from train.losses.logprobs import token_logprobs
+from train.losses.output_loss import OutputLoss
+from train.optim.adamw import adamw
+from train.state import State, init_state
+
+from . import types
+from .base import Base, Future, Ready, TextTokenizer
+from .losses import LOSSES, LossFunction, NamedLoss, gradient_times_logp
+from .sampling import SamplingClient
+
+ALPHA = 32.0  # of every adapter, whatever its rank, as in Tinker
+BUDGET = 4096  # tokens of a packed row; a longer sequence has a row of its own
+CustomLoss = Callable[[list[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Which weights are adapted: linear ones of MLPs (experts included), lm_head where the model has one,
+    and with train_attn all others: those of attention and recurrent layers."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+    def targets(self, config: DecoderConfig) -> list[str]:
+        """The paths of the weights. ValueError where there are none."""
+        kinds = {"mlp": self.train_mlp, "lm_head": self.train_unembed}
+        chosen = []
+        for path in P.lora.targets(config):
+            kind = next((kind for kind in kinds if kind in path.split(".")), None)
+            if self.train_attn if kind is None else kinds[kind]:
+                chosen.append(path)
+        if not chosen:
+            raise ValueError("No weight has an adapter: set one of train_mlp, train_attn and train_unembed.")
+        return chosen
+
+
+class TrainingClient(Ready):
+    """Adapters over a base model, their gradients and their optimizer state. id: names its part of `folder`."""
+
+    def __init__(self, folder: Path, base: Base, lora: LoraConfig) -> None:
+        self._folder, self.base, self.lora = folder, base, lora
+        self.id = uuid.uuid4().hex[:12]
+        seed = int(self.id, 16) % 2**31 if lora.seed is None else lora.seed
+        targets = lora.targets(base.config)
+        params = P.lora.add(base.config, base.params, rank=lora.rank, alpha=ALPHA, targets=targets, seed=seed)
+        params = P.lora.attach(params, tree.map(torch.Tensor.float, P.lora.adapters(params)))
+        optimizer = adamw(1e-4, spec=P.lora.spec(base.config, params))
+        self.engine = Engine(base.config, params, optimizer, copy=False)  # the base's weights stay shared
+        self._losses: dict[Any, OutputLoss] = {}
+
+    def get_tokenizer(self) -> TextTokenizer:
+        return TextTokenizer(self.base.folder)
+
+    def forward_backward(
+        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> Future[types.ForwardBackwardOutput]:
+        """Adds the gradients of the sum of the loss over `data`; the outputs are the log-probabilities of the targets.
+
+        loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo" and "cispo" with logprobs and advantages, of
+        which the last two take loss_fn_config, by default {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}.
+        ValueError for another name, and for a datum that lacks an entry or has one of another length.
+        """
+        loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
+        found = self.engine.forward_backward([row.batch for row in rows], loss)
+        return Future(_output(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
+
+    def forward(
+        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> Future[types.ForwardBackwardOutput]:
+        """The outputs and metrics of `forward_backward` without gradients."""
+        loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
+        found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
+        total = sum(float(one[0]) for one in found)
+        return Future(_output(rows, [one[3]["logp"] for one in found], total))
+
+    def forward_backward_custom(self, data: Sequence[Any], loss_fn: CustomLoss) -> Future[types.ForwardBackwardOutput]:
+        """Adds the gradients of loss_fn(data, log-probabilities [T] of each datum) -> (loss, metrics).
+
+        It takes a forward pass more than a named loss: gradients by the log-probabilities come first.
+        """
+        rows = packed_data(data, None)
+        config = self.base.config
+        found = self.engine.infer(
+            [row.batch for row in rows], lambda params, batch: token_logprobs(params, batch, config=config)[0]
+        )
+        logps = [logp.requires_grad_() for logp in unpacked(rows, found).values()]
+        loss, metrics = loss_fn(list(data), logps)
+        each = torch.autograd.grad(loss, logps, allow_unused=True)
+        given = [torch.zeros_like(logp) if grad is None else grad for grad, logp in zip(each, logps, strict=True)]
+        for row in rows:
+            row.batch["gradient"] = torch.cat([given[number] for number in row.sequences])[None]
+        self.engine.forward_backward([row.batch for row in rows], self._kept("custom", gradient_times_logp))
+        output = _output(rows, found, float(loss.detach()))
+        return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
+
+    def optim_step(self, adam_params: Any) -> Future[types.OptimStepResponse]:
+        """One AdamW update with the sum of all gradients since the last one, divided by nothing."""
+        if adam_params.grad_clip_norm:
+            gradients = tree.leaves(self.engine.gradients())
+            norm = torch.nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                gradient.mul_((adam_params.grad_clip_norm / (norm + 1e-6)).clamp(max=1))
+        metrics = self.engine.optim_step(
+            divide_by=1,
+            lr=adam_params.learning_rate,
+            betas=(adam_params.beta1, adam_params.beta2),
+            eps=adam_params.eps,
+            weight_decay=adam_params.weight_decay,
+        )
+        return Future(types.OptimStepResponse({"grad_norm": float(metrics["grad_norm"])}))
+
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
+        """Adapters and optimizer state, in a folder of this name. ttl_seconds: unused, for nothing expires."""
+        path = self._folder / f"model-{self.id}" / "weights" / name
+        progress = {"base": str(self.base.folder), "lora": dataclasses.asdict(self.lora)}
+        checkpoint.save(path, int(self.engine.state.step), self._own_state(), progress)
+        return Future(types.SaveWeightsResponse(str(path)))
+
+    def load_state(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        """The weights of a saved state; the optimizer state starts anew."""
+        self.load_state_with_optimizer(path)
+        state, optimizer = self.engine.state, self.engine.optimizer
+        assert optimizer is not None
+        self.engine.state = init_state(state.params, optimizer, copy=False)
+        return Future(types.LoadWeightsResponse(str(path)))
+
+    def load_state_with_optimizer(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        """The weights and the optimizer state of a saved state; gradients that are held are discarded."""
+        saved = checkpoint.load(saved_state(path), like=self._own_state())
+        params = P.lora.attach(self.engine.params, saved.params)
+        self.engine.state = State(saved.step, params, saved.opt_state)
+        self.engine.zero_grad()
+        return Future(types.LoadWeightsResponse(str(path)))
+
+    def _own_state(self) -> State:
+        """Step, adapters and optimizer state, without the base's weights."""
+        state = self.engine.state
+        return State(state.step, P.lora.adapters(state.params), state.opt_state)
+
+    def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
+        """The adapters in PEFT's format, in a folder of this name, for `Client.create_sampling_client`.
+
+        ttl_seconds: unused, for nothing expires.
+        """
+        path = self._folder / f"model-{self.id}" / "sampler_weights" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        P.lora.save_adapters(path, self.base.config, self.engine.params, base=str(self.base.folder))
+        return Future(types.SaveWeightsResponse(str(path)))
+
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, *, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A client that samples from the weights as they are now; with a name they are saved too.
+
+        ValueError for record_stability_info, which the loss "stable_reinforce" of Tinker's servers alone reads.
+        """
+        if record_stability_info:
+            raise ValueError('record_stability_info is for the loss "stable_reinforce", whose maths is not published.')
+        if name is not None:
+            self.save_weights_for_sampler(name)
+        adapters = tree.map(torch.clone, P.lora.adapters(self.engine.params))  # the next update overwrites them
+        return SamplingClient(self.base, P.lora.attach(self.base.params, adapters))
+
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        return self.save_weights_and_get_sampling_client(name)
+
+    async def forward_backward_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        return self.forward_backward(*args, **options)
+
+    async def forward_backward_custom_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        return self.forward_backward_custom(*args, **options)
+
+    async def forward_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        return self.forward(*args, **options)
+
+    async def optim_step_async(self, adam_params: Any) -> Future[types.OptimStepResponse]:
+        return self.optim_step(adam_params)
+
+    async def save_state_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        return self.save_state(name, **unused)
+
+    async def save_weights_for_sampler_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        return self.save_weights_for_sampler(name, **unused)
+
+    async def load_state_async(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        return self.load_state(path)
+
+    async def load_state_with_optimizer_async(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        return self.load_state_with_optimizer(path)
+
+    def _loss(self, name: str, given: Mapping[str, float] | None) -> OutputLoss:
+        """The loss of a name and its numbers, one object each, for code is compiled per function."""
+        loss = named_loss(name)
+        if unknown := sorted((given or {}).keys() - loss.config.keys()):
+            raise ValueError(f"The loss {name!r} has no {unknown[0]!r}; its numbers are {sorted(loss.config)}.")
+        config = {**loss.config, **(given or {})}
+        return self._kept((name, *sorted(config.items())), loss.make(config))
+
+    def _kept(self, key: Any, function: LossFunction) -> OutputLoss:
+        if key not in self._losses:
+            self._losses[key] = logprob_loss(function, config=self.base.config)
+        return self._losses[key]
+
+
+def named_loss(name: str) -> NamedLoss:
+    """ValueError for an unknown name."""
+    if name not in LOSSES:
+        raise ValueError(f"There is no loss {name!r}; there are {', '.join(LOSSES)}, and forward_backward_custom.")
+    return LOSSES[name]
+
+
+def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:
+    """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form."""
+    needed = ("target_tokens", *(() if loss_fn is None else named_loss(loss_fn).inputs))
+    if not data:
+        raise ValueError("There is no datum: data is empty.")
+    entries: dict[str, list[Tensor]] = {"tokens": [], **{name: [] for name in needed}}
+    for number, datum in enumerate(data):
+        tokens = datum.model_input.to_ints()
+        entries["tokens"].append(torch.tensor(tokens, dtype=torch.int64))
+        for name in needed:
+            if name not in datum.loss_fn_inputs:
+                given = sorted(datum.loss_fn_inputs)
+                raise ValueError(f"Datum {number} has no {name!r}, which the loss {loss_fn!r} needs; it has {given}.")
+            values = datum.loss_fn_inputs[name].to_torch()
+            if values.shape != (len(tokens),):
+                raise ValueError(
+                    f"{name!r} of datum {number} has the shape {list(values.shape)}; it needs one number for each of "
+                    f"the {len(tokens)} tokens."
+                )
+            entries[name].append(values if name == "target_tokens" else values.float())
+    entries["labels"] = [values.long() for values in entries.pop("target_tokens")]
+    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
+
+
+def _output(rows: Sequence[PackedRow], logps: Sequence[Tensor], total: float) -> types.ForwardBackwardOutput:
+    each = unpacked(rows, [logp.detach() for logp in logps]).values()
+    outputs = [{"logprobs": types.TensorData.from_torch(logp)} for logp in each]
+    return types.ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total})
+
+
+def saved_state(path: str | os.PathLike[str]) -> checkpoint.Checkpoint:
+    """The newest state in a folder. FileNotFoundError where there is none."""
+    found = checkpoint.latest(Path(path))
+    if found is None:
+        raise FileNotFoundError(f"{path} holds no saved state; TrainingClient.save_state makes one.")
+    return found
