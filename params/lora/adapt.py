@@ -39,7 +39,7 @@ def add(
     leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path),
     uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
     rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a magnitude, which starts as the norms of the
-    weight's rows; UnsupportedError for experts and DTensors.
+    weight's rows; UnsupportedError for DTensors.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1.")
@@ -119,7 +119,8 @@ def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
 def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor) -> RowLora:
     if weight.ndim != 2:
         raise UnsupportedError(
-            f"{path} {list(weight.shape)} is a weight of experts; adapters per row have no form of it."
+            f"{path} {list(weight.shape)} is a weight of experts, which have no adapters per row: "
+            'attach each row its own in torch.func.vmap over fnmodels.rows(batch), with kernel="math".'
         )
     first = next(node for node in own if node is not None)
     rank = max(len(node.a) for node in own if node is not None)
@@ -146,7 +147,7 @@ def spec(config: DecoderConfig, params: Tree) -> Tree:
         magnitude = (
             None
             if value.magnitude is None
-            else Leaf(leaf.shape[:1], leaf.dtype, leaf.axes[:1], Constant(1.0), unit=leaf.unit)
+            else Leaf(leaf.shape[:-1], leaf.dtype, leaf.axes[:-1], Constant(1.0), unit=leaf.unit)
         )
         return Lora(base, *adapter_leaves(leaf, value.a.shape[-2]), value.scale, magnitude)
 

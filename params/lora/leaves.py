@@ -89,10 +89,9 @@ def on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box
 
 
 def initial_magnitude(path: str, node: Lora) -> Tensor:
-    """[out], DoRA's magnitude of an adapter that has not been trained; UnsupportedError for experts and DTensors."""
-    if node.weight.ndim != 2 or sharding_of(node.weight) is not None:
-        what = "a DTensor" if node.weight.ndim == 2 else "a weight of experts"
-        raise UnsupportedError(f"{path} is {what}, for which DoRA is not supported: take plain LoRA.")
+    """[out] or [E, out], DoRA's magnitude of an adapter that has not been trained; UnsupportedError for DTensors."""
+    if sharding_of(node.weight) is not None:
+        raise UnsupportedError(f"{path} is a DTensor, for which DoRA is not supported: take plain LoRA.")
     return node.row_norms().to(node.weight.dtype)
 
 

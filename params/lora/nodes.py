@@ -29,8 +29,8 @@ class Lora(_AppliedByLinear):
     """A weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank].
 
     magnitude: [out], with which row i of that sum is multiplied by magnitude[i] / its norm (DoRA); the norm is taken as
-    a constant by derivatives. Experts' weights [E, out, in] have a [E, rank, in] and b [E, out, rank]; layers with
-    experts read `merged`.
+    a constant by derivatives. Experts' weights [E, out, in] have a [E, rank, in], b [E, out, rank] and magnitude
+    [E, out]; layers with experts read `merged`.
     """
 
     weight: Any
@@ -48,7 +48,7 @@ class Lora(_AppliedByLinear):
         return y if bias is None else y + bias
 
     def row_norms(self) -> Tensor:
-        """[out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
+        """[out] or [E, out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
         weight, a, b = (leaf.detach() for leaf in (self.weight, self.a, self.b))
         return _sum(weight, a, b, self.scale).norm(dim=-1)
 
@@ -61,7 +61,7 @@ class Lora(_AppliedByLinear):
             return sharding.distribute(Lora(weight, a, b, self.scale).merged())
         total = _sum(self.weight, self.a, self.b, self.scale)
         if self.magnitude is not None:
-            total = total * (self.magnitude / self.row_norms())[:, None]
+            total = total * (self.magnitude / self.row_norms())[..., None]
         return total.to(self.weight.dtype)
 
 

@@ -51,7 +51,8 @@ def export_adapters(
         for path, leaf in flat.items():
             where, _, part = path.rpartition(".")
             value = (leaf if fetch is None else fetch(path)).detach()
-            for module, one in zip(modules[where], value if value.ndim == 3 else [value], strict=True):
+            stacked = flat[f"{where}.a"].ndim == 3  # of experts
+            for module, one in zip(modules[where], value if stacked else [value], strict=True):
                 yield f"{_PREFIX}{module}.lora_{_ENDINGS[part]}", one
 
     return named()
@@ -157,15 +158,17 @@ def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
         if not names.get(where) or names[where][0] not in parts:
             return weight
         own = [parts[module] for module in names[where]]
-        a, b = (
-            own[0][end] if weight.ndim == 2 else torch.stack([x[end] for x in own]) for end in ("A.weight", "B.weight")
-        )
+
+        def whole(end: str) -> Tensor:
+            return own[0][end] if weight.ndim == 2 else torch.stack([one[end] for one in own])
+
+        a, b = whole("A.weight"), whole("B.weight")
         make = (lambda box, x=x: x if box is None else x[box].clone() for x in (a, b))
         node = Lora(weight, *on_same_mesh(weight, adapter_leaves(leaves[where], rank), *make), scale)
         if not dora:
             return node
         initial_magnitude(where, node)  # refuses what has none
-        return replace(node, magnitude=own[0][MAGNITUDE].to(weight))
+        return replace(node, magnitude=whole(MAGNITUDE).to(weight))
 
     return map_leaves(adapted, params)
 

@@ -237,15 +237,19 @@ def test_forms_by_their_formulas() -> None:
     ]
 
 
-def test_experts_have_adapters(tmp_path: Any) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_experts_have_adapters(tmp_path: Any, dora: bool) -> None:
     """Each expert's own low-rank product, trained and merged; on disk one module per expert."""
     config = next(case.config for case in cases() if case.name == "mixtral")
     plain = generic_params(config, torch.float64)
-    added = lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj"))
+    added = lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj"), dora=dora)
+    fresh = _logits_of(batch_of(config, segments((7, 5))), added)
+    torch.testing.assert_close(fresh, _logits_of(batch_of(config, segments((7, 5))), plain))
     noisy = lora.attach(plain, tree.map_with_path(lambda p, t: generic(p, t).double(), lora.adapters(added)))
     batch = batch_of(config, segments((7, 5)))
     node, weight = noisy["layers"][0]["mlp"]["experts"]["up_proj"], plain["layers"][0]["mlp"]["experts"]["up_proj"]
     each = torch.stack([w + b @ a for w, a, b in zip(weight, node.a, node.b, strict=True)])
+    each = node.magnitude[..., None] * each / each.norm(dim=-1, keepdim=True) if dora else each
     torch.testing.assert_close(lora.merge(noisy)["layers"][0]["mlp"]["experts"]["up_proj"], each)
     for experts in ("loop", "dense"):
         ours = batch.forward(noisy, kernel="math", experts=experts)
@@ -258,8 +262,38 @@ def test_experts_have_adapters(tmp_path: Any) -> None:
     again = lora.load_adapters(tmp_path, config, plain)
     assert tree.flatten(again).keys() == tree.flatten(noisy).keys()
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(noisy), strict=True))
-    with pytest.raises(P.UnsupportedError, match="experts"):
-        lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj",), dora=True)
+    leaves = tree.flatten(lora.spec(config, noisy))
+    assert all(leaves[path].shape == value.shape for path, value in tree.flatten(noisy).items())
+
+
+def test_gradients_and_adapters_of_each_row_of_experts() -> None:
+    """By vmap; weights of experts have no RowLora, and the error names vmap."""
+    config = next(case.config for case in cases() if case.name == "mixtral")
+    plain = generic_params(config, torch.float64)
+    added = lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj"), dora=True)
+    both = [tree.map_with_path(lambda p, t, n=n: t + n * generic(p, t).double(), lora.adapters(added)) for n in (1, 2)]
+    batch = batch_of(config, segments((6,), (6,)))
+    inputs = batch.prepared()
+
+    def run(adapters: Any, inputs: Any) -> torch.Tensor:
+        return fnmodels.forward(lora.attach(plain, adapters), *inputs, config=config, kernel="math")
+
+    found = torch.func.vmap(run)(tree.stack(both), fnmodels.rows(inputs))[:, 0]
+    for i, adapters in enumerate(both):
+        torch.testing.assert_close(found[i], run(adapters, inputs)[i], rtol=1e-9, atol=1e-9)
+    with pytest.raises(P.UnsupportedError, match=r"weight of experts.*torch\.func\.vmap over fnmodels\.rows"):
+        lora.per_row(plain, both, torch.tensor([0, 1]))
+
+    def loss(adapters: Any, inputs: Any) -> torch.Tensor:
+        return run(adapters, inputs).square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"experts\..*torch\.func\.vmap"):
+        fnmodels.per_sample_gradients(loss, both[0], inputs)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(both[0], fnmodels.rows(inputs))
+    whole = torch.func.grad(loss)(both[0], inputs)
+    for rows, total in zip(tree.leaves(each), tree.leaves(whole), strict=True):
+        assert rows.shape == (2, *total.shape) and off(rows[0], rows[1]) > 1e-6
+        torch.testing.assert_close(rows.sum(0), total, rtol=1e-8, atol=1e-8)
 
 
 def test_each_row_has_its_own_adapters() -> None:
