@@ -15,12 +15,15 @@ import functools
 import importlib.util
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from turns import give_back_memory, take_turns
+
+from fnmodels import tree
 
 TARGETS = {"infer": 0.8, "train": 0.9, "peak": 0.6}  # ours over verl's
 LENGTHS = ((60, 140), (30, 220), (90, 70), (20, 250), (64, 128), (40, 90), (70, 160), (54, 90))
@@ -81,6 +84,21 @@ def check(flow: Any, made: dict[str, Any]) -> tuple[float, float]:
     return scores, losses
 
 
+def offloaded(engine: Any) -> str:
+    """The bytes of parameters and optimizer state before and while they are offloaded, and the times of both moves."""
+    leaves = tree.leaves(engine.state)
+
+    def held() -> float:
+        return sum(leaf.untyped_storage().nbytes() for leaf in leaves) / 2**20
+
+    before, begin = held(), time.perf_counter()
+    engine.offload()
+    during, middle = held(), time.perf_counter()
+    engine.onload()
+    end = time.perf_counter()
+    return f"{before:,.0f} MiB -> {during:,.0f} MiB in {middle - begin:.2f} s, back in {end - middle:.2f} s"
+
+
 def main() -> None:
     give_back_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,6 +137,7 @@ def main() -> None:
             f"peak {ours.peak / max(peer.peak, 1):.2f} x (target {TARGETS['peak']})",
             flush=True,
         )
+    print(f"\noffload of parameters and optimizer state: {offloaded(made['fnmodels'].engine.engine)}")
     torch.distributed.destroy_process_group()
 
 

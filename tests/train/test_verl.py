@@ -301,3 +301,4 @@ def test_the_benchmark_runs() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "\ntrain, with entropy\n  fnmodels " in done.stdout
+    assert re.search(r"optimizer state: \d+ MiB -> 0 MiB in", done.stdout)

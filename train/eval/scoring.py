@@ -1,4 +1,9 @@
-"""Log-probabilities of continuations given their contexts, in batches, for evaluation."""
+"""Log-probabilities of continuations given their contexts, in batches, for evaluation.
+
+Each sequence has a row of its own, padded beside ones of similar length, and not packed rows as `train.token_budget`
+makes: rotary tables that depend on the length (dynamic, longrope) are one for each row, and a score is that of the
+sequence alone.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
