@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
+    train.keep_freed_memory()
     torch.set_num_threads(arguments.threads)
     if arguments.quick:
         arguments.sizes, arguments.dtypes, arguments.rounds = ["tiny"], ["float32"], 1

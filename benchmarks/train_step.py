@@ -7,9 +7,10 @@
 
 Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
 ..., so that a slow minute of the machine hits all of them. The report has medians over all timed steps and ratios of
-medians. All start from the same weights and batch; before anything is timed fnmodels and transformers must agree on the
-first loss and on the updated weights. litgpt and JAX may live in other environments: --litgpt-python and --jax-python,
-or the variables FNMODELS_BENCH_LITGPT and FNMODELS_BENCH_JAX, name their interpreters.
+medians. All keep the memory that they free, as `python -m train` does, and start from the same weights and batch;
+before anything is timed fnmodels and transformers must agree on the first loss and on the updated weights. litgpt and
+JAX may live in other environments: --litgpt-python and --jax-python, or the variables FNMODELS_BENCH_LITGPT and
+FNMODELS_BENCH_JAX, name their interpreters.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def launch(name: str, python: str, scratch: Path) -> Contender:
     environment = dict(os.environ)
     # An empty cache for each, so that the first step counts what compiling costs on a fresh machine.
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"inductor-{name.replace(' ', '-')}")
+    # All keep their freed memory, as `train.keep_freed_memory` has it for one of them.
+    environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**31 - 1))
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
     errors = (scratch / f"{name}.log").open("w")
     process = subprocess.Popen(

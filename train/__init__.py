@@ -34,6 +34,7 @@ from train.generation.requests import Generations, Request, best_of
 from train.generation.sampling import Sampling, sample_step
 from train.generation.serve import ServeState, serve_step
 from train.generation.speculative import speculate
+from train.job.cpu_memory import keep_freed_memory
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.documents import (
@@ -71,7 +72,7 @@ from train.state import State, init_state
 from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step"]
-__all__ += ["float8_layers"]
+__all__ += ["float8_layers", "keep_freed_memory"]
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]
 __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]

@@ -36,6 +36,7 @@ from train.command_line import Parser, check_installed, run_command
 from train.data.examples import KINDS, chosen, label_numbers, read_examples
 from train.data.pictures import Pixels, read_picture
 from train.eval.pretrained import check_vocabulary, load_tokenizer
+from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.setting_types import POSITIVE, integer
 from train.losses.documents import classification_loss, contrastive_loss, document_batch
 from train.losses.image_text import image_text_batch, image_text_loss
@@ -247,6 +248,8 @@ _JOBS = {"pairs": _pairs, "labels": _labels, "masked": _masked, "captions": _cap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    bound_product_caches()
+    keep_freed_memory()
     return run_command("python -m train.commands.documents", parser, train, argv, needs=("tokenizers",))
 
 

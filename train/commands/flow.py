@@ -30,6 +30,7 @@ from train import checkpoint
 from train.command_line import Parser, check_installed, run_command
 from train.data.latents import flow_batch, read_latents
 from train.data.pictures import class_texts, classes_of, picture_latents, write_grid
+from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.setting_types import NUMBER, integer
 from train.losses.flow_matching import flow_matching_loss, flow_noise
 from train.state import init_state
@@ -167,4 +168,6 @@ def _new_model(arguments: argparse.Namespace, sizes: dict[str, int]) -> tuple[An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    bound_product_caches()
+    keep_freed_memory()
     return run_command("python -m train.flow", parser, train, argv, needs=())
