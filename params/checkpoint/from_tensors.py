@@ -16,7 +16,10 @@ from .tensor_map import Piece, by_name, dtype_class, is_leftover, stored_leaves,
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
-    """The params of `config` from (name on disk, tensor) pairs, such as `model.state_dict().items()`.
+    """The params of `config` from (name on disk, tensor) pairs, the inverse of `export`.
+
+    A model of transformers in memory: `revert_weight_conversion(model, model.state_dict()).items()`, which
+    transformers.core_model_loading has.
 
     A leaf that is one tensor, or rows of a fused one, is a detached view of it, not a copy; stacked experts are copied.
     Tied heads and duplicates may be there or not, and must equal their original. MismatchError lists every tensor that
@@ -38,8 +41,13 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
         if name in found and original in found and not _same(found[name], found[original]):
             faults.append(f"{name}: differs from {original}, but by the config they are one tensor")
     if faults:
+        hint = (
+            " (A model of transformers may have other names in memory than in files, and experts in one tensor: "
+            "transformers.core_model_loading.revert_weight_conversion(model, model.state_dict()) has those of files.)"
+        )
         raise MismatchError(
             f"The tensors are not those that the config calls for ({len(faults)} differences):{as_lines(faults)}"
+            + (hint if unexpected and expected.keys() - found.keys() else "")
         )
     return tree.unflatten({leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters})
 

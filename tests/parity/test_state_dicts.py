@@ -1,0 +1,37 @@
+"""State dicts of transformers' models in memory, both ways, in every family: its converter knows the names of files."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from tests.support.cases import Case, richest
+from tests.support.oracle import model_of, params_of
+
+# Published files have other tensors than transformers writes: see `as_published` of their variants.
+OTHERS = ("kimi_linear", "olmo_hybrid")
+CASES = [case for case in richest(lambda case: case.family) if case.values and case.family not in OTHERS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_out_and_in_again(case: Case) -> None:
+    model: Any = model_of(case.values)
+    config = fnmodels.family_for(case.values["model_type"]).Config.from_hf(case.values)
+    params = P.from_tensors(config, revert_weight_conversion(model, model.state_dict()).items())
+    wanted = tree.flatten(params_of(model, config))
+    assert wanted.keys() == tree.flatten(params).keys()
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in tree.flatten(params).items())
+    state = dict(P.export(config, params))
+    again = type(model).from_pretrained(None, config=model.config, state_dict=state)
+    parameters = dict(again.named_parameters())
+    assert all(torch.equal(value, parameters[name]) for name, value in model.named_parameters())
+
+
+def test_names_of_memory_are_explained() -> None:
+    case = next(case for case in CASES if case.family == "mixtral")
+    with pytest.raises(P.MismatchError, match=r"transformers\.core_model_loading\.revert_weight_conversion"):
+        P.from_tensors(case.config, model_of(case.values).state_dict().items())
