@@ -188,6 +188,7 @@ def llama_cpp(path: Path, vocab: int, start: Start, threads: int) -> Decoder:
     how.n_ctx = start.rows * -(-start.room // 256) * 256
     if start.dtype is torch.float32:
         how.type_k = how.type_v = api.GGML_TYPE_F32
+        how.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which sums in fp16: logits were 1.5e-3 off
     context = api.llama_init_from_model(model, how)
     assert model and context, f"llama.cpp does not read {path}."
     memory, batch, at = api.llama_get_memory(context), api.llama_batch_init(512, 0, 1), [start.length]

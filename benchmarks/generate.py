@@ -129,8 +129,7 @@ def check(found: dict[str, Decoder], tokens: Tensor, dtype: torch.dtype) -> None
     for name, got in logits.items():
         off = float((got - wanted).norm() / wanted.norm())
         rounding = {"int8": 0.1, "int4": 0.5}.get(name.rpartition(" ")[2], 0.05)
-        exact = 2e-2 if name == "llama.cpp" else 1e-4  # its rows of 1,024 tokens are 5e-3 off
-        bound = exact if dtype is torch.float32 else rounding
+        bound = 1e-4 if dtype is torch.float32 else rounding
         assert off < bound, f"{name} differs from {next(iter(logits))} by {off:.1e}, relative to its norm."
 
 

@@ -79,7 +79,9 @@ class Int8(LinearOnly):
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling() and rows.shape[0] == 1:  # a loop that reads the codes once, as `ops.linear`'s
-            sums = (_bf16(rows).float().flatten() * self.codes.float()).sum(-1) * self.scales.float()
+            # as_strided makes a buffer of it: Inductor would compute the norm before it anew for each output
+            row = _bf16(rows).float().flatten().contiguous().as_strided((rows.shape[1],), (1,))
+            sums = (row * self.codes.float()).sum(-1) * self.scales.float()
             return _plus(sums.to(rows.dtype)[None], bias)
         return _plus(int8_linear(_bf16(rows), self.codes, self.scales), bias)
 

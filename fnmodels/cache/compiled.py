@@ -8,13 +8,15 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
-from fnmodels.ops.torch_internals import one_graph
+from fnmodels.ops.torch_internals import mark_dynamic, one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .prepare import prepare_step
 from .step import logits_at, step_on
 from .value import Cache, consume, is_clean, known_clean
+
+BLOCK = 64  # slots
 
 
 class DecodingStep(Protocol):
@@ -35,10 +37,10 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
     """One step of decoding as a graph by torch.compile, for many steps of one shape: the first takes a minute on a CPU.
 
     The step computes what `decode_(params, *prepare_step(config, tokens, cache), cache)` does, up to the rounding of
-    fused code, and reads all slots of the cache in each step, so that `capacity` is best what is needed. It compiles
-    once per shape of tokens and cache, and a second time for the second such shape, whose sizes are symbols from then
-    on. Values are not checked: a row without room drops its token. options: as for `fnmodels.forward`; ValueError for
-    layer_fn and kernel="invariant".
+    fused code. It compiles once per shape of tokens and cache, and a second time for the second such shape, whose sizes
+    are symbols from then on; the step that fills the last slot of a row is a graph of its own. Values are not checked:
+    a row without room drops its token. options: as for `fnmodels.forward`; ValueError for layer_fn and
+    kernel="invariant".
     """
     given = ForwardOptions(**options)
     if given.layer_fn is not None or given.invariant:
@@ -52,9 +54,11 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         segment_ids: Tensor | None,
         length: int | Tensor | None,
         clean: bool,
+        read: Tensor | None,
     ) -> tuple[Tensor, Cache]:
         prepared = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
-        x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean)
+        slots = None if read is None else read.shape[0]
+        x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean, read=slots)
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
     run = one_graph(graph)
@@ -68,12 +72,31 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         segment_ids: Tensor | None = None,
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
-        clean = is_clean(cache)
-        logits, after = run(params, tokens, _with_own_slots(cache), segment_ids, length, clean)
+        clean, read = is_clean(cache), _slots_read(cache, tokens, segment_ids)
+        logits, after = run(params, tokens, _with_own_slots(cache), segment_ids, length, clean, read)
         consume(cache)
         return logits, known_clean(after)
 
     return step
+
+
+def _slots_read(cache: Cache, tokens: Tensor, segment_ids: Tensor | None) -> Tensor | None:
+    """An empty tensor whose size is the number of slots that the fullest row fills in this step, in blocks.
+
+    A size is a symbol of the graph, where an int would be a constant. None: all slots are read, as in rings, in small
+    caches, where values are on a device, and in the step that fills the last slot, which is a graph of its own. All
+    kinds without rings hold as many tokens.
+    """
+    held = next((slots.segments for slots in cache.slots.values() if not slots.ring), None)
+    if held is None or not held.is_cpu or (room := held.shape[1]) <= BLOCK:
+        return None
+    new = tokens.shape[1] if segment_ids is None else (segment_ids > 0).sum(1)
+    filled = int(((held > 0).sum(1) + new).amax())
+    if filled >= room:
+        return None
+    read = torch.empty(min(-(-filled // BLOCK) * BLOCK, room - 1), 0)
+    mark_dynamic(read, 0)
+    return read
 
 
 def _with_own_slots(cache: Cache) -> Cache:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.segments import positions_from_segments
@@ -37,7 +36,7 @@ def prepare_step(
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"prepare_step takes the config, tokens [B, S] and a Cache, not a {type(cache).__name__}.")
-    batch = next(iter(tree.leaves(cache))).shape[0]
+    batch = next(tensor for entry in cache.layers for tensor in entry.values()).shape[0]
     if tokens.shape[0] != batch:
         raise ValueError(f"The cache has {batch} rows and the tokens {tokens.shape[0]}: fnmodels.take chooses rows.")
     held = _fullest(cache)
@@ -109,11 +108,12 @@ def _going_on(held: Slots | None, tokens: Tensor) -> Tensor:
 
 def _next_positions(held: Slots | None, segment_ids: Tensor) -> Tensor:
     """Positions [B, S] that continue each document after its highest position in the slots."""
-    rank = positions_from_segments(segment_ids)
+    one = segment_ids.shape[1] == 1
+    rank = torch.zeros_like(segment_ids) if one else positions_from_segments(segment_ids)
     if held is None:
         return rank
     documents = segment_ids  # [B, S], or [B, 1] where each row is known to have one
-    if segment_ids.shape[1] > 1 and has_values(segment_ids):
+    if not one and has_values(segment_ids):
         highest = segment_ids.amax(dim=1, keepdim=True)
         documents = highest if bool(((segment_ids == highest) | (segment_ids <= 0)).all()) else segment_ids
     same = held.segments[:, None] == documents[..., None]

@@ -45,5 +45,7 @@ def last_segment(segment_ids: Tensor, before: Tensor | None = None) -> Tensor:
     none = segment_ids.new_zeros(segment_ids.shape[0]) if before is None else before.expand(segment_ids.shape[0])
     if not segment_ids.shape[1]:
         return none
+    if segment_ids.shape[1] == 1:
+        return segment_ids[:, 0].where(valid[:, 0], none)
     index = (valid.long().cumsum(-1) * valid).argmax(-1, keepdim=True)  # the first of the highest counts
     return segment_ids.gather(-1, index)[:, 0].where(valid.any(-1), none)

@@ -209,6 +209,8 @@ def _valid(valid: Tensor | None, like: Tensor) -> Tensor:
 
 def previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
     """The value at the last valid token before each token; `first` where there is none."""
+    if values.shape[-1] == 1:
+        return first.expand(values.shape) if isinstance(first, Tensor) else torch.full_like(values, first)
     index = torch.arange(values.shape[-1], device=values.device)
     last = index.where(valid, -1).cummax(-1).values.roll(1, -1).masked_fill(index == 0, -1)
     return torch.where(last >= 0, values.gather(-1, last.clamp(min=0)), first)

@@ -75,17 +75,18 @@ def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if not (_ONEDNN and isinstance(weight, Tensor) and weight.ndim == 2 and x.ndim > 1):
+        return False
+    compiled = torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
+    if not compiled and x.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS:
+        return False  # early, for decoding has many small products
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    compiled = torch.compiler.is_compiling()
     return (
-        _ONEDNN
-        and x.dtype in (torch.float32, torch.bfloat16)
+        x.dtype in (torch.float32, torch.bfloat16)
         and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
         and all(isinstance(t, Tensor) and t.dtype is x.dtype for t in tensors)
-        and x.ndim > 1
-        and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
-        and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
+        and (not compiled or x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS)
         and (compiled or alone(*tensors))  # late, because it takes longer
         and ((not compiled and _UNREAD.get()) or _gains(x, weight))
     )

@@ -50,8 +50,8 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 def _use_function(x: Tensor, weight: Tensor) -> bool:
     wide = x.dtype is weight.dtype is torch.float32
-    fits = wide and alone(x, weight) and weight.shape == x.shape[-1:] and x.numel() >= _MIN_ELEMENTS
-    return fits and not rows_are_invariant()
+    large = wide and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
+    return large and alone(x, weight) and not rows_are_invariant()
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -88,13 +88,12 @@ def alone(*tensors: Tensor) -> bool:
     False under torch.func's transforms, forward mode, modes of any kind (recorders, tracers, counters, selective
     checkpoints), autocast and compilation, which handle torch's operations but not ours.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided for t in tensors)
-        and quiet()
-        and not torch.is_autocast_enabled("cpu")
-        and not any(batched_gradient(t) or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    )
+    if torch.compiler.is_compiling() or not quiet() or torch.is_autocast_enabled("cpu"):
+        return False
+    for t in tensors:  # a loop, for each linear layer of a decoding step asks
+        if type(t) not in _PLAIN or not t.is_cpu or t.layout is not torch.strided or batched_gradient(t):
+            return False
+    return all(forward_ad.unpack_dual(t).tangent is None for t in tensors)
 
 
 def in_graph(*tensors: Tensor) -> bool:
@@ -218,3 +217,8 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     counts_apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     more: Any = {"isolate_recompiles": True} if counts_apart else {}
     return torch.compile(function, fullgraph=True, **more)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Makes this size a symbol of the graphs compiled for `tensor`, from the first on."""
+    torch._dynamo.mark_dynamic(tensor, dim)

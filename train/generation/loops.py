@@ -64,8 +64,9 @@ def serve(
     """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
 
     requests: taken one after the other as slots become free. slots: requests that run at once; when there are no more
-    requests, steps that are not compiled leave out idle slots each time half of them are idle. capacity: the most
-    tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
+    requests, steps that are not compiled leave out idle slots each time a quarter of them is idle. Prompts that come
+    one by one cost about a step each, so that slots wait for others until a quarter of a step's work is left idle.
+    capacity: the most tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
     the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
     compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute; a result of that function, made
     with the same config and options, which keeps its graphs for the next call; or "none". logits_fn: see `generate`.
@@ -84,14 +85,14 @@ def serve(
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
-    queue, admission, drained = enumerate(requests), None, False
+    queue, admission, drained, idle = enumerate(requests), None, False, slots  # idle: slot-steps without a request
     while True:
-        if admission is None:
-            free = [row for row, answer in enumerate(places) if answer is None]
+        free = [row for row, answer in enumerate(places) if answer is None]
+        if admission is None and not drained and free and 4 * (idle + len(free)) >= slots:
             answers = [
                 Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
             ]
-            drained = drained or len(answers) < len(free)
+            drained, idle = len(answers) < len(free), 0
             if answers:
                 _check(answers, capacity)
                 prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
@@ -105,15 +106,17 @@ def serve(
                 admission = None
         active = [(row, answer) for row, answer in enumerate(places) if answer is not None]
         if not active:
-            if admission is None:
+            if admission is None and drained:
                 return
+            idle = slots
             continue
-        if drained and admission is None and step is None and 2 * len(active) <= len(places):
+        if drained and admission is None and step is None and 4 * len(active) <= 3 * len(places):
             state = take_slots(state, [row for row, _ in active])
             places = [answer for _, answer in active]
             active = list(enumerate(answer for _, answer in active))
         hook = None if logits_fn is None else _hook(logits_fn, places)
         state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, step=step, **options)
+        idle += len(places) - len(active)
         tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()
         ended = []
         for row, answer in active:

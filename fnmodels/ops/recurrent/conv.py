@@ -44,6 +44,8 @@ def short_conv(
     if before is not None:
         last, kernel = before.segment(segment_ids), before.kernel
     segment_ids = segment_ids.expand(B, S)
+    if S == 1 and before is None and tail is not None and last is not None:
+        return _next_token(x, weight, bias, segment_ids, tail, last, silu)
     if last is not None and (tail is not None or before is not None):
         segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
     sources, run = _sources(segment_ids, K)
@@ -55,6 +57,22 @@ def short_conv(
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     y = _convolved(x, weight, bias, segment_ids, sources, silu, kernel)[:, x.shape[1] - S :]
     return y, _taken(x, ends)
+
+
+def _next_token(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor, tail: Tensor, last: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """`short_conv` of one token per row, which needs no indices: a tenth of the operations."""
+    held = tail.to(x.dtype).where((last > 0)[:, None, None], 0)
+    goes_on, valid = ((t[..., None]) for t in (segment_ids == last[:, None], segment_ids > 0))
+    window = torch.cat((held.where(goes_on, 0), x), dim=1)
+    wide, taps, exact = upcast(window), upcast(weight).t(), rows_are_invariant()
+    y = wide[:, -1] * taps[-1]
+    y = y if bias is None else y + upcast(bias)
+    for j in range(2, len(taps) + 1):
+        y = y + wide[:, -j] * taps[-j] if exact else torch.addcmul(y, wide[:, -j], taps[-j])  # as in `_convolved`
+    y = y[:, None].to(x.dtype)
+    return elementwise(F.silu, y) if silu else y, window[:, 1:].where(valid, held)
 
 
 def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:

@@ -126,6 +126,24 @@ def test_requests_are_taken_when_a_slot_is_free() -> None:
     assert pulled == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
 
 
+def test_free_slots_wait_for_each_other_a_quarter_of_a_step() -> None:
+    """Of 8 slots one that is free alone waits for a second one, at most two steps; the answers stay the same."""
+    pulled, ended = [], []
+
+    def queue():
+        for row, size in enumerate([2, 12, 12, 12, 12, 12, 12, 12, 3, 3]):
+            pulled.append(len(ended))
+            yield Request(PROMPTS[row % 4], size, Sampling(temperature=0))
+
+    steps = []
+    for event in serve(PARAMS, LLAMA, queue(), slots=8, capacity=40):
+        steps.append(event.row)
+        if event.reason:
+            ended.append(event.row)
+    assert steps.index(8) == 2 * 8 + 7  # a step of seven rows, in which the eighth slot was idle
+    assert sorted(ended) == list(range(10)) and pulled[8] == 1
+
+
 def test_prompts_are_computed_in_chunks_between_steps_of_the_others(monkeypatch) -> None:
     widths = []
     decode_ = fnmodels.decode_
@@ -142,7 +160,7 @@ def test_prompts_are_computed_in_chunks_between_steps_of_the_others(monkeypatch)
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), MIXED], ids=["greedy", "mixed"])
 def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Sampling) -> None:
-    """Slots are left out by halves once no request waits; the answers are those of each prompt alone."""
+    """Idle slots are left out once no request waits; the answers are those of each prompt alone."""
     widths: list[int] = []
     decode_ = fnmodels.decode_
     monkeypatch.setattr(
@@ -150,7 +168,7 @@ def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Samplin
     )
     sizes, seeds = [12, 3, 9, 6], [5, 6, 7, 8]
     found = train.generate(PARAMS, LLAMA, PROMPTS, max_new=sizes, sampling=sampling, seeds=seeds)
-    assert widths[1:] == [4] * 6 + [2] * 3 + [1] * 3  # at 3 active slots of 4 none is left out
+    assert widths[1:] == [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
     for row, (prompt, new, seed) in enumerate(zip(PROMPTS, sizes, seeds, strict=True)):
         tokens, logp = _plain(prompt, new, _row(sampling, row), seed)
         assert found.tokens[row] == tokens
