@@ -15,7 +15,7 @@ from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
-from fnmodels.ops.moe.experts import choose_experts, dense_experts, grouped_experts, loop_experts
+from fnmodels.ops.moe.experts import choose_experts, dense_experts, few_experts, grouped_experts, loop_experts
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import RouterDtypes, choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
 from tests.support.cases import generic, off
@@ -412,6 +412,20 @@ def test_static_shapes_go_through_every_transform() -> None:
         x[:, None], weights[:, None], indices[:, None], valid[:, None]
     )
     assert off(each[:, 0], dense_experts(*given, indices, valid, act=SILU)) < 1e-12
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens_go_through_the_experts_they_chose(bias: bool, weighted: bool) -> None:
+    """Also where all are padding, whose NaN reaches nothing; without gradients they are the choice of "auto"."""
+    experts, x, weights, indices, valid = problem(torch.float64, bias)
+    with torch.no_grad():
+        for real in (valid, torch.zeros_like(valid)):
+            given = experts, x.masked_fill(~real[:, None], torch.nan), weights, indices, real
+            wanted = dense_experts(experts, x, weights, indices, real, act=SILU, input_weighted=weighted)
+            torch.testing.assert_close(few_experts(*given, act=SILU, input_weighted=weighted), wanted)
+        assert choose_experts("auto", x[: E - 1], *experts.values()) is few_experts
+        assert choose_experts("auto", noise(E, D), *experts.values()) is loop_experts
 
 
 def test_who_is_chosen_and_who_says_no() -> None:
