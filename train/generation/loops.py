@@ -63,13 +63,14 @@ def serve(
 ) -> Iterator[Event]:
     """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
 
-    requests: taken one after the other as slots become free. slots: requests that run at once; when there are no more
-    requests, steps that are not compiled leave out idle slots each time a quarter of them is idle. Prompts that come
-    one by one cost about a step each, so that slots wait for others until a quarter of a step's work is left idle.
-    capacity: the most tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
-    the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
-    compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute; a result of that function, made
-    with the same config and options, which keeps its graphs for the next call; or "none". logits_fn: see `generate`.
+    requests: taken one after the other as slots become free. slots: requests that run at once; when there are no
+    more requests, steps that are not compiled leave out idle slots each time a quarter of them is idle. A prompt
+    costs about a step, alone or with others, so that free slots wait for more until a quarter of a step is left
+    idle. capacity: the most tokens of a request, prompt and answer. chunk: tokens of prompts computed between two
+    steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
+    of half the size, see `init_cache`. compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a
+    minute; a result of that function, made with the same config and options, which keeps its graphs for the next
+    call; or "none". logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
     `fnmodels.forward`. ValueError for a request that is empty or does not fit, and for options that no compiled step
     has.
