@@ -58,7 +58,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
     ) -> tuple[Tensor, Cache]:
         prepared = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
         slots = None if read is None else read.shape[0]
-        x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean, read=slots)
+        x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean, filled=slots)
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
     run = one_graph(graph)

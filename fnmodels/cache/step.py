@@ -97,15 +97,15 @@ def step_on(
     *,
     inplace: bool,
     clean: bool | None = None,
-    read: int | None = None,
+    filled: int | None = None,
 ) -> tuple[Tensor, Cache]:
     """(hidden states of the new tokens [B, S, D], cache with them). clean: what `is_clean` says, where it is known.
 
-    read: in a compiled graph, where values are not known, the slots that kinds without rings read; None: all.
+    filled: in a compiled graph, where values are not known, the slots that kinds without rings read; None: all.
     """
     inputs, masks, freqs_cis = prepared
     run_params = isinstance(params, RunParams)
-    planned = plan_step(masks, cache, config, options, run_params=run_params, inplace=inplace, clean=clean, read=read)
+    planned = plan_step(masks, cache, config, options, run_params=run_params, inplace=inplace, clean=clean, filled=filled)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
     if may_have(family_of(config), "BIASED"):
@@ -140,7 +140,7 @@ def plan_step(
     run_params: bool = False,
     inplace: bool = False,
     clean: bool | None = None,
-    read: int | None = None,
+    filled: int | None = None,
 ) -> PlannedStep:
     """masks: those of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
@@ -160,7 +160,7 @@ def plan_step(
             needs_mask = needs_mask or may_have(family_of(config), "BIASED")
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             multiple = TILE if options.invariant else 1
-            plans[key] = _plan(mask, slots, free, maskless=maskless, multiple=multiple, read=read)
+            plans[key] = _plan(mask, slots, free, maskless=maskless, multiple=multiple, filled=filled)
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
         options = replace(options, layout=_new_layout(list(plans.values())))
@@ -208,9 +208,9 @@ class _Plan:
     use: SlotUse
 
 
-def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int, read: int | None) -> _Plan:
+def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int, filled: int | None) -> _Plan:
     """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is
-    all True. multiple: so many slots are read at a time. read: see `step_on`.
+    all True. multiple: so many slots are read at a time. filled: see `step_on`.
     """
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
@@ -225,9 +225,9 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
         return _Plan(index, after, mask, SlotUse("both"))
     seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments, kv_spans=after.spans)
     if not (free and readable and segments.is_cpu):
-        if read is None or slots.ring:
+        if filled is None or slots.ring:
             return _Plan(index, after, seen, SlotUse("slots"))
-        return _Plan(index, after, seen.select(slice(None), slice(read)), SlotUse("slots", read))
+        return _Plan(index, after, seen.select(slice(None), slice(filled)), SlotUse("slots", filled))
     last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
     length = min(-(-int(last) // multiple) * multiple, after.segments.shape[1])
     seen = seen.select(slice(None), slice(length))
