@@ -105,7 +105,8 @@ def step_on(
     """
     inputs, masks, freqs_cis = prepared
     run_params = isinstance(params, RunParams)
-    planned = plan_step(masks, cache, config, options, run_params=run_params, inplace=inplace, clean=clean, filled=filled)
+    known: dict[str, Any] = {"inplace": inplace, "clean": clean, "filled": filled}
+    planned = plan_step(masks, cache, config, options, run_params=run_params, **known)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
     if may_have(family_of(config), "BIASED"):
