@@ -266,6 +266,25 @@ def test_experts_have_adapters(tmp_path: Any, dora: bool) -> None:
     assert all(leaves[path].shape == value.shape for path, value in tree.flatten(noisy).items())
 
 
+def test_peft_reads_our_adapters_of_experts(tmp_path: Any) -> None:
+    """One module per expert in the file, which PEFT makes an adapter of the stacked weights."""
+    config = next(case.config for case in cases() if case.name == "mixtral")
+    plain, batch = generic_params(config), batch_of(config, segments((7,)))
+    added = lora.adapters(lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj")))
+    noisy = lora.attach(plain, tree.map_with_path(generic, added))
+    P.save_pretrained(tmp_path / "base", config, plain)
+    lora.save_adapters(tmp_path / "ours", config, noisy, base=str(tmp_path / "base"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        theirs = model(input_ids=batch.tokens, use_cache=False).logits
+    torch.testing.assert_close(theirs, _logits_of(batch, noisy), rtol=0, atol=1e-4)
+    assert off(theirs, _logits_of(batch, plain)) > 0.1
+    model.save_pretrained(tmp_path / "theirs")  # as adapters of stacked weights
+    with pytest.raises(P.UnsupportedError, match=r"rank_pattern|target_parameters"):
+        lora.load_adapters(tmp_path / "theirs", config, plain)
+
+
 def test_gradients_and_adapters_of_each_row_of_experts() -> None:
     """By vmap; weights of experts have no RowLora, and the error names vmap."""
     config = next(case.config for case in cases() if case.name == "mixtral")
