@@ -1,8 +1,7 @@
 """Log-probabilities of continuations given their contexts, in batches, for evaluation.
 
-Each sequence has a row of its own, padded beside ones of similar length, and not packed rows as `train.token_budget`
-makes: rotary tables that depend on the length (dynamic, longrope) are one for each row, and a score is that of the
-sequence alone.
+Sequences are packed by the rule of `train.token_budget`. A model whose rotary tables depend on the length (dynamic,
+longrope) has one table per row, so that each sequence has a row of its own there, beside ones of similar length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
+from train.data.token_budget import rows_within, token_budget
 from train.generation.prompts import activations, empty_caches, prefilled, run_all
 from train.losses.lm_head import CHUNK
 from train.losses.next_token import model_states
@@ -27,6 +27,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continua
 Row = tuple[list[int], int]  # the ids of a pair that fit, the number of continuation tokens
 
 ROW_TOKENS = 4096  # tokens of a batch, padding included
+PLACED = 1024  # sequences that are placed in packed rows at once: the time of that grows with their square
 SHARED_NEW = 32  # tokens of the longest continuation for which pairs share the pass over their context
 
 
@@ -42,15 +43,17 @@ def score_continuations(
     """(log-probability of the continuation in nats, whether greedy decoding yields it) of each (context, continuation).
 
     Computed in at least fp32. A context is truncated from the left to fit `max_position_embeddings` + 1 tokens with its
-    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it, with
-    kernel="invariant" to the last bit. A context that several pairs share is computed once per batch. ValueError where
+    continuation. batch_tokens: the size of batches; results do not depend on it, with kernel="invariant" to the last
+    bit. A context that several pairs share is computed once per batch. ValueError where
     a context is empty, or a continuation alone is too long.
     """
     longest = config.max_position_embeddings
     rows = [_row(context, continuation, longest) for context, continuation in pairs]
     found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
     alone, shared = _by_context(rows)
-    batches = [(_score_batch, indices) for indices in _batches(rows, alone, batch_tokens)]
+    packed = not _tables_depend_on_length(config, rows)
+    batches = [(_score_batch, indices) for indices in _batches(rows, [] if packed else alone, batch_tokens)]
+    batches += [(_score_packed, indices) for indices in _budgeted(rows, alone if packed else [], batch_tokens)]
     batches += [(_score_shared, indices) for indices in _batches(rows, shared, batch_tokens)]
     options = ForwardOptions(kernel)
     for score, indices in batches:
@@ -96,9 +99,38 @@ def _batches(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[l
         order = order[size:]
 
 
+def _tables_depend_on_length(config: DecoderConfig, rows: list[Row]) -> bool:
+    """Whether rotary tables of these lengths differ, so that a packed row would need several."""
+    tokens, longest = torch.zeros(1, 2, dtype=torch.int64), max((len(row) for row, _ in rows), default=1)
+    short, long = (fnmodels.tree.leaves(fnmodels.prepare(config, tokens, length=n)[2]) for n in (1, longest))
+    return not all(map(torch.equal, short, long))
+
+
+def _budgeted(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """The indices `order` of rows, those of a packed row together: at most `batch_tokens` tokens, or one sequence."""
+    for start in range(0, len(order), PLACED):
+        some = order[start : start + PLACED]
+        lengths = [len(rows[i][0]) - 1 for i in some]
+        for numbers in rows_within(lengths, max(batch_tokens, *lengths)):
+            yield [some[number] for number in numbers]
+
+
+def _score_packed(
+    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+) -> tuple[Tensor, Tensor]:
+    """All in one packed row."""
+    ids = [torch.tensor(tokens) for tokens, _ in rows]
+    labels = [
+        one[1:].index_fill(0, torch.arange(len(one) - 1 - new), IGNORE) for one, (_, new) in zip(ids, rows, strict=True)
+    ]
+    ((row,),) = token_budget({"tokens": [one[:-1] for one in ids], "labels": labels}, sum(map(len, ids)))
+    return _scored(params, config, row.batch, row.batch["segment_ids"] - 1, len(rows), None, options)
+
+
 def _score_batch(
     params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
 ) -> tuple[Tensor, Tensor]:
+    """Each in a row of its own."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
@@ -108,11 +140,28 @@ def _score_batch(
         ids, size = torch.tensor(tokens), len(tokens) - 1
         batch["tokens"][i, :size], batch["segment_ids"][i, :size] = ids[:-1], 1
         batch["labels"][i, size - new : size] = ids[len(ids) - new :]
+    # Rope tables that depend on the length use each row's own, not that of the padded batch.
+    length = batch["segment_ids"].sum(1)
+    return _scored(params, config, batch, torch.arange(len(rows))[:, None].expand(shape), len(rows), length, options)
+
+
+def _scored(
+    params: Tree,
+    config: DecoderConfig,
+    batch: dict[str, Tensor],
+    sequences: Tensor,
+    count: int,
+    length: Tensor | None,
+    options: ForwardOptions,
+) -> tuple[Tensor, Tensor]:
+    """(the sum of the log-probabilities of the labels, whether all are the likeliest) of each of `count` sequences.
+
+    sequences: that of each token, int64 [B, S]. length: that of each row [B], for rotary tables that depend on it.
+    """
     device = next(iter(fnmodels.tree.leaves(params))).device
     layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    # Rope tables that depend on the length use each row's own, not that of the padded batch.
-    length = batch["segment_ids"].sum(1)
+    length = None if length is None else length.to(device)
     x = model_states(params, batch, config=config, length=length, options=replace(options, layout=layout)).x
     family, valid = fnmodels.family_of(config), batch["labels"] != IGNORE
 
@@ -121,11 +170,10 @@ def _score_batch(
             logits = family.unembed(params, x[None], config=config)[0]
         return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
 
-    labels = batch["labels"][valid]
+    labels, of = batch["labels"][valid], sequences.to(device)[valid]
     logp, likeliest = per_token(one, (x[valid], labels), labels.shape, CHUNK)
-    row = valid.nonzero()[:, 0]
-    wrong = torch.zeros(len(rows), dtype=torch.int64, device=device).index_add(0, row, (~likeliest).long())
-    return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add(0, row, logp.double()), wrong == 0
+    wrong = torch.zeros(count, dtype=torch.int64, device=device).index_add(0, of, (~likeliest).long())
+    return torch.zeros(count, dtype=torch.float64, device=device).index_add(0, of, logp.double()), wrong == 0
 
 
 def _score_shared(

@@ -5,9 +5,12 @@ import torch
 
 import fnmodels
 from tests.support.cases import cases, generic_params
+from train.eval import scoring
 from train.eval.scoring import score_continuations
 
 CASES = {name: next(case for case in cases() if case.family == name) for name in ("llama", "qwen_moe", "phi3")}
+CASES["longrope"] = next(case for case in cases() if case.name == "llama_longrope_long")
+LONGEST = {"longrope": 60}  # its tables are others from 33 tokens on
 
 
 def _pairs(config, longest: int = 12) -> list[tuple[list[int], list[int]]]:
@@ -34,7 +37,7 @@ def direct(params, config, context: list[int], continuation: list[int]) -> tuple
 @pytest.mark.parametrize("batch_tokens", [1, 20, 4096])
 def test_each_pair_as_if_alone(name: str, batch_tokens: int) -> None:
     config = CASES[name].config
-    params, pairs = generic_params(config), _pairs(config)
+    params, pairs = generic_params(config), _pairs(config, LONGEST.get(name, 12))
     greedy = list(pairs[0][0])
     for _ in range(3):  # a continuation that is the likeliest
         row = fnmodels.prepare(config, torch.tensor([greedy]))
@@ -81,6 +84,21 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
         score_continuations(params, config, [([1], list(range(9)))])
     with pytest.raises(ValueError, match="A context is empty"):
         score_continuations(params, config, [([], [1])])
+
+
+@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("longrope", 6)])
+def test_sequences_are_packed_unless_a_table_is_one_per_row(name: str, rows: int, monkeypatch) -> None:
+    config, shapes = CASES[name].config, []
+    states = scoring.model_states
+    monkeypatch.setattr(
+        scoring, "model_states", lambda p, batch, **k: shapes.append(batch["tokens"].shape) or states(p, batch, **k)
+    )
+    pairs = _pairs(config, LONGEST.get(name, 12))
+    score_continuations(generic_params(config), config, pairs)
+    ((count, width),) = shapes
+    assert count == rows
+    if rows == 1:  # without padding
+        assert width == sum(len(context) + len(new) - 1 for context, new in pairs if new)
 
 
 def test_nothing_to_score() -> None:
