@@ -17,6 +17,7 @@ every rank, and `infer` returns the results for these. params are DTensors, with
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +37,7 @@ from train.dist.dtensor import local_tree, placed_like
 from train.dist.failures import naming_the_lost
 from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
-from train.parallel.agreement import check_same
+from train.parallel.agreement import all_ready, check_same
 from train.parallel.batch_shards import own_parts
 from train.parallel.eval_steps import full_outputs, without_places
 from train.parallel.mesh import Mesh, Parallelism, Strategy, warn_of_group, whole_groups
@@ -208,20 +209,21 @@ class Engine:
     def optim_step(self, *, divide_by: float | Tensor | None = None, **values: Any) -> dict[str, Any]:
         """One update with the mean over all tokens since the last update; returns the metrics of `make_step`.
 
-        divide_by: what the sums (loss and gradients) are divided by, a number or 0-d tensor above 0, the same on all
-        ranks; None: the count of the losses; 1 for losses that are divided already. values: hyperparameters of this
-        update alone, by the optimizer's own names (lr, betas, eps, weight_decay, ...); a rate that a scheduler outside
-        computes is `lr=`. RuntimeError without a `forward_backward` since the last update; ValueError for a
-        hyperparameter that the optimizer does not have. Gradients stay held if it raises for an argument.
+        divide_by: what the sums (loss and gradients) are divided by, a number or 0-d tensor above 0; None: the count of
+        the losses; 1 for losses that are divided already. values: hyperparameters of this update alone, by the
+        optimizer's own names (lr, betas, eps, weight_decay, ...); a rate that a scheduler outside computes is `lr=`.
+        RuntimeError without a `forward_backward` since the last update; ValueError for a hyperparameter that the
+        optimizer does not have, and on all ranks for arguments that differ between them or that one of them refuses.
+        Gradients stay held if it raises for an argument.
         """
-        optimizer = remake(self._trains(), **values)
-        self._check_here()
-        if divide_by is not None and not (isinstance(divide_by, (Real, Tensor)) and divide_by > 0):
-            raise ValueError(f"divide_by is {divide_by!r}; it must be a number above 0, or None for the count.")
-        if self._sums is None:
-            raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
-        updates = self._updates_by(optimizer) if values else self._updates
-        sums, aux = self._sums, self._aux
+        prepare = functools.partial(self._prepared, divide_by, values)
+        if self._placed is None:
+            optimizer, updates, sums = prepare()
+        else:
+            with self._naming_the_lost("update"):
+                given = {"divide_by": divide_by, **values}
+                optimizer, updates, sums = all_ready(prepare, given, self._placed.devices)
+        aux = self._aux
         self.zero_grad()
         if updates is None:
             options: dict[str, Any] = {"clip": self._options.clip, "balance_rate": self._options.balance_rate}
@@ -230,6 +232,19 @@ class Engine:
             with self._naming_the_lost("update"):
                 self.state, metrics = update_over(updates, self.state, sums, self._options, divide_by)
         return metrics if aux is None else metrics | {"aux": aux}
+
+    def _prepared(
+        self, divide_by: float | Tensor | None, values: dict[str, Any]
+    ) -> tuple[Optimizer, ShardedUpdate | None, Sums]:
+        """What `optim_step` updates with and by: the optimizer with these hyperparameters, and the gradients."""
+        optimizer = remake(self._trains(), **values)
+        self._check_here()
+        number = isinstance(divide_by, Real) or (isinstance(divide_by, Tensor) and divide_by.ndim == 0)
+        if divide_by is not None and not (number and 0 < divide_by < float("inf")):
+            raise ValueError(f"divide_by is {divide_by!r}; it must be a finite number above 0, or None for the count.")
+        if self._sums is None:
+            raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
+        return optimizer, self._updates_by(optimizer) if values else self._updates, self._sums
 
     def gradients(self, *, full: bool = False) -> Tree:
         """{path's names: gradient} of the trainable parameters, summed over all calls since the last update.

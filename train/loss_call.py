@@ -106,7 +106,7 @@ def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
 
 
 def check_entry(path: str, entry: Any) -> None:
-    """ValueError for an entry of a batch that is no tensor, or a nested one (jagged), which has no rows to take."""
+    """ValueError for an entry of a batch that is no dense tensor: nested and sparse ones have no rows to take."""
     if not isinstance(entry, Tensor):
         raise ValueError(
             f"The batch's {path!r} is of type {type(entry).__name__}; entries are tensors: give a number by "
@@ -117,6 +117,8 @@ def check_entry(path: str, entry: Any) -> None:
             f"The batch's {path!r} is a nested (jagged) tensor; entries are dense: train.token_budget packs sequences "
             "of any lengths, jagged tensors among them, into dense rows."
         )
+    if entry.layout is not torch.strided:
+        raise ValueError(f"The batch's {path!r} has the layout {entry.layout}; entries are dense: give its to_dense().")
 
 
 def layout_of(batch: Batch) -> Layout | None:

@@ -214,8 +214,11 @@ def test_wrong_hyperparameters_keep_the_gradients() -> None:
     engine.forward_backward([WHOLE], LOSS)
     with pytest.raises(ValueError, match="adamw has no momentum; its hyperparameters are lr, betas, eps"):
         engine.optim_step(momentum=0.9)
-    with pytest.raises(ValueError, match="divide_by is 0"):
-        engine.optim_step(divide_by=0)
+    wrong: list[dict[str, Any]] = [{"divide_by": x} for x in (0, float("inf"), torch.ones(2), torch.tensor(-1.0), "2")]
+    wrong += [{"spec": None}, {"optimizer": 1}]
+    for values in wrong:
+        with pytest.raises(ValueError, match=r"divide_by is .*; it must be|adamw has no (spec|optimizer); its"):
+            engine.optim_step(**values)
     engine.optim_step()
     groups = Engine(CONFIG, PARAMS, partition({"*": adamw(0.01)}))
     groups.forward_backward([WHOLE], LOSS)
@@ -309,7 +312,11 @@ def test_an_offloaded_engine_frees_its_memory_and_comes_back_bit_for_bit() -> No
 def test_entries_that_are_no_dense_tensors_are_refused_in_a_sentence() -> None:
     engine = Engine(CONFIG, PARAMS, adamw(0.01))
     jagged = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
-    faults = [({"temperature": 0.7}, "'temperature' is of type float"), ({"mask": jagged}, "'mask' is a nested")]
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 0.7}, "'temperature' is of type float"),
+        ({"mask": jagged}, "'mask' is a nested"),
+        ({"mask": torch.eye(2).to_sparse()}, "'mask' has the layout torch.sparse_coo"),
+    ]
     for wrong, said in faults:
         for call in (lambda given: engine.forward_backward([given], LOSS), lambda given: engine.infer([given], LOSS)):
             with pytest.raises(ValueError, match=said):

@@ -75,7 +75,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def remake(optimizer: Optimizer, **values: Any) -> Optimizer:
+def remake(optimizer: Optimizer, /, **values: Any) -> Optimizer:
     """The optimizer with these hyperparameters (lr, betas, weight_decay, ...) replaced; its state stays valid.
 
     ValueError for one that it does not have.
@@ -91,12 +91,12 @@ def remake(optimizer: Optimizer, **values: Any) -> Optimizer:
 
 
 def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Optimizer]:
-    """`Optimizer.remake` of the optimizer that `make` made from `values`."""
+    """`Optimizer.remake` of the optimizer that `make` made from `values`, of which "spec" is no hyperparameter."""
+    own = [name for name in values if name != "spec"]
 
     def again(**changes: Any) -> Optimizer:
-        if unknown := sorted(changes.keys() - values.keys()):
-            own = ", ".join(name for name in values if name != "spec")
-            raise ValueError(f"{make.__name__} has no {unknown[0]}; its hyperparameters are {own}.")
+        if unknown := sorted(changes.keys() - set(own)):
+            raise ValueError(f"{make.__name__} has no {unknown[0]}; its hyperparameters are {', '.join(own)}.")
         return make(**(values | changes))
 
     return again

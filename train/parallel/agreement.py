@@ -8,6 +8,7 @@ of any error. All ranks then continue, or all raise.
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from fnmodels import tree
 from train.dist.collectives import maximum
 from train.loss_call import Batch, check_entry
 
-from .mesh import mesh_of
+from .mesh import mesh_of, whole_groups
 
 T = TypeVar("T")
 
@@ -38,12 +39,7 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
         of_each = _checksums(parts)
     except Exception as error:  # raising here alone would leave the other ranks waiting
         wrong = _words(error)
-    mine = -1 if wrong else _sum(of_each)
-    ends = torch.tensor([mine, -mine], device=devices.device_type)
-    for group in groups:
-        ends = maximum(ends, group)
-    high, low = ends.tolist()
-    if high == -low >= 0:
+    if _is_same(-1 if wrong else _sum(of_each), devices, groups):
         return
     reports = sorted(everyone((dist.get_rank(), of_each, wrong), groups), key=lambda one: one[0])
     for rank, _, fault in reports:
@@ -57,6 +53,53 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
         f"the mesh {mesh_of(devices)} each is given the whole batch, the same in all, of which it takes its part; for "
         'rows that each has for itself there is Strategy(rows="own").'
     )
+
+
+def _is_same(mine: int, devices: DeviceMesh, groups: Sequence[Any]) -> bool:
+    """Whether this number is the same on all ranks, and at least 0."""
+    ends = torch.tensor([mine, -mine], device=devices.device_type)
+    for group in groups:
+        ends = maximum(ends, group)
+    high, low = ends.tolist()
+    return bool(high == -low >= 0)
+
+
+def all_ready(prepare: Callable[[], T], arguments: Mapping[str, Any], devices: DeviceMesh) -> T:
+    """prepare() once it has succeeded on all ranks of the mesh, and all were given the same numbers as arguments.
+
+    ValueError on all ranks otherwise; where all fail alike, each raises its own error. One reduction of two integers.
+    """
+    groups, numbers = whole_groups(devices), {name: _number(value) for name, value in arguments.items()}
+    failure: Exception | None = None
+    try:
+        made = prepare()
+    except Exception as error:  # raising here alone would leave the other ranks waiting
+        failure = error
+    if _is_same(-1 if failure else zlib.crc32(repr(sorted(numbers.items())).encode()), devices, groups):
+        return made
+    mine = (dist.get_rank(), numbers, "" if failure is None else _words(failure))
+    reports = sorted(everyone(mine, groups), key=lambda one: one[0])
+    if failure is not None and all(fault == mine[2] for _, _, fault in reports):
+        raise failure
+    for rank, _, fault in reports:
+        if fault:
+            raise ValueError(f"Process {rank}: {fault}")
+    first, its, _ = reports[0]
+    other, theirs, _ = next(one for one in reports if one[1] != its)
+    name = min(name for name in its.keys() | theirs.keys() if its.get(name) != theirs.get(name))
+    raise ValueError(
+        f"{name} is {its.get(name)} on process {first} and {theirs.get(name)} on process {other}; all ranks must give "
+        "the same numbers."
+    )
+
+
+def _number(value: Any) -> Any:
+    """What can be compared between ranks: numbers, also of 0-d tensors and in tuples; of all else the type alone."""
+    if isinstance(value, (tuple, list)):
+        return [_number(one) for one in value]
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        return float(value)
+    return None if value is None else type(value).__name__
 
 
 @dataclass(frozen=True, order=True)

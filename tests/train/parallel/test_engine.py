@@ -214,6 +214,10 @@ def own(text: str) -> dict[str, float]:
         ),
         ([mine[0] | {"more": jagged_pair()}] if last else mine[:1], "Process .: The batch's 'more' is a nested"),
         (
+            [mine[0] | {"more": torch.eye(2).to_sparse()}] if last else mine[:1],
+            "Process .: The batch's 'more' has the layout torch.sparse_coo",
+        ),
+        (
             [mine[0] | {"gain": torch.ones(3)}] if last else mine[:1],
             r"gain is \[3\] beside tokens .* or be a number per row",
         ),
@@ -310,6 +314,43 @@ def in_calls(text: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def refusals(text: str) -> dict[str, list[str]]:
+    """The sentences of updates whose arguments fit together in no way, and whether a right update follows them."""
+    config, mesh = even("llama_tied"), Mesh.parse(text)
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = Engine(config, placed_params(config, mesh, generic_params(config)), train.adamw(0.1), mesh=mesh)
+    said: dict[str, list[str]] = {}
+    with pytest.raises(RuntimeError, match="no gradients yet"):  # on all alike: the kind is that of one process
+        engine.optim_step()
+    batches = [batch_of(config, 4)] * mesh.pp
+    engine.forward_backward(batches, loss)
+    second = dist.get_rank() == 1
+    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("divide_by", {"divide_by": 2}, {"divide_by": torch.tensor(3.0)}),
+        ("unset", {}, {"divide_by": 2}),
+        ("lr", {"lr": 0.001}, {"lr": 0.002}),
+        ("betas", {"betas": (0.5, 0.7)}, {"betas": (0.5, 0.8)}),
+        ("refused", {}, {"lr": -1.0}),
+        ("unknown", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1}),
+    ]
+    for name, one, other in calls:
+        with pytest.raises(ValueError) as found:
+            engine.optim_step(**other if second else one)
+        said[name] = [str(found.value)]
+    assert engine.optim_step(divide_by=torch.tensor(2.0) if second else 2, lr=0.001)["finite"]
+    engine.forward_backward(batches, loss)
+    if second:
+        engine.zero_grad()
+    with pytest.raises(ValueError, match="Process 1: RuntimeError: optim_step comes after forward_backward"):
+        engine.optim_step()
+    sparse = {"more": torch.eye(2).to_sparse()} if second else {}
+    with pytest.raises(ValueError, match="Process 1: The batch's 'more' has the layout"):
+        engine.forward_backward([batch | sparse for batch in batches], loss)
+    return said
+
+
 def whole_gradients(text: str, strategy: dict[str, Any]) -> dict[str, float]:
     """Rows of an odd length: how far full gradients, and local ones, are from those of an engine in one process."""
     config, mesh = even("llama_tied"), Mesh.parse(text)
@@ -379,6 +420,20 @@ def test_rates_divisors_and_state_come_from_outside(ranks: Ranks, mesh: str, dat
     losses = [one.pop("losses") for one in found]
     assert losses[0] == losses[1]  # to the last bit of fp64, on the ranks that do not compute the loss too
     assert not {what: far for one in found for what, far in one.items() if not far < 1e-12}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "pp=2"])
+def test_an_update_is_refused_on_all_ranks_in_one_sentence(ranks: Ranks, mesh: str) -> None:
+    one, other = ranks(2)(refusals, mesh)
+    assert one == other
+    assert [sentence.split(";")[0] for (sentence,) in one.values()] == [
+        "divide_by is 2.0 on process 0 and 3.0 on process 1",
+        "divide_by is None on process 0 and 2.0 on process 1",
+        "lr is 0.001 on process 0 and 0.002 on process 1",
+        "betas is [0.5, 0.7] on process 0 and [0.5, 0.8] on process 1",
+        "Process 1: lr is -1.0",
+        "Process 0: adamw has no momentum",
+    ]
 
 
 def of_rows(logp: Tensor, entropy: Tensor, batch: Any) -> tuple[Any, ...]:
