@@ -28,12 +28,17 @@ class SamplingClient(Ready):
     def sample(
         self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
     ) -> Future[types.SampleResponse]:
-        """num_samples answers to a prompt, computed side by side. Without a seed each call draws with another."""
+        """num_samples answers to a prompt, computed side by side. Without a seed each call draws with another.
+
+        ValueError for max_tokens below 1.
+        """
         tokens, config = prompt.to_ints(), self.base.config
         stop, texts, ids = sampling_params.stop, list[str](), list[int]()
         for one in [stop] if isinstance(stop, str) else stop or ():
             (texts if isinstance(one, str) else ids).append(one)  # type: ignore[arg-type]
         limit = sampling_params.max_tokens
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_tokens is {limit}; it must be at least 1, or None for all positions of the model.")
         seed = sampling_params.seed
         found = generate(
             self.params,
@@ -61,8 +66,13 @@ class SamplingClient(Ready):
         return self.sample(*args, **options).result()
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
-        """The log-probability of each token after those before it, None for the first."""
+        """The log-probability of each token after those before it, None for the first.
+
+        ValueError for an empty prompt.
+        """
         tokens = torch.tensor(prompt.to_ints())
+        if not len(tokens):
+            raise ValueError("The prompt is empty; log-probabilities need at least one token.")
         (row,) = token_budget({"tokens": [tokens]}, len(tokens))[0]
         with torch.no_grad():
             logp = token_logprobs(self.params, row.batch, config=self.base.config)[0]

@@ -20,6 +20,7 @@ from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import OutputLoss
 from train.optim.adamw import adamw
+from train.optim.base import clip_factor, global_norm
 from train.state import State, init_state
 
 from . import types
@@ -116,27 +117,42 @@ class TrainingClient(Ready):
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
 
     def optim_step(self, adam_params: Any) -> Future[types.OptimStepResponse]:
-        """One AdamW update with the sum of all gradients since the last one, divided by nothing."""
-        if adam_params.grad_clip_norm:
-            gradients = tree.leaves(self.engine.gradients())
-            norm = torch.nn.utils.get_total_norm(gradients)
-            for gradient in gradients:
-                gradient.mul_((adam_params.grad_clip_norm / (norm + 1e-6)).clamp(max=1))
+        """One AdamW update with the sum of all gradients since the last one, clipped but divided by nothing else.
+
+        The result has grad_norm, the norm before clipping. ValueError for a hyperparameter out of range, after which
+        the gradients are those from before.
+        """
+        limit, divisor = adam_params.grad_clip_norm, 1.0
+        if not limit >= 0:
+            raise ValueError(f"grad_clip_norm is {limit!r}; it must be a number above 0, or 0 for no clipping.")
+        if limit and (norm := global_norm(self.engine.gradients())).isfinite():
+            divisor /= float(clip_factor(norm, limit))
         metrics = self.engine.optim_step(
-            divide_by=1,
+            divide_by=divisor,
             lr=adam_params.learning_rate,
             betas=(adam_params.beta1, adam_params.beta2),
             eps=adam_params.eps,
             weight_decay=adam_params.weight_decay,
         )
-        return Future(types.OptimStepResponse({"grad_norm": float(metrics["grad_norm"])}))
+        return Future(types.OptimStepResponse({"grad_norm": float(metrics["grad_norm"]) * divisor}))
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
-        """Adapters and optimizer state, in a folder of this name. ttl_seconds: unused, for nothing expires."""
-        path = self._folder / f"model-{self.id}" / "weights" / name
+        """Adapters and optimizer state, in a folder of this name, whose older state is replaced.
+
+        ttl_seconds: unused, for nothing expires. ValueError for a name that leads out of the client's folder.
+        """
+        path = self._place("weights", name)
         progress = {"base": str(self.base.folder), "lora": dataclasses.asdict(self.lora)}
-        checkpoint.save(path, int(self.engine.state.step), self._own_state(), progress)
+        number = max(checkpoint.steps(path), default=-1) + 1  # of the save: two of one step may differ, after a load
+        checkpoint.save(path, number, self._own_state(), progress, keep=1)
         return Future(types.SaveWeightsResponse(str(path)))
+
+    def _place(self, kind: str, name: str) -> Path:
+        folder = self._folder / f"model-{self.id}" / kind
+        path = folder / name
+        if folder.resolve() not in path.resolve().parents:
+            raise ValueError(f"The name {name!r} leads out of the client's folder; it must be that of a folder in it.")
+        return path
 
     def load_state(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
         """The weights of a saved state; the optimizer state starts anew."""
@@ -162,9 +178,9 @@ class TrainingClient(Ready):
     def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
         """The adapters in PEFT's format, in a folder of this name, for `Client.create_sampling_client`.
 
-        ttl_seconds: unused, for nothing expires.
+        ttl_seconds: unused, for nothing expires. ValueError for a name that leads out of the client's folder.
         """
-        path = self._folder / f"model-{self.id}" / "sampler_weights" / name
+        path = self._place("sampler_weights", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         P.lora.save_adapters(path, self.base.config, self.engine.params, base=str(self.base.folder))
         return Future(types.SaveWeightsResponse(str(path)))

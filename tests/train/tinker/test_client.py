@@ -1,6 +1,7 @@
 """Tinker's interface: losses equal loops, clients of a base are independent, what is saved is what runs."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,11 @@ def test_an_update_is_adamw_of_the_clipped_sum(client: tinker.Client, base: Path
     adam = types.AdamParams(
         learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=float(norm) / 4
     )
+    for wrong in ({"learning_rate": -1.0}, {"grad_clip_norm": -1.0}):
+        with pytest.raises(ValueError, match=r"is -1\.0; it must be a number"):  # and the gradients are not clipped
+            training.optim_step(dataclasses.replace(adam, **wrong))
     metrics = training.optim_step(adam).result().metrics
-    assert metrics is not None and metrics["grad_norm"] == pytest.approx(float(norm) / 4, rel=1e-4)
+    assert metrics is not None and metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
     clipped = [gradient / 4 for gradient in gradients]
     wanted = [leaf.clone().requires_grad_() for leaf in before]
     optimizer = torch.optim.AdamW(wanted, lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
@@ -209,6 +213,12 @@ def test_a_saved_state_resumes_to_the_bit(client: tinker.Client, base: Path) -> 
     _move(anew)  # its moments began at 0, so this update differs
     adapters = tree.leaves(P.lora.adapters(anew.engine.params))
     assert not all(torch.equal(a, b) for a, b in zip(adapters, tree.leaves(wanted), strict=False))
+    assert training.save_state("one").result().path == saved
+    training.load_state(saved)  # its step is 0, before that of the saved one
+    for _ in range(2):
+        assert training.save_state("one").result().path == saved
+    training.load_state_with_optimizer(saved)
+    assert int(training.engine.state.step) == 0
     with pytest.raises(FileNotFoundError, match="holds no saved state"):
         training.load_state(client.folder / "none")
 
@@ -233,6 +243,10 @@ def test_a_sampler_keeps_the_weights_it_was_made_of(client: tinker.Client, base:
         assert full[0] is None and one.logprobs == pytest.approx(full[3:], abs=2e-5)
     with_prompt = live.sample(prompt, 1, drawn, include_prompt_logprobs=True).result()
     assert with_prompt.prompt_logprobs == live.compute_logprobs(prompt).result()
+
+
+def _base_sampler(training: tinker.TrainingClient, client: tinker.Client) -> tinker.SamplingClient:
+    return client.create_sampling_client(base_model=training.base.folder)
 
 
 def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
@@ -273,6 +287,15 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
                 t.base.folder, train_mlp=False, train_attn=False, train_unembed=False
             ),
             "set one of",
+        ),
+        *((lambda t, c, name=name: t.save_state(name), "leads out of the client") for name in ("../../../x", "", "/x")),
+        (lambda t, c: t.save_weights_for_sampler("../x"), "leads out of the client"),
+        (lambda t, c: _base_sampler(t, c).compute_logprobs(types.ModelInput.empty()), "The prompt is empty"),
+        (
+            lambda t, c: _base_sampler(t, c).sample(
+                types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=-5)
+            ),
+            "max_tokens is -5; it must",
         ),
         (lambda t, c: c.create_sampling_client(), "needs one of model_path and base_model"),
         (lambda t, c: c.create_lora_training_client("nowhere"), "nowhere"),
