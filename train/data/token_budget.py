@@ -41,6 +41,8 @@ def token_budget(
     labels default to the next token of the sequence, -100 at its end. cost: of a sequence of a length, which is
     balanced over rows: float balances tokens, `lambda n: n * n` attention. Rows with one index have similar cost on all
     ranks, which wait for each other there. The number of rows is the smallest that the longest-first placement finds.
+    A model whose rotary tables depend on the length (dynamic, longrope) has one table for a batch, that of its longest
+    sequence: take those above its original length apart from the others.
 
     ValueError for a sequence longer than the budget, and for entries of different lengths.
     """
