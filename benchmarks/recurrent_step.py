@@ -1,6 +1,7 @@
 """Times a training step of a small Qwen3.5 (three layers of Gated DeltaNet to one of attention) beside transformers.
 
     python benchmarks/recurrent_step.py             25M parameters, 2 rows of 512 tokens, fp32 and bf16
+    python benchmarks/recurrent_step.py --compile   also with compiled blocks
     python benchmarks/recurrent_step.py --quick     a tiny model and one round, to check that everything runs
 
 The step is forward, backward and AdamW, from the same weights; the first losses must agree. Contenders take turns; the
@@ -51,7 +52,9 @@ MODEL = {
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the first loss, relative
 
 
-def contenders(dtype: torch.dtype, sizes: dict[str, Any], batch: tuple[int, int]) -> dict[str, Callable[[], float]]:
+def contenders(
+    dtype: torch.dtype, sizes: dict[str, Any], batch: tuple[int, int], compiled: bool
+) -> dict[str, Callable[[], float]]:
     """{name: a training step that returns the loss before it}."""
     from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -87,7 +90,8 @@ def contenders(dtype: torch.dtype, sizes: dict[str, Any], batch: tuple[int, int]
         fused.step()
         return float(loss.detach())
 
-    return {"fnmodels": ours("none"), "fnmodels block-compiled": ours("block"), "transformers": theirs}
+    blocks = {"fnmodels block-compiled": ours("block")} if compiled else {}
+    return {"fnmodels": ours("none"), **blocks, "transformers": theirs}
 
 
 def first_step(name: str, run: Callable[[], float]) -> float:
@@ -101,6 +105,7 @@ def first_step(name: str, run: Callable[[], float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
@@ -112,7 +117,7 @@ def main() -> None:
         small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "full_attention_interval": 2}
         sizes, batch, rounds = MODEL | small, (1, 80), 1
     for dtype in args.dtypes:
-        runs = contenders(getattr(torch, dtype), sizes, batch)
+        runs = contenders(getattr(torch, dtype), sizes, batch, args.compile)
         first = {name: first_step(name, run) for name, run in runs.items()}
         same = all(math.isclose(loss, first["transformers"], rel_tol=TOLERANCE[dtype]) for loss in first.values())
         assert same, f"The first losses differ: {first}."
