@@ -6,8 +6,10 @@ found = engine.infer([row.batch for row in mine], logprobs)
 logps = unpacked(mine, [logp for logp, _, _ in found])                            # {number of the sequence: [T]}
 """
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def token_budget(
     """
     if "tokens" not in entries:
         raise ValueError(f"The entries have no tokens; their names are {sorted(entries)}.")
-    given = {name: _sequences(values) for name, values in entries.items()}
+    given = {name: _sequences(name, values) for name, values in entries.items()}
     lengths = [len(tokens) for tokens in given["tokens"]]
     for name, values in given.items():
         if [len(value) for value in values] != lengths:
@@ -76,8 +78,8 @@ def rows_within(
     There are a multiple of `multiple` rows, and at least `least`; none is empty where sequences are as many as rows.
     cost: of a sequence of a length, which is balanced over rows. ValueError for a sequence longer than the budget.
     """
-    if budget < 1 or multiple < 1:
-        raise ValueError(f"The budget is {budget} and ranks are {multiple}; both must be at least 1.")
+    if not all(isinstance(number, Integral) and number >= 1 for number in (budget, multiple)):
+        raise ValueError(f"The budget is {budget!r} and ranks are {multiple!r}; both must be whole numbers from 1.")
     for number, length in enumerate(lengths):
         if not 1 <= length <= budget:
             raise ValueError(f"Sequence {number} has {length} tokens; a row takes 1 to {budget} (the budget).")
@@ -98,8 +100,11 @@ def unpacked(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, T
     return dict(sorted(found.items()))
 
 
-def _sequences(values: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    return list(values.unbind()) if isinstance(values, Tensor) else list(values)
+def _sequences(name: str, values: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    listed = values.unbind() if isinstance(values, Tensor) and values.ndim else values
+    if not isinstance(listed, Sequence) or not all(isinstance(one, Tensor) and one.ndim for one in listed):
+        raise ValueError(f"{name!r} must be a list of tensors [T, ...] or a jagged tensor of them; it is {values!r}.")
+    return list(listed)
 
 
 def _placed(
@@ -107,15 +112,23 @@ def _placed(
 ) -> list[list[int]] | None:
     """Each sequence into the cheapest row that has room; None where one finds no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    used, spent = [0] * count, [0.0] * count
+    heap = [(0.0, at, 0) for at in range(count)]  # (cost, row, tokens), the cheapest first
+    full: list[
+        tuple[int, float, int]
+    ] = []  # (tokens, cost, row) without room for the last sequence, the emptiest first
     for number in order:
-        room = [i for i in range(count) if used[i] + lengths[number] <= budget]
-        if not room:
+        room = budget - lengths[number]
+        while full and full[0][0] <= room:
+            used, cost, at = heapq.heappop(full)
+            heapq.heappush(heap, (cost, at, used))
+        while heap and heap[0][2] > room:
+            cost, at, used = heapq.heappop(heap)
+            heapq.heappush(full, (used, cost, at))
+        if not heap:
             return None
-        at = min(room, key=lambda i: (spent[i], i))
+        cost, at, used = heap[0]
+        heapq.heapreplace(heap, (cost + costs[number], at, used + lengths[number]))
         bins[at].append(number)
-        used[at] += lengths[number]
-        spent[at] += costs[number]
     return bins
 
 

@@ -2,12 +2,15 @@
 
 import functools
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.support.cases import cases, generic_params
 from train import token_budget, token_logprobs, unpacked
+from train.data.token_budget import _placed, rows_within
 from train.engine import Engine
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")
@@ -67,8 +70,47 @@ def test_ranks_without_a_sequence_get_a_row_that_counts_nothing() -> None:
         ({"tokens": [torch.ones(0)]}, "Sequence 0 has 0 tokens"),
         ({"gain": [torch.ones(3)]}, "no tokens; their names are .'gain'"),
         ({"tokens": [torch.ones(3)], "gain": [torch.ones(2)]}, "'gain' must have as many"),
+        ({"tokens": [[1, 2, 3]]}, "'tokens' must be a list of tensors .* it is .*1, 2, 3"),
+        ({"tokens": [torch.ones(3)], "gain": [torch.tensor(1.0)]}, "'gain' must be a list of tensors"),
+        ({"tokens": [torch.ones(3)], "gain": torch.tensor(1.0)}, "'gain' must be a list of tensors"),
+        ({"tokens": [torch.ones(3)], "gain": 1.0}, "'gain' must be a list of tensors"),
     ],
 )
 def test_what_cannot_be_packed_is_named(entries: dict[str, list[torch.Tensor]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         token_budget(entries, 8)
+
+
+@pytest.mark.parametrize("numbers", [{"budget": 8.5}, {"budget": 8, "ranks": 1.0}, {"budget": 0}])
+def test_a_budget_is_a_whole_number(numbers: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="both must be whole numbers from 1"):
+        token_budget({"tokens": [torch.ones(3)]}, **numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cost", [float, lambda n: n * n, lambda n: 60.0 - n])
+def test_a_sequence_goes_to_the_cheapest_row_with_room(cost: Callable[[int], float]) -> None:
+    draw = random.Random(0)
+    for count in range(20, 40):
+        lengths = [draw.randint(1, 60) for _ in range(100)]
+        costs = [cost(length) for length in lengths]
+        order = sorted(range(100), key=lambda number, costs=costs: -costs[number])
+        found = _placed(order, lengths, costs, 100, count)
+        bins: list[list[int]] = [[] for _ in range(count)]
+        for number in order:
+            room = [one for one in bins if sum(lengths[n] for n in one) + lengths[number] <= 100]
+            if not room:
+                assert found is None
+                break
+            min(room, key=lambda one, costs=costs: sum(costs[n] for n in one)).append(number)
+        else:
+            assert found == bins
+
+
+def test_many_sequences_are_placed_in_linear_time() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 2000) for _ in range(10_000)]
+    start = time.process_time()
+    rows = rows_within(lengths, 4096, multiple=8, cost=lambda n: n * n)
+    assert time.process_time() - start < 1.5  # 0.1; 4 where each sequence looks at all rows
+    assert sorted(number for row in rows for number in row) == list(range(10_000))
+    assert all(sum(lengths[number] for number in row) <= 4096 for row in rows)
