@@ -4,6 +4,7 @@ Without verl only what needs none of it runs: packed rows, and the sentence that
 """
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import os
@@ -52,6 +53,37 @@ def test_a_microbatch_is_one_packed_row() -> None:
         packed_row(micro | {"position_ids": torch.zeros(2, 3, 4)}, 0)
     with pytest.raises(NotImplementedError, match="multi_modal_inputs"):
         packed_row(micro | {"multi_modal_inputs": [{"pixels": 1}]}, 0)
+
+
+def test_sharing_takes_the_fields_of_a_strategy() -> None:
+    from train.verl.settings import mesh_and_strategy
+
+    mesh, strategy = mesh_and_strategy(SimpleNamespace(mesh="tp=2", sharing={"sequence": True}), 2)
+    assert mesh.tp == 2 and strategy.sequence and strategy.rows == "own"
+    for name in ("foo", "rows"):
+        with pytest.raises(
+            ValueError, match=f"engine.sharing has {name}, which train.verl does not set; it has gather"
+        ):
+            mesh_and_strategy(SimpleNamespace(mesh="tp=2", sharing={name: True}), 2)
+
+
+def test_a_setting_that_is_not_honoured_must_have_its_default() -> None:
+    from train.verl.settings import check_supported
+
+    @dataclasses.dataclass
+    class Settings:
+        needed: Any
+        strict: bool = True
+        later: int = 0
+        load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+
+    given = {"hf_config_path": "a", "path": "a", "override_config": {}, "tiled_mlp": {}, "mtp": None}
+    model = dataclasses.make_dataclass("Model", given)(**given)
+    check_supported(model, None, None, Settings(None))
+    faults = [({"strict": False}, "strict is False"), ({"later": 1}, "later is 1"), ({"needed": 1}, "needed is 1")]
+    for wrong, said in faults:
+        with pytest.raises(NotImplementedError, match=f"checkpoint.{said}, which train.verl does not have"):
+            check_supported(model, None, None, Settings(**{"needed": None} | wrong))
 
 
 def support(name: str) -> Any:

@@ -39,18 +39,24 @@ HONOURED: dict[str, set[str]] = {
         *("clip_grad", "grad_clip", "optimizer", "lr_scheduler_type", "warmup_style", "min_lr_ratio", "num_cycles"),
         *("zero_indexed_step", "override_optimizer_config"),
     },
-    "checkpoint": {"save_contents", "load_contents", "strict"},
+    "checkpoint": {"save_contents", "load_contents"},
 }
 # of model.override_config: transformers' attention (here `engine.kernel`), and ids that verl reads
 WITHOUT_MEANING = {"attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
 
 
 def mesh_and_strategy(engine_config: Any, world: int) -> tuple[Mesh, Strategy]:
-    """The mesh of a configuration, and a `Strategy` for rows of each rank's own. ValueError for another number."""
+    """The mesh of a configuration, and a `Strategy` for rows of each rank's own.
+
+    ValueError for another number of processes, and for a name in `sharing` that is no field to be set.
+    """
     mesh = Mesh.parse(engine_config.mesh) if engine_config.mesh else Mesh(fsdp=world)
     if mesh.world != world:
         raise ValueError(f"engine.mesh is {mesh}, of {mesh.world} processes, but there are {world}.")
-    return mesh, Strategy(**{**engine_config.sharing, "rows": "own"})
+    fields = [field.name for field in dataclasses.fields(Strategy) if field.name != "rows"]
+    if unknown := sorted(engine_config.sharing.keys() - set(fields)):
+        raise ValueError(f"engine.sharing has {unknown[0]}, which train.verl does not set; it has {', '.join(fields)}.")
+    return mesh, Strategy(**engine_config.sharing, rows="own")
 
 
 def determinism(seed: int) -> None:
@@ -77,8 +83,8 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
         if given is None:  # a forward-only engine may have no optimizer
             continue
         for field in dataclasses.fields(given):
-            value = getattr(given, field.name)
-            if field.name not in HONOURED[section] and value and value != _default(field):
+            value, default = getattr(given, field.name), _default(field)
+            if field.name not in HONOURED[section] and (value or default) and value != default:
                 raise NotImplementedError(f"{section}.{field.name} is {value!r}, which train.verl does not have.")
     for name, value in _nested(model, engine).items():
         if value:
@@ -90,7 +96,9 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
 
 
 def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    """verl's default of a field; None for one that must be given."""
+    made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return None if made is dataclasses.MISSING else made
 
 
 def _nested(model: Any, engine: Any) -> dict[str, Any]:
