@@ -27,8 +27,8 @@ def hvp(loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any, *, compil
     The gradient and its graph are made here, once; each product is one backward pass through them, without a forward
     pass. The graph is kept as long as the operator. The kernel must have a second derivative ("math" has).
     compile: a backend of torch.compile ("inductor") for the blocks that fnmodels.forward runs in `loss`, compiled once
-    per kind of layer in the first product. It pays for small layers, whose time goes into launching operations. The
-    gradient's graph is made anew for each product.
+    per kind of layer in the first product, which takes a minute or more. The gradient's graph is made anew for each
+    product; on a CPU the reused eager operator was faster: leave it out there.
     ValueError for params with leaves that are not floating, and for a loss that runs no blocks to compile.
     """
     _check_floating(params)
@@ -46,7 +46,7 @@ def _gradient_graph(
     wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
     inputs = tree.leaves(wanted)
     with torch.enable_grad(), unread_gradients():
-        value = loss(wanted, batch)
+        value = _tensor_of(loss(wanted, batch), "loss")
         return inputs, torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
 
 
@@ -77,7 +77,7 @@ def ggn_vp(
     """
 
     def curvature(outputs: Tensor, u: Tensor) -> Tensor:
-        gradient = grad(lambda o: loss(o, batch))
+        gradient = grad(lambda o: _tensor_of(loss(o, batch), "loss"))
         product: Tensor = jvp(gradient, (outputs,), (u,))[1]
         return product
 
@@ -216,7 +216,7 @@ def _gauss_newton(
     _check_floating(params)
 
     def outputs_of(p: Tree) -> Tensor:
-        return forward(p, batch)
+        return _tensor_of(forward(p, batch), "function")
 
     outputs, pullback = vjp(outputs_of, params)[:2]
 
@@ -242,7 +242,7 @@ def _compiled_gauss_newton(
         wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
         inputs, vectors = tree.leaves(wanted), tree.leaves(_ordered(params, vector))
         with torch.enable_grad():
-            outputs = blocks(forward, wanted, batch)
+            outputs = _tensor_of(blocks(forward, wanted, batch), "function")
             u = torch.zeros_like(outputs, requires_grad=True)
             pulled = torch.autograd.grad(outputs, inputs, u, create_graph=True, materialize_grads=True)
             along = torch.autograd.grad(pulled, u, vectors)[0]
@@ -256,6 +256,14 @@ def _compiled_gauss_newton(
 def _ordered(params: Tree, vector: Tree) -> Tree:
     """`vector` with its dicts in the order of the params', which torch.func.jvp asks for."""
     return tree.map(lambda _, value: value, params, vector)
+
+
+def _tensor_of(found: Any, what: str) -> Tensor:
+    """What a caller's function returned; TypeError unless it is a tensor, as (sum, count) of a train loss is not."""
+    if isinstance(found, Tensor):
+        return found
+    kind = type(found).__name__
+    raise TypeError(f"The {what} returned a {kind}; return one tensor, such as the sum of a train loss's (sum, count).")
 
 
 def _check_floating(params: Tree) -> None:

@@ -17,7 +17,7 @@ from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted
 from .lm_head import CHUNK, head_loss
-from .model_loss import RouterTerms, RunOptions, check_entries, keywords
+from .model_loss import RouterTerms, RunOptions, check_entries, keywords, run_options
 from .moe_balance import Balance, balance_terms
 
 ROUTER_TAPS = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
@@ -103,7 +103,7 @@ def model_states(
     check_entries(batch, "tokens", "positions", "segment_ids", "labels")
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
-    run: Any = given.run
+    run = run_options(given)
     length = length if run.length is None else run.length(config, batch["positions"], length)
     inputs, masks, freqs_cis = fnmodels.prepare(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
@@ -117,7 +117,7 @@ def model_states(
     if not may_have(family, "ROUTED"):
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
     terms = RouterTerms(balance or Balance(), counted(batch["labels"], batch.get("weights")).sum(1), aux)
-    noted = RunParams(given, dataclasses.replace(run, routers=terms))
+    noted = RunParams(given, dataclasses.replace(run, routers=terms)) if run is given.run else given
     if any(kind.endswith("_moe") for kind in family.kinds(config)):
         x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, taps=ROUTER_TAPS, **how)
     else:  # a dense model of a family that has models with experts: its terms are 0

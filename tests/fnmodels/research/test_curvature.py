@@ -11,6 +11,7 @@ from torch.func import hessian, jacrev, vmap
 
 import fnmodels
 import params as P
+import train
 from fnmodels import llama, research, tree
 from fnmodels.ops.linear import linear
 from tests.support.cases import cases, generic_params
@@ -124,6 +125,26 @@ def test_compiled_products_are_those_of_eager_blocks() -> None:
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="none ran"):
         research.hvp(lambda p, b: of_params(dict(p), b), params, inputs, compile="aot_eager")(direction)
+
+
+def test_train_losses_compile_and_their_tuple_is_refused() -> None:
+    packed = fnmodels.pack(DOCUMENTS, 8)
+    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+
+    def pair(params: Any, batch: Any) -> Any:
+        return train.next_token_loss(params, batch, config=CONFIG, kernel="math")
+
+    def total(params: Any, batch: Any) -> Tensor:
+        found: Tensor = pair(params, batch)[0]
+        return found
+
+    want = applied(research.hvp(total, PARAMS, batch))
+    close(applied(research.hvp(total, PARAMS, batch, compile="aot_eager")), want)
+    squared = [research.ggn_vp(total, lambda o, _: o.square(), PARAMS, batch, compile=c) for c in (None, "aot_eager")]
+    close(applied(squared[1]), applied(squared[0]))
+    for make in (research.hvp, research.fisher_vp, research.empirical_fisher_vp):
+        with pytest.raises(TypeError, match="returned a tuple; return one tensor"):
+            make(pair, PARAMS, batch)
 
 
 def test_no_value_of_a_gradient_is_read() -> None:
