@@ -44,6 +44,10 @@ def harvest(
         raise FileExistsError(f"{path} exists; harvest writes a new file.")
     out, filled = None, 0
     for prepared in batches:
+        if not isinstance(prepared, tuple):
+            raise TypeError(
+                f"A batch is a {type(prepared).__name__}; batches are a list of what fnmodels.prepare returns."
+            )
         with torch.no_grad():
             value = _tapped(params, prepared, name, config, options)
         found = value[valid_of(prepared)][: rows - filled]
@@ -84,7 +88,11 @@ def init_sae(width: int, features: int, *, seed: int = 0) -> Autoencoder:
 
 
 def encode(sae: Autoencoder, x: Tensor) -> Tensor:
-    """Features [..., F] of activations x [..., D], at least 0."""
+    """Features [..., F] of activations x [..., D], at least 0. ValueError for activations of another width."""
+    if x.shape[-1] != len(sae["bias"]):
+        raise ValueError(
+            f"The activations have {x.shape[-1]} numbers; the autoencoder was made for {len(sae['bias'])}."
+        )
     return F.relu(F.linear(x - sae["bias"], sae["encoder"], sae["encoder_bias"]))
 
 

@@ -391,6 +391,11 @@ def test_sparse_autoencoders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="The batches have 33 tokens that are no padding, and rows is 40"):
         research.harvest(PARAMS, packed, tmp_path / "more", name, config=LLAMA, rows=40)
     assert not (tmp_path / "more").exists()
+    for wrong in (packed[0], [fnmodels.pack([torch.arange(5)], 8)]):
+        with pytest.raises(TypeError, match="batches are a list of what"):
+            research.harvest(PARAMS, wrong, tmp_path / "other", name, config=LLAMA, rows=40)
+    with pytest.raises(ValueError, match="The activations have 3 numbers; the autoencoder was made for 5"):
+        research.encode(research.init_sae(5, 7), torch.zeros(2, 3))
     with pytest.raises(FileExistsError, match="harvest writes a new file"):
         research.harvest(PARAMS, packed, tmp_path / "rows", name, config=LLAMA, rows=40)
     assert torch.equal(torch.from_file(str(tmp_path / "rows"), size=rows.numel()).view_as(rows), rows)
