@@ -1,4 +1,4 @@
-"""What taps and edits cost where none are given: the same calls with them taken out of the code.
+"""The cost of taps and edits where none are given: the same calls with them taken out of the code.
 
 The contenders run the block that the family wrote with a context whose `tap` does nothing, in a plain loop over the
 layers; "fnmodels" are the public functions.

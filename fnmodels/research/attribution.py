@@ -68,7 +68,7 @@ def _parts_of(
     cuts: dict[str, Edit] = dict.fromkeys(("embed", *names_of(config, "input", "middle")), _cut)
     leaves: dict[str, Edit] = dict.fromkeys(parts, _leaf)
     _, found = run(taps=(*weights, *parts), edits=frozen | cuts | leaves)
-    # What a layer adds after its MLP reads it; no part of it is a head's or a neuron's own.
+    # Added after the MLP, from its input; no head or neuron contributes it.
     own = [name for name in weights if found[name].requires_grad and not name.endswith(".per_layer")]
     total = torch.stack([(found[name] * weights[name]).sum() for name in own]).sum()
     shares = torch.autograd.grad(total, [found[name] for name in parts])

@@ -259,7 +259,7 @@ def _ordered(params: Tree, vector: Tree) -> Tree:
 
 
 def _tensor_of(found: Any, what: str) -> Tensor:
-    """What a caller's function returned; TypeError unless it is a tensor, as (sum, count) of a train loss is not."""
+    """The result of a caller's function; TypeError unless it is a tensor, as (sum, count) of a train loss is not."""
     if isinstance(found, Tensor):
         return found
     kind = type(found).__name__

@@ -142,7 +142,7 @@ def path_patching(
     such as "layers.5.attention.q", or "hidden". Between them all that layers add keeps its clean value
     (arXiv 2304.05969). ValueError for a receiver that is such a value itself. Runs kernel="math".
     """
-    # What a sublayer adds is held, not its heads alone: a gate behind them reads the residual stream.
+    # The whole output of a sublayer is held, not its heads alone: a gate behind them reads the residual stream.
     kept = [
         name for name in names_of(config, "attention.z", *ADDED) if not any(s.startswith(f"{name}.") for s in senders)
     ]

@@ -227,7 +227,7 @@ SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
 SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}
 TWO_TOWERS = ("images", "siglip", "reader")
 CLIP = 0.01  # below the norms
-# What a tower has for others than `tower_loss`.
+# Parameters of towers that `tower_loss` does not read.
 UNREAD = {"dinov2_registers": "mask_token", "dinov3": "mask_token", "clip_vision": "norm"}
 UNREAD |= {"siglip_vision": "pooler", "siglip2_vision": "pooler"}
 

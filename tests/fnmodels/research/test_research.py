@@ -123,7 +123,7 @@ def test_contributions_add_up_to_the_logit(name: str) -> None:
 
 
 def test_neurons_are_parts_of_their_own_mlp() -> None:
-    """What Gemma 4 adds after the MLP reads it, and is none of theirs."""
+    """The per-layer embeddings of Gemma 4 are added after the MLP, which does not contribute them."""
     config = next(case.config for case in layer_structures() if case.name == "gemma4_text_e")
     params, batch = generic_params(config, torch.float64), batch_of(config, segments((5,), (5,)))
     added = research.direct_logit_attribution(params, batch.prepared(), batch.tokens, config=config)

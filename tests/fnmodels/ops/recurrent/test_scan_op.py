@@ -79,7 +79,7 @@ def test_one_graph_for_every_length(op: Op) -> None:
 
 
 def test_shapes_without_data() -> None:
-    """What the operator says to a compiler is what it returns."""
+    """The shapes and dtypes that a compiler is given are those of the results."""
     B, S, chunk = 2, 20, 8
     q, v = torch.randn(B, S, 2, 6, dtype=torch.bfloat16), torch.randn(B, S, 4, 5, dtype=torch.bfloat16)
     run = torch.zeros(B, S, dtype=torch.long)
