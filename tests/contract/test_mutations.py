@@ -81,6 +81,7 @@ PROPERTIES = {
 Patch = Callable[[pytest.MonkeyPatch], None]
 Test = Callable[[Case], object]
 LLAMA, DECODER = "fnmodels.models.llama", "fnmodels.models.common.decoder"
+TABLES, HEAD = f"{DECODER}.masks_and_tables", f"{DECODER}.embed_and_head"
 ATTENTION = "fnmodels.models.common.context.attention"
 
 
@@ -204,7 +205,7 @@ def an_activation_kept(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B2", "llama", check(testing.check_rotary_tables))
 def tables_rounded_to_bf16(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args).bfloat16().float())
+    patch.setattr(f"{TABLES}.rotary_table", lambda *args: rotary_table(*args).bfloat16().float())
 
 
 @bug("B2", "llama", check(testing.check_rotary_tables))
@@ -213,12 +214,12 @@ def angles_in_fp32(patch: pytest.MonkeyPatch) -> None:
         angles = positions[..., None].float() * frequencies(rope, head_dim).float()
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-    patch.setattr(f"{DECODER}.rotary_table", single)
+    patch.setattr(f"{TABLES}.rotary_table", single)
 
 
 @bug("B2", "llama", check(testing.check_rotary_tables), test_inputs.test_tables_are_fp32_whatever_the_default_dtype)
 def tables_in_the_default_dtype(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args).to(torch.get_default_dtype()))
+    patch.setattr(f"{TABLES}.rotary_table", lambda *args: rotary_table(*args).to(torch.get_default_dtype()))
 
 
 @bug("B2", "llama", test_inputs.test_low_precision_parameters_leave_the_tables_alone)
@@ -247,7 +248,7 @@ def rows_that_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B3", "llama", test_inputs.test_split_arguments_are_those_of_the_rows)
 def one_row_of_tables_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args)[:1].expand(len(args[2]), -1, -1, -1))
+    patch.setattr(f"{TABLES}.rotary_table", lambda *args: rotary_table(*args)[:1].expand(len(args[2]), -1, -1, -1))
 
 
 @bug("B3", "llama", check(testing.check_microbatches))
@@ -269,7 +270,7 @@ def a_table_cached_on_a_global(patch: pytest.MonkeyPatch) -> None:
         longest[0] = max(longest[0], int(positions.max()) + 1)
         return rotary_table(rope, head_dim, positions, longest[0])
 
-    patch.setattr(f"{DECODER}.rotary_table", cached)
+    patch.setattr(f"{TABLES}.rotary_table", cached)
 
 
 @bug("B4", "llama", test_inputs.test_tables_depend_on_their_positions_only)
@@ -283,7 +284,7 @@ def positions_counted_by_index(patch: pytest.MonkeyPatch) -> None:
         # A mere offset would stay hidden, since rotary scores depend on distances only: so the square.
         return rotary_table(rope, head_dim, torch.arange(positions.shape[1]).square().expand(positions.shape), length)
 
-    patch.setattr(f"{DECODER}.rotary_table", by_index)
+    patch.setattr(f"{TABLES}.rotary_table", by_index)
 
 
 @bug("B5", "llama", check(testing.check_permutation))
@@ -789,7 +790,7 @@ def a_norm_that_stays_behind(patch: pytest.MonkeyPatch) -> None:
 @bug("L9", "llama", test_config.test_every_field_changes_the_logits)
 def an_epsilon_written_in_the_code(patch: pytest.MonkeyPatch) -> None:
     norm = fnmodels.models.llama.rms_norm
-    for module in (LLAMA, DECODER):
+    for module in (LLAMA, HEAD):
         patch.setattr(f"{module}.rms_norm", lambda x, weight, *, eps: norm(x, weight, eps=1e-6))
 
 

@@ -1,0 +1,75 @@
+"""The embedding before the layers, and the final norm and output head after them."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.documents import Documents, pool
+from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
+from fnmodels.tree import Tree
+
+from ..heads import DECODER_HEADS
+from ..registry import DecoderConfig, LayerNormConfig, RMSNormConfig, UsualConfig, family_of, field_of
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
+    """Token embeddings [B, S, D]; inputs that are embeddings already are returned unchanged, as in transformers."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
+    """x [B, S, D]: token embeddings scaled by sqrt(D) rounded to their dtype; given embeddings are not scaled."""
+    tokens = inputs["tokens"] if isinstance(inputs, Mapping) else inputs
+    x = embed_tokens(params["embed_tokens"], tokens)
+    return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
+
+
+def head(params: Tree, config: DecoderConfig) -> Tensor:
+    """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
+    if field_of(config, "head") in DECODER_HEADS:
+        return cast(Tensor, params["score"])
+    return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
+
+
+def project(params: Tree, normed: Tensor, config: Any) -> Tensor:
+    """The output head of hidden states [B, S, D] after the final norm: [B, S, V or labels], or they without a head."""
+    if field_of(config, "head") == "none":
+        return normed
+    return linear(normed, head(params, config), params.get("lm_head_bias") if is_lm(config) else None)
+
+
+def is_lm(config: Any) -> bool:
+    """Whether the head gives logits of tokens, so that biases, factors and soft-caps of those apply."""
+    return bool(field_of(config, "head") == "lm")
+
+
+def scores(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+    """Logits [B, S, labels] of every token, after the final norm. x [B, S, D]: the hidden states."""
+    found = family_of(config).unembed(params, x, config=config)
+    return found + params["score_bias"] if "score_bias" in params else found
+
+
+def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Any) -> Tensor:
+    """Logits [N, labels] of each document's last token, after the final norm. x [B, S, D]: the hidden states."""
+    last = pool(x, documents, how="last")[:, None]
+    return family_of(config).unembed(params, last, config=config)[:, 0]
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
+    """Final RMSNorm and head: logits [B, S, V]."""
+    return project(params, rms_norm(x, params["norm"], eps=config.rms_norm_eps), config)
+
+
+def unembed_fp32_weight(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
+    """Final RMSNorm with its weight multiplied in fp32, and head: logits [B, S, V]."""
+    return project(params, rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), config)
+
+
+def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -> Tensor:
+    """Final LayerNorm and head: logits [B, S, V]."""
+    normed = layer_norm(x, params["norm"], params.get("norm_bias"), eps=config.layer_norm_eps)
+    return project(params, normed, config)

@@ -1,0 +1,110 @@
+"""The kind of each layer, and the fields of config.json that list layers or give their pattern."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fnmodels.errors import ConfigError
+
+from ..config_json import Fields, shown
+from ..registry import UsualConfig
+
+# Beginnings of the kinds of layers that read tokens in their order: recurrent layers and convolutions.
+ORDERED = ("linear", "conv")
+
+
+def is_ordered(kind: str) -> bool:
+    """Whether layers of this kind read tokens in their order and not by position."""
+    return kind.startswith(ORDERED)
+
+
+def kinds(config: UsualConfig) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    found: tuple[str, ...] = config.layer_kinds
+    return found
+
+
+def sliding_layers(
+    fields: Fields,
+    default: Sequence[bool],
+    near: str = "sliding_attention",
+    far: str = "full_attention",
+    *,
+    name: str = "layer_types",
+) -> list[bool]:
+    """Which layers are local (sliding window): from `layer_types` if given, else `default`, the family's rule.
+
+    near, far: the names of local and other layers in the list; in Llama 4 the first are "chunked_attention".
+    name: that of the list.
+    """
+    types = fields.take(name, None)
+    if types is None:
+        return list(default)
+    known = {far: False, near: True}
+    if not isinstance(types, list) or len(types) != len(default) or any(t not in list(known) for t in types):
+        raise ConfigError(
+            f"{fields.where}: {name!r} must name {len(default)} layers, each {' or '.join(map(repr, known))}."
+        )
+    return [known[t] for t in types]
+
+
+def one_window(fields: Fields, layers: int, suffix: str = "") -> dict[str, Any]:
+    """The Config fields of a window that all layers have, or none; suffix: the end of their kind, such as "_moe"."""
+    window = fields.integer("sliding_window", 0, low=0) or None
+    return {"sliding_window": window, "layer_kinds": (("sliding" if window else "full") + suffix,) * layers}
+
+
+def sliding_pattern(fields: Fields, default: int) -> int:
+    """n, where every nth layer has full attention and the others a sliding window, under its old or new field name."""
+    names = [n for n in ("sliding_window_pattern", "_sliding_window_pattern") if fields.take(n, None) is not None]
+    found = [fields.integer(name) for name in names] or [default]
+    if len(set(found)) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree: {found[0]} and {found[1]}.")
+    return found[0]
+
+
+def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
+    """Which layers have a sliding window: from `layer_types`, or by the pattern; ConfigError if the two disagree."""
+    rule = [(i + 1) % pattern != 0 for i in range(layers)]
+    slides = sliding_layers(fields, rule)
+    # The new name may disagree: transformers writes its default beside any list and reads only the list.
+    if slides != rule and fields.values.get("sliding_window_pattern") is not None:
+        raise ConfigError(f"{fields.where}: 'layer_types' is not what 'sliding_window_pattern' {pattern} makes.")
+    return slides
+
+
+def listed_kinds(fields: Fields, names: Sequence[str], known: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The kind of each layer from the list under any of `names`, whose entries are keys of `known`; None without one.
+
+    A string is a list of letters. ConfigError for other entries and for two lists that disagree.
+    """
+    found: list[tuple[str, ...]] = []
+    given = [name for name in names if fields.take(name, None) is not None]
+    for name in given:
+        types = fields.values[name]
+        if not isinstance(types, list | str) or not types or any(t not in list(known) for t in types):
+            raise ConfigError(
+                f"{fields.where}: {name!r} is {shown(types)}, but must name the layers, each one of {', '.join(known)}."
+            )
+        found.append(tuple(known[t] for t in types))
+    if len(set(found)) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, given))} disagree.")
+    return found[0] if found else None
+
+
+def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
+    """The `layer_types` list for config.json, which `sliding_layers` reads back."""
+    return [near if s else "full_attention" for s in slides]
+
+
+def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
+    """1 for layers with rotary embedding, 0 for others: `listed`, or by `no_rope_layer_interval` if it is None.
+
+    The interval is not compared with the list: transformers writes its default 4 beside any list and ignores it.
+    """
+    every = fields.integer("no_rope_layer_interval", 4)
+    found = [int((i + 1) % every != 0) for i in range(layers)] if listed is None else listed
+    if not isinstance(found, list) or len(found) != layers or any(one not in (0, 1) for one in found):
+        raise ConfigError(
+            f"{fields.where}: 'no_rope_layers' must be a list of {layers} zeros (no rope) and ones (rope)."
+        )
+    return found
