@@ -75,7 +75,7 @@ def with_transformers(folder: Path, mode: str) -> Flat:
 
 
 def checks(folder: Path, mode: str) -> Flat:
-    from params.checkpoint.load import check_folder
+    from params.checkpoint.header_checks import check_folder
 
     with ExitStack() as stack:
         check_folder(folder, stack)

@@ -20,7 +20,8 @@ from fnmodels.errors import CheckpointError, FormatError, UserError
 from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import model_type_of
 from params.checkpoint.config import read_config
-from params.checkpoint.load import check_folder, load_pretrained
+from params.checkpoint.header_checks import check_folder
+from params.checkpoint.load import load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
 

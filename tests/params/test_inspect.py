@@ -86,7 +86,7 @@ def test_no_tensor_is_read_unless_asked(bases: Path, tmp_path: Path, monkeypatch
 
     config = BASES["single"][0]
     P.save_pretrained(tmp_path, config, generic_params(config))
-    for name in ("load.map_file", "load.read_tensor", "manifest.digest"):
+    for name in ("read_leaf.map_file", "read_leaf.read_tensor", "manifest.digest"):
         monkeypatch.setattr(f"params.checkpoint.{name}", refuse)
     assert main([str(tmp_path)]) == 0
     with pytest.raises(AssertionError, match="a tensor was read"):

@@ -19,7 +19,7 @@ from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
-from params.checkpoint.load import check_folder
+from params.checkpoint.header_checks import check_folder
 from params.checkpoint.manifest import MANIFEST, digest
 from train.data import sources
 from train.data.cache import cached

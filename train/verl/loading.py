@@ -11,7 +11,7 @@ import params as P
 from fnmodels import family_of
 from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.tree import Tree
-from params.checkpoint.load import check_folder
+from params.checkpoint.header_checks import check_folder
 from train.parallel.mesh import Mesh, Strategy
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of

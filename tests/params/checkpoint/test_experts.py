@@ -15,7 +15,7 @@ from fnmodels import llama, tree
 from fnmodels.models.common.moe import expert_names
 from fnmodels.models.common.spec import weight
 from fnmodels.models.common.storage import Stored, TensorSlice
-from params.checkpoint import load, tensor_map
+from params.checkpoint import read_leaf, tensor_map
 from tests.support.cases import generic_params
 
 SMALL = llama.Config(
@@ -132,7 +132,7 @@ def test_at_most_one_tensor_beside_the_result(
     folder: Path, layout: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Temporary memory is that of one expert, freed before the next is read."""
-    plain, alive, largest = load.read_tensor, weakref.WeakSet[torch.Tensor](), []
+    plain, alive, largest = read_leaf.read_tensor, weakref.WeakSet[torch.Tensor](), []
 
     def watched(file: Any, entry: Any, *rest: Any) -> torch.Tensor:
         assert not len(alive), "the last one is still held"
@@ -142,7 +142,7 @@ def test_at_most_one_tensor_beside_the_result(
             largest.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(load, "read_tensor", watched)
+    monkeypatch.setattr(read_leaf, "read_tensor", watched)
     loaded = P.load_pretrained(folder, copy=True, dtype=dtype)[1]
     assert equal(loaded, tree.map(lambda leaf: leaf.to(dtype), generic_params(SMALL)))
     # one tensor each: read straight into the result

@@ -14,7 +14,7 @@ from torch import Tensor
 import params as P
 from fnmodels import llama, mixtral, phi3, tree
 from fnmodels.models.common.quantization import Quantization, quantization_of
-from params.checkpoint import dequantize, integer_weights, load
+from params.checkpoint import dequantize, header_checks, integer_weights
 from params.io import safetensors_file
 from tests.support.cases import generic_params
 
@@ -183,7 +183,7 @@ def test_any_shard_of_a_weight(form: str, tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, CONFIGS["llama"], FORMS[form])
     buffer = safetensors_file.cast_buffer()
     with ExitStack() as stack:
-        checked = load.check_folder(tmp_path, stack)
+        checked = header_checks.check_folder(tmp_path, stack)
         file, weight = checked.found["model.layers.0.mlp.down_proj.weight"]
         assert isinstance(weight, integer_weights.IntegerWeight)
         full = dequantize.read_quantized(file, weight, None, buffer)

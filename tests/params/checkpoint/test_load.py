@@ -266,7 +266,7 @@ def test_ties_are_compared_piece_by_piece_and_nothing_is_mapped(
 
     embedding = load_file(folder / FILE)["model.embed_tokens.weight"]
     configure(folder, tie_word_embeddings=True)
-    monkeypatch.setattr("params.checkpoint.load.map_file", refuse)
+    monkeypatch.setattr("params.checkpoint.read_leaf.map_file", refuse)
     monkeypatch.setattr("params.checkpoint.load.cast_buffer", lambda: torch.empty(112, dtype=torch.uint8))
     change(folder, lm_head__weight=embedding)
     assert torch.equal(P.load_pretrained(folder, copy=True)[1]["embed_tokens"], embedding)
@@ -333,15 +333,15 @@ def test_a_config_that_disagrees(folder: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import params.checkpoint.load
+    import params.checkpoint.header_checks
 
-    plain = params.checkpoint.load._compare
+    plain = params.checkpoint.header_checks._compare
 
     def shrink(*args: Any) -> None:
         plain(*args)
         os.truncate(folder / FILE, (folder / FILE).stat().st_size - 4)
 
-    monkeypatch.setattr(params.checkpoint.load, "_compare", shrink)
+    monkeypatch.setattr(params.checkpoint.header_checks, "_compare", shrink)
     with pytest.raises(P.FormatError, match="ended 4 bytes early"):
         P.load_pretrained(folder, copy=True)
 

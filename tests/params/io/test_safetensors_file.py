@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import params as P
-import params.checkpoint.load
+import params.checkpoint.header_checks
 import params.checkpoint.save
 from fnmodels import llama
 from params.io import safetensors_file as tensor_format
@@ -103,13 +103,13 @@ def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     """A file replaced after its header was checked: the first one is read, through its open handle."""
     wanted = generic_params(SMALL)
     P.save_pretrained(tmp_path, SMALL, wanted)
-    plain = params.checkpoint.load._compare
+    plain = params.checkpoint.header_checks._compare
 
     def compare(*args: Any) -> None:
         plain(*args)
         P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
 
-    monkeypatch.setattr(params.checkpoint.load, "_compare", compare)
+    monkeypatch.setattr(params.checkpoint.header_checks, "_compare", compare)
     loaded = P.flatten(P.load_pretrained(tmp_path, copy=copy)[1])
     assert all(torch.equal(leaf, loaded[path]) for path, leaf in P.flatten(wanted).items())
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_opened_again_must_be_the_one_that_was_checked(
 ) -> None:
     P.save_pretrained(tmp_path, SMALL, generic_params(SMALL), max_shard_size="3KB")
     monkeypatch.setattr(tensor_format, "HANDLES", 1)
-    plain, file = params.checkpoint.load._compare, min(tmp_path.glob("*.safetensors"))
+    plain, file = params.checkpoint.header_checks._compare, min(tmp_path.glob("*.safetensors"))
 
     def compare(*args: Any) -> None:
         plain(*args)
@@ -153,7 +153,7 @@ def test_a_file_that_is_opened_again_must_be_the_one_that_was_checked(
         else:
             file.write_bytes(file.read_bytes()[:-1] + b"x")
 
-    monkeypatch.setattr(params.checkpoint.load, "_compare", compare)
+    monkeypatch.setattr(params.checkpoint.header_checks, "_compare", compare)
     with pytest.raises(P.FormatError, match=f"{file} was replaced or changed after its header had been checked"):
         P.load_pretrained(tmp_path, copy=copy)
 

@@ -1,0 +1,136 @@
+"""The checks of a checkpoint folder that need config.json and the headers of its files, but no tensor's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnmodels.errors import MismatchError
+from fnmodels.models.common.quantization import quantization_of
+from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
+from params.io.safetensors_file import Entry, TensorFile, cast_buffer
+
+from . import tensor_map
+from .config import part_of, read_config
+from .dequantize import Found, Quantized, pair_scales
+from .integer_weights import is_zero_bias
+from .shard_index import as_lines, open_folder
+from .tensor_map import Piece, StoredLeaf, dtype_class
+
+
+@dataclass(frozen=True)
+class CheckedFolder:
+    """A checkpoint folder that has passed all checks except those of the tensors' values.
+
+    found: {name on disk: (its file, its entry)}. leftovers: names in it that are no parameter. tied: {name of a
+    redundant tensor: name of the tensor it must equal}. prefix: the first component that the names on disk omit.
+    """
+
+    config: DecoderConfig
+    files: tuple[TensorFile, ...]
+    parameters: tuple[StoredLeaf, ...]
+    found: Found
+    leftovers: tuple[str, ...]
+    tied: dict[str, str]
+    prefix: str
+
+
+def check_folder(
+    folder: Path,
+    stack: ExitStack,
+    drop: Collection[str] = (),
+    family: Any = None,
+    head: str | None = None,
+    part: str | None = None,
+) -> CheckedFolder:
+    """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
+    declared, values = read_config(folder, family, part)
+    config = declared if head is None else replace(declared, head=head, num_labels=0)
+    opened = open_folder(folder, stack, may_have(family_of(config), "WEIGHTS"))
+    files = tuple({file.path: file for file, _ in opened.values()}.values())
+    found = pair_scales(folder, opened, quantization_of(values))
+    parameters = tensor_map.stored_leaves(config)
+    prefix = tensor_map.missing_prefix(parameters, found)
+    smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
+    if prefix or smaller != config:
+        config, parameters = smaller, tensor_map.stored_leaves(smaller, prefix)
+    found = {name: value for name, value in found.items() if name not in dropped}
+    tied = tensor_map.tied_names(config, prefix)
+    expected = tensor_map.by_name(parameters)
+    published = tensor_map.published_names(config, expected, found, prefix)
+    found = dict(zip(published, found.values(), strict=True))
+    buffer, unread = cast_buffer(), tensor_map.names_of_head(declared, config, found)
+    leftovers = tuple(
+        name
+        for name in found
+        if name not in expected
+        and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(found, name, buffer))
+    )
+    known = {name: value for name, value in found.items() if name not in leftovers}
+    _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
+    checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
+    return _only(part_of(config, part, folder), part, checked)
+
+
+def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:
+    """The folder with the parameters of the part whose Config this is."""
+    if config is checked.config:
+        return checked
+    chosen = [one for one in checked.parameters if one.path.startswith(f"{part}.")]
+    inner = tuple(replace(one, path=one.path.removeprefix(f"{part}.")) for one in chosen)
+    return replace(checked, config=config, parameters=inner)
+
+
+def _compare(
+    folder: Path,
+    expected: dict[str, list[Piece]],
+    tied: dict[str, str],
+    found: Found,
+    why: Callable[[Iterable[str]], str],
+) -> None:
+    """MismatchError with every difference between the expected tensors and those in the headers.
+
+    why: what else to say, given the names of tensors with another shape.
+    """
+    faults, unexpected = [], []
+    dtypes: dict[str, tuple[str, torch.dtype]] = {}  # by path, for leaves stacked from several tensors
+    for name, (piece, *_) in expected.items():
+        if name not in found:
+            faults.append(f"{name}: missing; expected {list(piece.disk_shape)}")
+            continue
+        file, entry = found[name]
+        faults += _faults(name, piece, file, entry)
+        if piece.index is not None:
+            other, dtype = dtypes.setdefault(piece.path, (name, entry.dtype))
+            if entry.dtype != dtype:
+                faults.append(f"{name}: {_name(entry.dtype)}, but {other}, which it is stacked with, is {_name(dtype)}")
+    for name, (file, entry) in found.items():
+        if name in tied:
+            faults += _faults(name, expected[tied[name]][0], file, entry)
+        elif name not in expected:
+            unexpected.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
+    if faults or unexpected:
+        reshaped = (n for n, (piece, *_) in expected.items() if n in found and found[n][1].shape != piece.disk_shape)
+        raise MismatchError(
+            f"{folder}: the tensors are not those that config.json calls for "
+            f"({len(faults) + len(unexpected)} differences):{as_lines(faults)}{as_lines(unexpected)}{why(reshaped)}"
+        )
+
+
+def _faults(name: str, piece: Piece, file: TensorFile, entry: Entry | Quantized) -> list[str]:
+    faults = []
+    if entry.shape != piece.disk_shape:
+        faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")
+    wanted = dtype_class(piece.leaf.dtype)
+    if dtype_class(entry.dtype) != wanted:
+        faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
+    return faults
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

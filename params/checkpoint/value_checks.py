@@ -1,0 +1,80 @@
+"""The checks of a checkpoint that read values: redundant copies of a tensor, and NaN or infinities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import MismatchError
+from fnmodels.models.common.storage import Stack, disk_name
+from params.io.safetensors_file import Box, Entry, read_into
+
+from .dequantize import Found, Quantized
+from .read_leaf import Located, read_located
+from .shard_index import as_lines
+from .tensor_map import StoredLeaf
+
+
+def check_ties(tied: dict[str, str], found: Found, buffer: Tensor, share: tuple[int, int]) -> None:
+    """MismatchError if a redundant tensor on disk (a tied head) is not bit-equal to its original.
+
+    share: (i, n): this is process i of n, which compares the i-th n-th of the bytes.
+    """
+    for name, twin in tied.items():
+        if name in found and not _same(found[name], found[twin], buffer, share):
+            raise MismatchError(
+                f"{found[name][0].path}: {name} differs from {twin}, but by config.json (tie_word_embeddings, or "
+                "num_nextn_predict_layers) they are one tensor."
+            )
+
+
+def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) -> bool:
+    """Whether two tensors of one shape have the same bits in this share: NaN equals itself, and -0 is not 0.
+
+    They are read in chunks rather than mapped: a truncated mapped file would kill the process.
+    """
+    (file, entry), (other, twin) = one, two
+    if entry.dtype != twin.dtype:
+        return False
+    if isinstance(entry, Quantized) or isinstance(twin, Quantized):
+        values = [read_located(where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
+        return torch.equal(*values)
+    halves, size = buffer.chunk(2), entry.stop - entry.start
+    first, last = (size * index // share[1] for index in (share[0], share[0] + 1))
+    for begin in range(first, last, len(halves[0])):
+        count = min(len(halves[0]), last - begin)
+        chunks = [half[:count] for half in halves]
+        for chunk, source, tensor in ((chunks[0], file, entry), (chunks[1], other, twin)):
+            start = tensor.start + begin
+            read_into(chunk, source, Entry(torch.uint8, (count,), start, start + count), buffer)
+        if not torch.equal(*chunks):
+            return False
+    return True
+
+
+def refuse_non_finite(
+    folder: Path, chosen: Sequence[StoredLeaf], boxes: dict[str, Box], flat: dict[str, Tensor], found: Found
+) -> None:
+    """MismatchError naming every leaf with a NaN or an infinity."""
+    faults = []
+    for parameter in chosen:
+        for name, value in _by_name(parameter, boxes[parameter.path], flat[parameter.path]):
+            # one pass without a mask as large as the leaf: aminmax propagates NaN
+            if value.is_floating_point() and value.numel() and not all(e.isfinite() for e in torch.aminmax(value)):
+                count, where = value.numel() - int(value.isfinite().sum()), found[name][0].path.name
+                faults.append(f"{name} in {where}: {count:,} of {value.numel():,} values are not finite")
+    if faults:
+        raise MismatchError(
+            f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{as_lines(faults)}"
+        )
+
+
+def _by_name(parameter: StoredLeaf, box: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, values) of the tensors that make up this shard of a parameter."""
+    if isinstance(parameter.stored, Stack):
+        yield from zip(map(disk_name, parameter.stored.tensors[box[0]]), value, strict=True)
+    else:
+        yield disk_name(parameter.stored), value
