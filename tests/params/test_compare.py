@@ -67,7 +67,7 @@ def _with_changed_leaves(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         config, params = plain(*args, **kwargs)
         return config, tree.unflatten(change(tree.flatten(params)))
 
-    monkeypatch.setattr(compare, "load_pretrained", load_pretrained)
+    monkeypatch.setattr("params.compare.command.load_pretrained", load_pretrained)
 
 
 def test_a_permuted_leaf(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import decoder, encoder, post_norm
 from fnmodels.ops import mla, norm
-from params.compare import _batches, _ours, _theirs
+from params.compare.activations import our_taps, their_taps
+from params.compare.batches import batches_of
 from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
 from tests.support.oracle import model_of, on_disk, params_of
 
@@ -110,11 +111,11 @@ def test_norms_round_as_in_transformers(case: Case) -> None:
 def test_a_layer_is_as_close_to_fp32_as_transformers(case: Case) -> None:
     """The first layer's parts in bf16 against the reference's in fp32; without experts, whose choice may differ."""
     model, ids = reference(case), tokens(case)
-    batch = next(iter(_batches(case.config, ids.shape[1])))
+    batch = next(iter(batches_of(case.config, ids.shape[1])))
     with torch.no_grad():
-        theirs = _theirs(model, case.config, ids, batch)
-        exact = _theirs(copy.deepcopy(model).float(), case.config, ids, batch)
-        ours = _ours(case.config, params_of(model, case.config), ids, batch)
+        theirs = their_taps(model, case.config, ids, batch)
+        exact = their_taps(copy.deepcopy(model).float(), case.config, ids, batch)
+        ours = our_taps(case.config, params_of(model, case.config), ids, batch)
     taps = [tap for tap in ("layers.0.attention", "layers.0.output") if tap in ours and tap in theirs]
     taps = [tap for tap in taps if not is_routed(case.config) or tap.endswith("attention")]
     assert taps or is_routed(case.config)

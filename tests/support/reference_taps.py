@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fnmodels
-from params.compare import _layers, _sublayers
+from params.compare.activations import sublayers_of
+from params.compare.reference import layers_of
 from tests.support.cases import Case, sparse_layers, tap_names
 
 Change = Callable[[Tensor], Tensor]
@@ -136,7 +137,7 @@ class Site:
 def sites_of(model: Any, case: Case) -> dict[str, Site]:
     """{tap: site} of the first layer of each kind and of the model's ends, in the order of `fnmodels.tap_names`."""
     names, family = tap_names(case.config), fnmodels.family_of(case.config)
-    kinds, layers = family.kinds(case.config), _layers(model)
+    kinds, layers = family.kinds(case.config), layers_of(model)
     found = {"embed": Site(layers[0], "input")}
     here = [i for i in range(len(kinds)) if kinds[i] not in kinds[:i]]  # others have the same code
     for i in here:
@@ -160,7 +161,7 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
 
 def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
     found = {"input": Site(layer, "input"), "output": Site(layer, "output")}
-    found |= {tap: Site(module, "output", _factor(layer, tap)) for tap, module in _sublayers(layer)}
+    found |= {tap: Site(module, "output", _factor(layer, tap)) for tap, module in sublayers_of(layer)}
     if hasattr(layer, "shared_mlp"):  # the MLP of a dense layer, and in a sparse one a summand of it
         found.pop("mlp", None)
         found["shared_expert" if sparse else "mlp"] = Site(

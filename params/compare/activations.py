@@ -1,0 +1,101 @@
+"""The activations of both models under the names of our taps: ours by taps, the reference's by hooks."""
+
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels import forward, prepare, tap_names
+from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.tree import Tree
+
+from .batches import Batch
+from .reference import layers_of
+
+# Taps of what is added to the residual stream: {tap: the reference's field that multiplies what its module returns}.
+_ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier", "mlp": ""}
+# The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
+# modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP. Where several modules are
+# named, their sum, without those that are None in a layer.
+_SUBLAYERS = (
+    {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
+    {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
+    {"attention": "attention.attn", "mlp": "output.dense"},  # MPNet
+    {"attention": "attention", "mlp": "ffn"},  # DistilBERT
+    {"attention": "self_attn", "mlp": "mlp"},
+    {"mamba": "mamba", "attention": "self_attn", "mlp": "feed_forward"},  # Falcon-H1
+    {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
+    {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
+    {"attention": "attn", "mlp": "mlp"},  # GPT-2
+    {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
+    {"attention": "self_attention", "mlp": "mlp"},  # Falcon
+    {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet
+    {"attention": "conv", "mlp": "feed_forward"},  # LFM2
+    {"attention": "mixer", "mlp": "mixer"},  # one sublayer, of which ours has the tap
+    {"attention": "mamba self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 4
+)
+
+
+def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """{tap: activation} of our model."""
+    names = {name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")}
+    taps = ("embed", "layers.*.output", *(f"layers.*.{name}" for name in _ADDED if name in names))
+    prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+    logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)
+    return {**tapped, "logits": logits}
+
+
+def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """{tap: activation} of the reference, by hooks on its modules."""
+    tapped: dict[str, Tensor] = {}
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tapped["embed"] = args[0] if args else kwargs["hidden_states"]
+
+    # Granite multiplies what a sublayer returns.
+    multiplier = getattr(model.config, "residual_multiplier", 1.0)
+
+    def after(tap: str, module: Any, args: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        own = _ADDED.get(tap.rpartition(".")[2])
+        value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
+        value = value.clone()  # Falcon adds the attention's output to the MLP's in place
+        value = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
+        tapped[tap] = tapped[tap] + value if tap in tapped else value
+
+    layers = layers_of(model)
+    handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    for i, layer in enumerate(layers):
+        modules = [("output", layer), *sublayers_of(layer)]
+        handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
+    try:
+        mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
+        positions = batch.positions + field_of(config, "first_position")
+        logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**tapped, "logits": logits}
+
+
+def sublayers_of(layer: Any) -> list[tuple[str, Any]]:
+    """(tap, module whose output it is, or a summand of it) of one layer; [] if its modules have unknown names."""
+    for names in _SUBLAYERS:
+        modules = [(tap, name) for tap, several in names.items() for name in several.split()]
+        try:
+            found = [(tap, attrgetter(name)(layer)) for tap, name in modules]
+        except AttributeError:
+            continue
+        return [(tap, module) for tap, module in found if module is not None]
+    return []
+
+
+def tap_order(layers: int) -> Iterator[str]:
+    """The taps in the order in which the model computes them."""
+    yield "embed"
+    for i in range(layers):
+        yield from (f"layers.{i}.{name}" for name in ("mamba", "attention", "mlp", "output"))
+    yield "logits"

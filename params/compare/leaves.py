@@ -1,0 +1,38 @@
+"""Differences of leaves: their names and shapes on disk, then their values."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.storage import extract_parameter
+from fnmodels.tree import Tree
+from params.checkpoint.tensor_map import by_name, stored_leaves
+
+from .table import largest_difference
+
+
+def leaf_faults(config: DecoderConfig, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Differences in name or shape between the tensors on disk that our spec expects and the reference's."""
+    ours = {name: pieces[0].disk_shape for name, pieces in by_name(stored_leaves(config)).items()}
+    faults = []
+    for name in (*ours, *(name for name in theirs if name not in ours)):
+        if name not in theirs:
+            faults.append(f"{name}: only ours, {list(ours[name])}")
+        elif name not in ours:
+            faults.append(f"{name}: only theirs, {list(theirs[name])}")
+        elif ours[name] != theirs[name]:
+            faults.append(f"{name}: ours is {list(ours[name])}, theirs {list(theirs[name])}")
+    return faults
+
+
+def value_faults(config: DecoderConfig, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """{path: largest difference} of the leaves whose values differ from the reference's."""
+    flat, found = tree.flatten(params), {}
+    for parameter in stored_leaves(config):
+        ours, reference = flat[parameter.path], extract_parameter(parameter.stored, theirs).detach()
+        if not torch.equal(ours, reference):
+            found[parameter.path] = largest_difference(ours, reference)
+    return found

@@ -1,0 +1,79 @@
+"""The same checkpoint in transformers: the model, its list of layers, and its tensors as they are published."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import family_of
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.registry import DecoderConfig, may_have, to_hf
+from params.checkpoint.tensor_map import by_name, published_names, stored_leaves
+
+_CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of model types that AutoModelForCausalLM of 5.23 does not know
+
+
+def transformers_if_installed() -> Any:
+    """The transformers package, or None where it is not installed. Only this function imports it."""
+    try:
+        return importlib.import_module("transformers")  # by name, so that type checkers do not follow the import
+    except ImportError:
+        return None
+
+
+def load_reference(transformers: Any, folder: Path, config: DecoderConfig) -> Any:
+    """The folder's model in transformers: fp32, with the eager implementations of attention and experts."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    name = _CLASSES.get(config.model_type, "AutoModelForCausalLM")
+    if not may_have(family_of(config), "CAUSAL"):
+        (name,) = to_hf(config)["architectures"]
+    try:
+        model = getattr(transformers, name).from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            local_files_only=True,
+        )
+    except Exception as error:  # transformers raises errors of many types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(f"transformers cannot load {folder}: {reason}") from error
+    if layers_of(model) is None:
+        raise UnsupportedError(f"transformers' {type(model).__name__} has no list of `layers` to compare.")
+    return model.eval()
+
+
+def layers_of(model: Any) -> Any:
+    """The reference's list of layers, or None if its modules have unknown names."""
+    # Llama 4's text model names a base that only the model with a vision tower has
+    base = model.model if model.base_model is model else model.base_model
+    base = getattr(base, "encoder", getattr(base, "transformer", base))
+    if hasattr(base, "layer"):
+        return base.layer
+    return getattr(base, "layers", getattr(base, "h", None))
+
+
+def on_disk(model: Any) -> dict[str, Tensor]:
+    """The reference's tensors by their names in files, not those in memory. A tied head is listed once."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    all_named = dict(model.named_parameters(remove_duplicate=False))
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name not in all_named}  # buffers
+    named = {name: tensor for name, tensor in all_named.items() if name not in model.all_tied_weights_keys}
+    return dict(loading.revert_weight_conversion(model, named | saved))
+
+
+def as_published(config: DecoderConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reference's tensors under the published names and in their shapes: see a family's RESAVED, EQUAL_PARTS."""
+    ours = by_name(stored_leaves(config))
+    found = dict(zip(published_names(config, ours, theirs), theirs.values(), strict=True))
+    for parts in may_have(family_of(config), "EQUAL_PARTS"):
+        for first in (name for name in ours if name.endswith(f".{parts[0]}")):
+            names = [first.removesuffix(parts[0]) + part for part in parts]
+            rows, sizes = [found[name] for name in names if name in found], [ours[n][0].disk_shape[0] for n in names]
+            if sum(map(len, rows)) == sum(sizes):
+                found |= dict(zip(names, torch.cat(rows).split(sizes), strict=True))
+    return found
