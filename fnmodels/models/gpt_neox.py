@@ -133,3 +133,22 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     read = x if config.use_parallel_residual else after
     normed = layer_norm(read, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
     return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
+
+
+_NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
+_NEOX |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "use_parallel_residual": True}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+PRESETS: dict[str, dict[str, Any]] = {
+    name: _NEOX | dict(zip(_SIZES, sizes, strict=True)) | rest
+    for name, *sizes, rest in (
+        ("gpt-neox-20b", 6144, 24576, 44, 64, {"vocab_size": 50432, "hidden_act": "gelu_fast"}),
+        ("pythia-70m", 512, 2048, 6, 8, {}),
+        ("pythia-160m", 768, 3072, 12, 12, {}),
+        ("pythia-410m", 1024, 4096, 24, 16, {}),
+        ("pythia-1b", 2048, 8192, 16, 8, {}),
+        ("pythia-1.4b", 2048, 8192, 24, 16, {}),
+        ("pythia-2.8b", 2560, 10240, 32, 32, {}),
+        ("pythia-6.9b", 4096, 16384, 32, 32, {"vocab_size": 50432}),
+        ("pythia-12b", 5120, 20480, 36, 40, {"vocab_size": 50688}),
+    )
+}

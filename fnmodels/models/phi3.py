@@ -95,3 +95,34 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
+
+
+# Phi-3 with 128K and Phi-3.5 are missing: the exact values of their 48 and 64 LongRoPE factors are not available here.
+_PHI3 = {"model_type": "phi3", "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+_PHI3 |= {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047}
+_PHI4 = {"model_type": "phi3", "vocab_size": 100352, "rms_norm_eps": 1e-5, "rope_theta": 250000.0}
+_PHI4 |= {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
+_PHI4_MINI_ROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [
+        *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+        *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
+        *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
+        *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
+        *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+    ],
+}
+_PHI4_MINI = {"model_type": "phi3", "vocab_size": 200064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+_PHI4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+_PHI4_MINI |= {"tie_word_embeddings": True, "partial_rotary_factor": 0.75, "rope_scaling": _PHI4_MINI_ROPE}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+PRESETS: dict[str, dict[str, Any]] = {
+    name: base | dict(zip(_SIZES, sizes, strict=True))
+    for name, base, *sizes in (
+        ("phi-3-mini", _PHI3, 3072, 8192, 32, 32, 32),
+        ("phi-3-medium", _PHI3, 5120, 17920, 40, 40, 10),
+        ("phi-4", _PHI4, 5120, 17920, 40, 40, 10),
+        ("phi-4-mini", _PHI4_MINI, 3072, 8192, 32, 24, 8),
+    )
+}

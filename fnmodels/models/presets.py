@@ -2,8 +2,7 @@
 
 Each preset holds the dimensions from the model's own config.json, in the published dialect; the family reads it like
 the file. Parameter counts are tested against the published totals, or against the rounded one if only that is published
-(GLM-4 32B, Ministral 3 8B and 14B, Qwen 2 57B-A14B). Phi-3 with 128K and Phi-3.5 are missing: the exact values of their
-48 and 64 LongRoPE factors are not available here.
+(GLM-4 32B, Ministral 3 8B and 14B, Qwen 2 57B-A14B). Sizes of a family alone stand at the end of its own file.
 """
 
 import difflib
@@ -125,28 +124,8 @@ _FALCON3 |= {"max_position_embeddings": 32768, "activation": "swiglu"}
 _GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_ctx": 1024}
 _STARCODER2 = {"model_type": "starcoder2", "vocab_size": 49152, "max_position_embeddings": 16384}
 _STARCODER2 |= {"sliding_window": 4096, "use_bias": True, "norm_epsilon": 1e-5}
-_NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
-_NEOX |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "use_parallel_residual": True}
 _STABLELM = {"model_type": "stablelm", "vocab_size": 100352, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5}
 _STABLELM |= {"rope_theta": 10000, "partial_rotary_factor": 0.25}
-_PHI3 = {"model_type": "phi3", "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-_PHI3 |= {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047}
-_PHI4 = {"model_type": "phi3", "vocab_size": 100352, "rms_norm_eps": 1e-5, "rope_theta": 250000.0}
-_PHI4 |= {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
-_PHI4_MINI_ROPE = {
-    "type": "longrope",
-    "short_factor": [1.0] * 48,
-    "long_factor": [
-        *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
-        *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
-        *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
-        *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
-        *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
-    ],
-}
-_PHI4_MINI = {"model_type": "phi3", "vocab_size": 200064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0} | _TIED
-_PHI4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
-_PHI4_MINI |= {"partial_rotary_factor": 0.75, "rope_scaling": _PHI4_MINI_ROPE}
 _GLM4 = {"model_type": "glm4", "vocab_size": 151552, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 _GLM4 |= {"max_position_embeddings": 32768, "partial_rotary_factor": 0.5}
 # DeepSeek: config.json of deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and DeepSeek-R1 (arXiv 2405.04434,
@@ -252,11 +231,6 @@ _MAVERICK = _LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2,
 _MAVERICK |= {"max_position_embeddings": 1048576}
 
 
-def _neox(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return _NEOX | sizes | {"intermediate_size": 4 * hidden} | rest
-
-
 def _experts(number: int, chosen: int, inner: int, shared: int) -> dict[str, Any]:
     sizes = {"num_experts": number, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
     return sizes | {"shared_expert_intermediate_size": shared}
@@ -351,15 +325,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "starcoder2-3b": _sized(_STARCODER2, 3072, 12288, 30, 24, 2, rope_theta=999999.4420358813, **_TIED),
     "starcoder2-7b": _sized(_STARCODER2, 4608, 18432, 32, 36, 4, rope_theta=1e6, **_TIED),
     "starcoder2-15b": _sized(_STARCODER2, 6144, 24576, 40, 48, 4, rope_theta=1e5, tie_word_embeddings=False),
-    "gpt-neox-20b": _neox(6144, 44, 64, vocab_size=50432, hidden_act="gelu_fast"),
-    "pythia-70m": _neox(512, 6, 8),
-    "pythia-160m": _neox(768, 12, 12),
-    "pythia-410m": _neox(1024, 24, 16),
-    "pythia-1b": _neox(2048, 16, 8),
-    "pythia-1.4b": _neox(2048, 24, 16),
-    "pythia-2.8b": _neox(2560, 32, 32),
-    "pythia-6.9b": _neox(4096, 32, 32, vocab_size=50432),
-    "pythia-12b": _neox(5120, 36, 40, vocab_size=50688),
     "stablelm-3b-4e1t": _sized(_STABLELM, 2560, 6912, 32, 32, 32, vocab_size=50304),
     "mixtral-8x7b": _sized(_MIXTRAL, 4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=32768),
     "mixtral-8x22b": _sized(_MIXTRAL, 6144, 16384, 56, 48, 8, vocab_size=32000, max_position_embeddings=65536),
@@ -372,10 +337,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmoe-1b-7b": _sized(_OLMOE, 2048, 1024, 16, 16, 16, rms_norm_eps=1e-5),
     "stablelm-2-1.6b": _sized(_STABLELM, 2048, 5632, 24, 32, 32, use_qkv_bias=True),
     "stablelm-2-12b": _sized(_STABLELM, 5120, 13824, 40, 32, 8, qk_layernorm=True, use_parallel_residual=True),
-    "phi-3-mini": _sized(_PHI3, 3072, 8192, 32, 32, 32),
-    "phi-3-medium": _sized(_PHI3, 5120, 17920, 40, 40, 10),
-    "phi-4": _sized(_PHI4, 5120, 17920, 40, 40, 10),
-    "phi-4-mini": _sized(_PHI4_MINI, 3072, 8192, 32, 24, 8),
     "glm-4-9b": _sized(_GLM4, 4096, 13696, 40, 32, 2, attention_bias=True),
     "glm-4-32b": _sized(_GLM4, 6144, 23040, 61, 48, 2, attention_bias=False),
     "ministral-3-3b": _sized(_MINISTRAL3, 3072, 9216, 26, 32, 8, **_TIED),
