@@ -15,10 +15,20 @@ import fnmodels
 import params as P
 import train
 from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
+from fnmodels.inputs.image_places import image_places
 from fnmodels.models.common.registry import family_for, model_type_of
-from fnmodels.models.vision_language import gemma3
-from tests.fnmodels.models.test_gemma3 import TEXT, VISION
-from tests.fnmodels.models.test_gemma3 import VALUES as GEMMA3
+from fnmodels.models.vision_language import gemma3, gemma4, llama4, llava, mistral3, qwen2_5_vl, qwen3_5, qwen3_vl
+from tests.fnmodels.models import (
+    test_gemma3,
+    test_gemma4,
+    test_llama4,
+    test_llava,
+    test_mistral3,
+    test_qwen2_5_vl,
+    test_qwen3_5,
+    test_qwen3_vl,
+)
+from tests.support import wrappers
 from tests.support.cases import generic_params
 from tests.support.one_process import One, error, even, gradient_errors, watched
 from tests.support.ranks_pool import devices
@@ -127,37 +137,76 @@ def shared_setting() -> Setting:
     return config, functools.partial(train.classification_loss, config=config), setting("classification")[2]
 
 
-def answer_loss(params: Any, batch: dict[str, torch.Tensor], *, config: Any) -> Any:
-    """Next-token prediction of texts with images by Gemma 3: a loss of one's own."""
-    given = {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
-    prepared = fnmodels.prepare(config.vision, batch["patches"], **given)
-    x = fnmodels.forward(params["vision"], *prepared, config=config.vision)
-    cells = gemma3.cells(batch["patch_positions"], batch["image_ids"], config.pooled)
-    features = gemma3.project(params, x, cells, config=config)
+def answer_loss(params: Any, batch: dict[str, Tensor], *, config: Any, family: Any) -> Any:
+    """Next-token prediction of texts with images: a loss of one's own."""
+    features, *later = image_features(params, batch, config, family)
     where = {name: batch[name] for name in ("positions", "segment_ids")}
-    inputs, _, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
-    places = gemma3.image_places(batch["tokens"], config.image_token, features.new_ones(features.shape[:2]) > 0)
-    inputs = gemma3.with_images(params, inputs, features, places, config=config)
-    masks = gemma3.image_masks(config.text, *where.values(), places)
-    logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+    inputs, masks, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
+    patches = (batch["image_ids"] > 0) & (batch["patch_positions"][..., 0] >= 0)
+    slots = patches if family is llava else features.new_ones(features.shape[:2]) > 0
+    places = image_places(batch["tokens"], config.image_token, slots)
+    inputs = family.with_images(params, inputs, features, places, config=config)
+    if family in (gemma3, gemma4):
+        masks = family.image_masks(config.text if family is gemma3 else config, *where.values(), places)
+    edits = family.deepstack(later, places) if later else None
+    logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, edits=edits)
     return train.cross_entropy(logits, batch["labels"])
 
 
-def reader_setting() -> Setting:
-    """(config, loss, the rows of each rank) of Gemma 3: two documents in each row, with an image each."""
-    vision = VISION | {"vision_use_head": False}
-    config = gemma3.Config.from_hf(GEMMA3 | {"vision_config": vision, "text_config": TEXT | {"vocab_size": 64}})
-    draw, made = torch.Generator().manual_seed(0), []
-    for _ in range(2):
-        own = fnmodels.segments_from_lengths([[14, 12]], 28)
-        tokens = torch.randint(1, 58, own.shape, generator=draw)
-        tokens[0, 2:11] = tokens[0, 15:24] = config.image_token
-        images = list(torch.randn(2, 3, 24, 24, generator=draw))
-        patches, places, image_ids = fnmodels.patch_rows(images, config.vision, length=72)
-        batch = {"tokens": tokens, "positions": fnmodels.positions_from_segments(own), "segment_ids": own}
-        batch |= {"patches": patches, "patch_positions": places, "image_ids": image_ids}
-        made.append(batch | {"labels": tokens.roll(-1, 1).where(own > 0, -100)})
-    return config, functools.partial(answer_loss, config=config), made
+def image_features(params: Any, batch: dict[str, Tensor], config: Any, family: Any) -> list[Tensor]:
+    """Those that replace embeddings, then those that Qwen3-VL adds to later layers. Cells have 2 x 2 patches."""
+    patches, at = batch["patches"], {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
+    if family is llava:
+        seen, tower = llava.tower(params, config)
+        return [llava.project(params, fnmodels.hidden(seen, *fnmodels.prepare(tower, patches, **at), config=tower))]
+    prepared, cells = fnmodels.prepare(config.vision, patches, **at), family.cells(*at.values(), 2)
+    if family is qwen3_vl:
+        taps = qwen3_vl.taps(config)
+        x, tapped = fnmodels.hidden(params["vision"], *prepared, config=config.vision, taps=taps)
+        return qwen3_vl.project(params, x, tapped, cells, config=config)
+    x = fnmodels.forward(params["vision"], *prepared, config=config.vision)
+    more = {"config": config} if family in (gemma3, gemma4, mistral3) else {}
+    return [family.project(params, x, cells, **more)]
+
+
+# {name: (family, its config.json)}. The last layer of LLaVA's tower is not read.
+READERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma3": (gemma3, test_gemma3.VALUES | {"vision_config": test_gemma3.VISION | {"vision_use_head": False}}),
+    "gemma4": (gemma4, test_gemma4.VARIANTS["gemma4"]),
+    "gemma4_e": (gemma4, test_gemma4.VARIANTS["gemma4_e"]),
+    "llama4_images": (llama4, test_llama4.VALUES),
+    "llava": (llava, test_llava.VARIANTS["llama"]),
+    "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
+    "qwen2_5_vl": (qwen2_5_vl, test_qwen2_5_vl.VALUES),
+    "qwen3_vl": (qwen3_vl, test_qwen3_vl.VALUES),
+    "qwen3_5_images": (qwen3_5, test_qwen3_5.values_of("qwen3_5")),
+}
+
+
+def reader_setting(name: str) -> Setting:
+    """A text model that reads images: two documents in each row, with images of several sizes where it takes them."""
+    family, values = READERS[name]
+    config = family.Config.from_hf(values | {"text_config": values["text_config"] | {"vocab_size": 64}})
+    square, side = family in (gemma3, llama4, llava), 6 if family is llava else 8
+    made = []
+    for sizes in (((2, 3), (3, 2)), ((1, 4), (2, 2))):
+        one, other = ((3, 3), (3, 3)) if square else sizes
+        documents = [[2, one, 3], [4, other, 1]] if one == (1, 4) else [[1, one, 2], [5, other]]
+        texts, images = wrappers.documents_with_grids(documents, config.image_token, side)
+        tokens, own = wrappers.rows_of((texts,), 30)
+        tokens = tokens + len(made) * (tokens < 40)  # else both rows have the same words
+        flat = [image for several in images for image in several]
+        frames = getattr(config.vision, "frames", 1)
+        flat = [image.repeat_interleave(frames, 0) for image in flat]
+        patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=80)
+        positions = fnmodels.positions_from_segments(own)
+        if hasattr(family, "image_positions"):
+            grids = torch.tensor([(1, *grid) for grid in (one, other)])
+            positions = family.image_positions(tokens == config.image_token, own, grids)
+        batch = {"tokens": tokens, "positions": positions, "segment_ids": own}
+        batch["labels"] = tokens.roll(-1, 1).where(own > 0, -100)
+        made.append(batch | {"patches": patches, "patch_positions": at, "image_ids": image_ids})
+    return config, functools.partial(answer_loss, config=config, family=family), made
 
 
 def tower_loss(params: Any, batch: dict[str, Tensor], *, config: Any) -> Any:
@@ -219,16 +268,17 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "siglip": siglip_setting,
     "pictures": picture_setting,
     "shared": shared_setting,
-    "reader": reader_setting,
 }
 TEXTS = ("bert", "roberta", "distilbert", "mpnet", "modernbert", "eurobert", "nomic_bert")
 TOWERS = ("dinov2_registers", "dinov3", "clip_vision", "siglip_vision", "siglip2_vision", "pixtral")
 SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
 SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}
-TWO_TOWERS = ("images", "siglip", "reader")
+SETTINGS |= {name: functools.partial(reader_setting, name) for name in READERS}
+TWO_TOWERS = ("images", "siglip", *READERS)
 CLIP = 0.01  # below the norms
-# Parameters of towers that `tower_loss` does not read.
-UNREAD = {"dinov2_registers": "mask_token", "dinov3": "mask_token", "clip_vision": "norm"}
+# Parameters of towers that the losses do not read.
+UNREAD: dict[str, str | tuple[str, ...]] = {"dinov2_registers": "mask_token", "dinov3": "mask_token"}
+UNREAD |= {"clip_vision": "norm", "llava": ("vision.layers.2", "vision.norm")}
 UNREAD |= {"siglip_vision": "pooler", "siglip2_vision": "pooler"}
 
 
@@ -248,8 +298,15 @@ def optimizer_of(name: str) -> train.Optimizer:
 
 
 def weights_of(config: Any) -> Any:
-    """In fp64: gradients of query biases are far smaller than the rounding errors of fp32 that are in them."""
-    return generic_params(config, torch.float64)
+    """In fp64: gradients of query biases are far smaller than the rounding errors of fp32 that are in them.
+
+    Limits of Gemma 4's layers are such that a part of the values exceeds them.
+    """
+    params = tree.flatten(generic_params(config, torch.float64))
+    limits = [path for path in params if "_limits." in path]
+    return tree.unflatten(
+        params | {path: torch.full_like(params[path], -0.7 if path.endswith("min") else 0.9) for path in limits}
+    )
 
 
 @functools.cache

@@ -21,7 +21,7 @@ _VISION |= {"out_hidden_size": 32, "num_position_embeddings": 25}
 _IDS = {"image_token_id": IMAGE, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
 
 
-def _values(name: str) -> dict[str, Any]:
+def values_of(name: str) -> dict[str, Any]:
     parts = {"text_config": variants()[name], "vision_config": _VISION | {"model_type": f"{name}_vision"}}
     return {"model_type": name, "tie_word_embeddings": False, **_IDS, **parts}
 
@@ -31,12 +31,12 @@ DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [
 
 
 def _config(name: str) -> qwen3_5.Config:
-    return qwen3_5.Config.from_hf(_values(name))
+    return qwen3_5.Config.from_hf(values_of(name))
 
 
 @functools.cache
 def _reference(name: str) -> Any:
-    config = AutoConfig.for_model(**_values(name))
+    config = AutoConfig.for_model(**values_of(name))
     config._attn_implementation = "eager"
     return wrappers.perturbed(AutoModelForImageTextToText.from_config(config))
 
@@ -75,6 +75,6 @@ def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
 def test_errors_name_what_does_not_fit() -> None:
     deep = _VISION | {"model_type": "qwen3_5_vision", "deepstack_visual_indexes": [0]}
     with pytest.raises(ValueError, match="vision_config: 'deepstack_visual_indexes' must be empty"):
-        qwen3_5.Config.from_hf(_values("qwen3_5") | {"vision_config": deep})
+        qwen3_5.Config.from_hf(values_of("qwen3_5") | {"vision_config": deep})
     with pytest.raises(ValueError, match=r"'model_type' is .qwen3_vl.; supported are qwen3_5, qwen3_5_moe"):
-        qwen3_5.Config.from_hf(_values("qwen3_5") | {"model_type": "qwen3_vl"})
+        qwen3_5.Config.from_hf(values_of("qwen3_5") | {"model_type": "qwen3_vl"})

@@ -1,5 +1,6 @@
-"""D1 of encoders, towers, models of two stacks and diffusion: each way to share the work, and borders of stages."""
+"""D1 of encoders, towers, texts with images, pairs of stacks and diffusion: ways to share the work, borders of stages."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.one_process import worst
 from tests.support.ranks_pool import Ranks
 from train.parallel import Mesh
 from train.parallel.pipeline import gradients, staged_loss
+from train.parallel.tensor import api
 
 LIMIT = 1e-5
 # {mesh: the step's options}
@@ -59,6 +61,7 @@ BORDERS: list[tuple[str, str, dict[str, Any]]] = [
     ("pairs", "fsdp=2,tp=2", {}),
     ("none", "dp=2,fsdp=2", {}),
     ("none", "dp=2,tp=2", {}),
+    ("qwen3_vl", "fsdp=2,tp=2", {}),
 ]
 
 
@@ -109,3 +112,23 @@ def errors_without_sums(name: str) -> dict[str, float]:
 @pytest.mark.parametrize(("name", "leaf"), [("mpnet", "relative_bias"), ("flow", "time.up_proj")])
 def test_gradients_that_stages_do_not_sum_are_seen(ranks: Ranks, name: str, leaf: str) -> None:
     assert worst(ranks(2)(errors_without_sums, name), f"gradient of {leaf}")[0] > 100 * LIMIT
+
+
+def errors_with_roles_of_the_tower() -> dict[str, float]:
+    """A planted error: the text's leaves have the roles of the tower's, which has a key head for each rank."""
+    right = api.uses_of
+
+    def uses_of(spec: Any, dims: Any, sharded: Any, region: Any, kinds: Any) -> Any:
+        found = right(spec, dims, sharded, region, kinds)
+        for uses in found.values():
+            uses |= {path: dataclasses.replace(use, shared=False, rows=None) for path, use in uses.items()}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "uses_of", uses_of)
+        return errors_over("qwen2_5_vl", "tp=2")
+
+
+def test_a_wrong_role_of_a_text_with_images_is_seen(ranks: Ranks) -> None:
+    found = ranks(2)(errors_with_roles_of_the_tower)
+    assert worst(found, "gradient of text.layers.0.attention.k_proj")[0] > 100 * LIMIT

@@ -19,7 +19,7 @@ the memory; all parameters used there get partial gradients.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
 from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.spec import Leaf
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
@@ -57,7 +58,7 @@ class TensorParallel:
     """The `layer_fn` of a loss over `tp`, and its params outside of layers. Made by `tensor_parallel`."""
 
     region: Region
-    uses: Mapping[str, Mapping[str, Use]]  # by kind of layer and path within it
+    uses: Mapping[type, Mapping[str, Mapping[str, Use]]]  # by class of a tower's config, kind of layer and path in it
     sharded: frozenset[str]  # logical axes
     shards: CacheShards
 
@@ -70,7 +71,8 @@ class TensorParallel:
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
         # The first kind with these uses, so that kinds which differ in data alone share a graph.
-        like = next(kind for kind, uses in self.uses.items() if uses == self.uses[block.keywords["kind"]])
+        kinds = self.uses[type(block.keywords["config"])]
+        like = next(kind for kind, uses in kinds.items() if uses == kinds[block.keywords["kind"]])
         own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()), like)
         own = own if around is None else around(own)
         if not self.region.sequence:
@@ -96,9 +98,10 @@ class TensorParallel:
         **more: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         how = dict(bound)
-        here = self._layer(layer, self.uses[like])
+        uses = self.uses[type(how["config"])][like]
+        here = self._layer(layer, uses)
         names = {*how.get("taps", ()), *(edit.tap for edit in how.get("edits", ()))}
-        gathered = taps.inside(names, self.uses[like]) if names else []
+        gathered = taps.inside(names, uses) if names else []
         if gathered:
             made = taps.context(self.region, how["config"], how["kind"], gathered)
             how["options"] = dataclasses.replace(how["options"], context=made)
@@ -204,9 +207,18 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    kinds = family.kinds(config)
-    uses = uses_of(spec, dims, sharded, region, kinds)
-    return TensorParallel(region, uses, sharded, cache_shards(spec, dims, uses, kinds, sharded, region))
+    uses = {type(own): uses_of(leaves, dims, sharded, region, kinds) for own, leaves, kinds in _towers(config, spec)}
+    shards = cache_shards(spec, dims, uses.get(type(config), {}), family.kinds(config), sharded, region)
+    return TensorParallel(region, uses, sharded, shards)
+
+
+def _towers(config: DecoderConfig, spec: Mapping[str, Leaf]) -> Iterator[tuple[Any, dict[str, Leaf], Sequence[str]]]:
+    """(config, leaves, kinds of its layers) of each tower, which has heads of its own; of the model if it has none."""
+    family: Any = family_of(config)
+    towers = family.towers(config) if hasattr(family, "towers") else {"": config}
+    for name, own in towers.items():
+        prefix = f"{name}." if name else ""
+        yield own, {path: leaf for path, leaf in spec.items() if path.startswith(prefix)}, family_of(own).kinds(own)
 
 
 def local(leaf: Any) -> Tensor:

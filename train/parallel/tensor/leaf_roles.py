@@ -57,8 +57,8 @@ def uses_of(
 ) -> dict[str, dict[str, Use]]:
     """{kind of layer: the `Use` of each parameter, and of parts of adapters, by path within a layer}.
 
-    dims, sharded: from `sharded_dims`. kinds: of each layer, one stack or tower after the other; an MTP head's block
-    has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
+    spec: of one tower. dims, sharded: from `sharded_dims`. kinds: of each layer, one stack after the other; an MTP
+    head's block has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
     """
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kind_of = dict(zip(layers, kinds, strict=True))
