@@ -1,4 +1,4 @@
-"""D1 of encoders, towers, texts with images, pairs of stacks and diffusion: ways to share the work, borders of stages."""
+"""D1 of encoders, towers, texts with images, pairs of stacks, diffusion: ways to share the work, borders of stages."""
 
 import dataclasses
 from collections.abc import Callable
