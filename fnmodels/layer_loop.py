@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdit, BoundEdits, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
-from fnmodels.layer_checks import check_choices, check_fit, check_routing, valid_tokens
+from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
 from fnmodels.models.common.registry import (
     DecoderConfig,
     Family,
@@ -96,71 +96,26 @@ def run_stack(
     """
     family = family_of(config)
     kinds = family.kinds(config)
-    lo, hi = layers.start, layers.stop
+    lo, hi, cache = layers.start, layers.stop, batch.cache
     if not 0 <= lo <= hi <= len(kinds):
         raise ValueError(f"lo is {lo} and hi is {hi}, but 0 <= lo <= hi must hold and the model has {len(kinds)}.")
     wanted = wanted_taps(config, taps, len(kinds), layers)
-    used = sorted(set(kinds[lo:hi]))
-    masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
-    check_fit(params["layers"], x, masks, freqs_cis, kinds, used, cached=cache is not None)
-    own_options = {index: options.at(index) for index in range(lo, hi)}
-    kinds_of: dict[Any, tuple[ForwardOptions, set[str]]] = {}
-    for index, own in own_options.items():
-        kinds_of.setdefault(_chosen_by_layer(own, options), (own, set()))[1].add(kinds[index])
-    ready = {
-        choice: _ready_masks(family, config, {kind: masks[kind] for kind in sorted(there)}, x, own)
-        for choice, (own, there) in kinds_of.items()
-    }
-    sparse = [index for index, kind in enumerate(kinds) if is_routed(family, kind)]
-    valid, routing = batch.valid, batch.routing
-    if any(lo <= index < hi for index in sparse):
-        valid = valid_tokens(valid, {kind: masks[kind] for kind in used}, x)
-    if routing is not None:
-        check_routing(routing, x, len(sparse), config)
-    indexed = own_choices(kinds)
-    if batch.choices is not None:
-        check_choices(batch.choices, x, len(indexed))
+    used, cached = sorted(set(kinds[lo:hi])), cache is not None
+    check_fit(params["layers"], x, batch.masks, batch.freqs_cis, kinds, used, cached=cached)
+    own_options = {index: options.at(index) for index in layers}
+    masks = _masks_by_choice(family, config, batch.masks, kinds, own_options, options, x)
+    beside = _BesideX(batch, x, layers, family, config)
     edits = edits_of_layers(options.edits, ends, len(kinds), layers) if options.edits else {}
     bind = _Binding(family, config, tuple(sorted({name for _, name in wanted})), options, cache)
-    if field_of(config, "hidden_size_per_layer_input") and batch.layer_inputs is None:
-        raise ValueError(
-            "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
-            "[B, S, layers, P], which the family's function of this name computes."
-        )
-    if batch.layer_inputs is not None and not len(kinds) - lo <= batch.layer_inputs.shape[2] <= len(kinds):
-        raise ValueError(
-            f"layer_inputs is {list(batch.layer_inputs.shape)}: dimension 2 has the model's {len(kinds)} layers, or "
-            f"those from layer {lo} to the last."
-        )
-    if may_have(family, "shared") is not None and batch.shared is None:
-        raise ValueError(
-            "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, which "
-            "the family's function of this name makes of the params and inputs."
-        )
-    lent: dict[str, Entry] = dict(batch.carried.get("kv", {}))
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
-    chosen: Tensor | None = batch.carried.get("chosen")
     applied: set[tuple[int, str]] = set()
-    for index in range(lo, hi):
-        here = edits.get(index, _NO_EDITS)
-        x = _around("input", x, here)
-        kind, before = kinds[index], x
-        # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
-        tensors: dict[str, Any] = {} if cache is None else cache.tensors(index, kind)
-        if index in sparse:
-            tensors |= {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
-        if is_indexed(kind):
-            tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
-        if batch.layer_inputs is not None:
-            tensors["layer_input"] = batch.layer_inputs[:, :, index - len(kinds)]
-        if batch.shared is not None:
-            tensors["shared"] = batch.shared
-        if source := source_kind(kind):
-            tensors["kv"] = _lent(lent, source, index, lo)
-        block, edit_tensors = bind(kind, own_options[index], here)
-        mask = ready[_chosen_by_layer(own_options[index], options)][kind]
-        result = block(params["layers"][index], x, mask, freqs_cis[kind], **tensors, **edit_tensors)
+    for index in layers:
+        kind, own, here = kinds[index], own_options[index], edits.get(index, _NO_EDITS)
+        x = before = _around("input", x, here)
+        block, edit_tensors = bind(kind, own, here)
+        mask, freqs = masks[_chosen_by_layer(own, options)][kind], batch.freqs_cis[kind]
+        result = block(params["layers"][index], x, mask, freqs, **beside.tensors(index), **edit_tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
@@ -168,12 +123,10 @@ def run_stack(
             )
         x, aux = result
         x = _around("output", x, here)
+        beside.keep(kind, aux)
         applied |= {(index, name) for name in (*here.keys() & set(AROUND), *aux.get("edited", ()))}
         if cache is not None:
             entries[index] = aux.get("cache", {})
-        chosen = aux.get("chosen", chosen)
-        if "kv" in aux:
-            lent[kind] = aux["kv"]
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
@@ -181,7 +134,59 @@ def run_stack(
         check_tap_names(config, unread)
     if options.edits and (unread := missed(options.edits, applied)):
         raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(config)}.")
-    return x, tapped, entries, (chosen, lent)
+    return x, tapped, entries, (beside.chosen, beside.lent)
+
+
+class _BesideX:
+    """Checks and hands out what layers read beside x: batch tensors, and what earlier layers chose or lent.
+
+    Batch tensors are arguments of the call of a block: bound to it, they would cause a recompile for each batch.
+    """
+
+    def __init__(self, batch: LayerInputs, x: Tensor, layers: range, family: Family, config: DecoderConfig) -> None:
+        self.batch, self.first, self.kinds = batch, layers.start, family.kinds(config)
+        self.sparse = [index for index, kind in enumerate(self.kinds) if is_routed(family, kind)]
+        self.indexed = own_choices(self.kinds)
+        self.lent: dict[str, Entry] = dict(batch.carried.get("kv", {}))
+        self.chosen: Tensor | None = batch.carried.get("chosen")
+        self.valid = batch.valid
+        if any(index in layers for index in self.sparse):
+            used = sorted({self.kinds[index] for index in layers})
+            self.valid = valid_tokens(batch.valid, {kind: batch.masks[kind] for kind in used}, x)
+        if batch.routing is not None:
+            check_routing(batch.routing, x, len(self.sparse), config)
+        if batch.choices is not None:
+            check_choices(batch.choices, x, len(self.indexed))
+        check_layer_inputs(batch.layer_inputs, layers, len(self.kinds), config)
+        if may_have(family, "shared") is not None and batch.shared is None:
+            raise ValueError(
+                "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, "
+                "which the family's function of this name makes of the params and inputs."
+            )
+
+    def tensors(self, index: int) -> dict[str, Any]:
+        """The keyword tensors of one layer's call."""
+        batch, kind = self.batch, self.kinds[index]
+        found: dict[str, Any] = {} if batch.cache is None else batch.cache.tensors(index, kind)
+        if index in self.sparse:
+            routing = batch.routing
+            chosen = None if routing is None else routing[:, :, self.sparse.index(index)]
+            found |= {"valid": self.valid, "routing": chosen}
+        if is_indexed(kind):
+            found["choices"] = _choice(index, self.indexed, batch.choices, self.chosen)
+        if batch.layer_inputs is not None:
+            found["layer_input"] = batch.layer_inputs[:, :, index - len(self.kinds)]
+        if batch.shared is not None:
+            found["shared"] = batch.shared
+        if source := source_kind(kind):
+            found["kv"] = _lent(self.lent, source, index, self.first)
+        return found
+
+    def keep(self, kind: str, aux: Mapping[str, Any]) -> None:
+        """Remember what a layer of this kind leaves for later ones: a choice of keys, its keys and values."""
+        self.chosen = aux.get("chosen", self.chosen)
+        if "kv" in aux:
+            self.lent[kind] = aux["kv"]
 
 
 def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
@@ -204,6 +209,25 @@ def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
 def _chosen_by_layer(own: ForwardOptions, options: ForwardOptions) -> tuple[Any, ...] | None:
     """What a `PerLayer` chose for a layer; None where there is none."""
     return None if own is options else (own.kernel, own.layer_fn)
+
+
+def _masks_by_choice(
+    family: Family,
+    config: DecoderConfig,
+    masks: Mapping[str, MaskLike],
+    kinds: tuple[str, ...],
+    own_options: Mapping[int, ForwardOptions],
+    options: ForwardOptions,
+    x: Tensor,
+) -> dict[Any, dict[str, MaskLike]]:
+    """{what a `PerLayer` chose, or None: {kind: mask in the form that this kernel reads}}."""
+    kinds_of: dict[Any, tuple[ForwardOptions, set[str]]] = {}
+    for index, own in own_options.items():
+        kinds_of.setdefault(_chosen_by_layer(own, options), (own, set()))[1].add(kinds[index])
+    return {
+        choice: _ready_masks(family, config, {kind: masks[kind] for kind in sorted(there)}, x, own)
+        for choice, (own, there) in kinds_of.items()
+    }
 
 
 def _ready_masks(
