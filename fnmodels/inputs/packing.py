@@ -92,12 +92,8 @@ def pack(
     flat_weights = None if weights is None else _weights(weights, lengths)
 
     too_long = (lengths > length) & (not split)
-    if overlong == "raise" and too_long.any():
-        first, count = int(too_long.nonzero()[0]), int(too_long.sum())
-        raise ValueError(
-            f"document {first} has {int(lengths[first])} tokens and a row has {length} ({count} documents are longer): "
-            'pass split=True to cut them, or overlong="drop" to leave them out and have them counted.'
-        )
+    if overlong == "raise":
+        _refuse_overlong(lengths, too_long, length)
     kept_lengths = lengths.masked_fill(too_long, 0)
     stream = method == "concat" and split
     document, offset, size = _split(kept_lengths, length, stream=stream)
@@ -130,21 +126,37 @@ def pack(
         labels=scatter(labels[source], IGNORE),
         weights=None if flat_weights is None else scatter(flat_weights.roll(-1).masked_fill(is_last, 0)[source], 0),
         pieces=torch.stack([document, offset, row, start, size], dim=1),
-        report=Report(
-            rows=rows,
-            length=length,
-            documents=len(lengths),
-            documents_empty=int((lengths == 0).sum()),
-            documents_split=int((torch.bincount(document, minlength=len(lengths)) > 1).sum()),
-            documents_dropped=int(too_long.sum()),
-            tokens=int(lengths.sum()),
-            tokens_kept=int(kept_lengths.sum()),
-            tokens_dropped=int(lengths.sum() - kept_lengths.sum()),
-            pads=rows * length - int(kept_lengths.sum()),
-            labels=int((kept_lengths - 1).clamp(min=0).sum()),
-            overall_fill=int(kept_lengths.sum()) / (rows * length) if rows else 0.0,
-            fill=tuple((row_tokens / length).tolist()),
-        ),
+        report=_report(lengths, kept_lengths, document, row_tokens, length),
+    )
+
+
+def _refuse_overlong(lengths: Tensor, too_long: Tensor, length: int) -> None:
+    if not too_long.any():
+        return
+    first, count = int(too_long.nonzero()[0]), int(too_long.sum())
+    raise ValueError(
+        f"document {first} has {int(lengths[first])} tokens and a row has {length} ({count} documents are longer): "
+        'pass split=True to cut them, or overlong="drop" to leave them out and have them counted.'
+    )
+
+
+def _report(lengths: Tensor, kept_lengths: Tensor, document: Tensor, row_tokens: Tensor, length: int) -> Report:
+    """lengths, kept_lengths [documents], the second 0 where one is dropped; document [pieces]; row_tokens [rows]."""
+    rows, tokens, kept = len(row_tokens), int(lengths.sum()), int(kept_lengths.sum())
+    return Report(
+        rows=rows,
+        length=length,
+        documents=len(lengths),
+        documents_empty=int((lengths == 0).sum()),
+        documents_split=int((torch.bincount(document, minlength=len(lengths)) > 1).sum()),
+        documents_dropped=int((kept_lengths < lengths).sum()),
+        tokens=tokens,
+        tokens_kept=kept,
+        tokens_dropped=tokens - kept,
+        pads=rows * length - kept,
+        labels=int((kept_lengths - 1).clamp(min=0).sum()),
+        overall_fill=kept / (rows * length) if rows else 0.0,
+        fill=tuple((row_tokens / length).tolist()),
     )
 
 

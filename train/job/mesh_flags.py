@@ -66,46 +66,14 @@ def resolve_mesh(
     strategy_flags: fields of `Strategy` (sequence, context, order, schedule, virtual); None, False: not given.
     UserError where the number of processes or other settings do not fit.
     """
-    processes = rank_and_world_size()[1]
-    if text is None and processes > 1:
-        raise UserError(f"there are {processes} processes: {_how_to_share(processes)}")
     mesh_flag, mesh = f"--mesh {text}", parse_mesh(text)
-    if mesh.world != processes:
-        raise UserError(
-            f"{mesh_flag} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: "
-            f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: python -m train starts them itself"
-        )
-    if settings.batch_rows % mesh.rows:
-        raise UserError(
-            f"{mesh_flag} splits the rows of a batch over {mesh.rows} ranks, and --batch-rows is {settings.batch_rows}"
-        )
-    several = mesh.world > 1
-    if several and settings.compile == "whole":
-        raise UserError(
-            f"{mesh_flag}: gathering of layers cannot be compiled into one graph: take --compile block, or leave it out"
-        )
+    _check_processes(text, mesh, settings)
     strategy_flags = {name: value for name, value in strategy_flags.items() if value not in (None, False)}
     if strategy_flags.get("context") == "ulysses":
-        strategy_flags = {
-            "order": None
-        } | strategy_flags  # every rank then has all positions, and some kernels need documents in order
+        # Every rank then has all positions, and some kernels need documents in order.
+        strategy_flags = {"order": None} | strategy_flags
     strategy = Strategy(**strategy_flags)
-    why = not_compiled(Parallelism(mesh, strategy))
-    if settings.compile == "block" and why is not None:
-        raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
-    if several and settings.lora and lora_flag.parse_lora(settings.lora).dora:
-        raise UserError(f"{mesh_flag}: DoRA is for one process: leave dora out of --lora {settings.lora}")
-    if several and budget_of(settings.remat) is not None:
-        raise UserError(
-            f"{mesh_flag}: --remat {settings.remat} plans from times measured in one process: take full or every:N"
-        )
-    if several and settings.compile == "block" and settings.remat == "selective":
-        raise UserError(
-            f"{mesh_flag}: --remat selective selects single operations, which compiled blocks hide: take full"
-        )
-    if settings.batch_rows // mesh.rows < settings.accumulate:
-        local = f"leaves each rank {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
-        raise UserError(f"{mesh_flag} {local}: too few for --accumulate {settings.accumulate}")
+    _check_settings(mesh_flag, Parallelism(mesh, strategy), settings)
     for name, value in (strategy_flags | {"microbatches": microbatches}).items():
         dim = MESH_FLAGS[name][0]
         if value is not None and mesh.sizes[dim] == 1:
@@ -126,6 +94,49 @@ def resolve_mesh(
             f"{settings.batch_rows} over {mesh.rows} ranks)"
         )
     return MeshSetup(mesh, strategy, microbatches or rows)
+
+
+def _check_processes(text: str | None, mesh: Mesh, settings: Settings) -> None:
+    """UserError unless the mesh is of the processes that run, and its ranks share the rows of a batch evenly."""
+    processes = rank_and_world_size()[1]
+    if text is None and processes > 1:
+        raise UserError(f"there are {processes} processes: {_how_to_share(processes)}")
+    if mesh.world != processes:
+        raise UserError(
+            f"--mesh {text} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: "
+            f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: python -m train starts them itself"
+        )
+    if settings.batch_rows % mesh.rows:
+        raise UserError(
+            f"--mesh {text} splits the rows of a batch over {mesh.rows} ranks, and --batch-rows is "
+            f"{settings.batch_rows}"
+        )
+
+
+def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: Settings) -> None:
+    """UserError for settings that several processes, or these dimensions of a mesh, do not have."""
+    mesh = parallelism.mesh
+    several = mesh.world > 1
+    if several and settings.compile == "whole":
+        raise UserError(
+            f"{mesh_flag}: gathering of layers cannot be compiled into one graph: take --compile block, or leave it out"
+        )
+    why = not_compiled(parallelism)
+    if settings.compile == "block" and why is not None:
+        raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
+    if several and settings.lora and lora_flag.parse_lora(settings.lora).dora:
+        raise UserError(f"{mesh_flag}: DoRA is for one process: leave dora out of --lora {settings.lora}")
+    if several and budget_of(settings.remat) is not None:
+        raise UserError(
+            f"{mesh_flag}: --remat {settings.remat} plans from times measured in one process: take full or every:N"
+        )
+    if several and settings.compile == "block" and settings.remat == "selective":
+        raise UserError(
+            f"{mesh_flag}: --remat selective selects single operations, which compiled blocks hide: take full"
+        )
+    if settings.batch_rows // mesh.rows < settings.accumulate:
+        local = f"leaves each rank {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
+        raise UserError(f"{mesh_flag} {local}: too few for --accumulate {settings.accumulate}")
 
 
 def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:

@@ -127,30 +127,9 @@ def layer_kept(part: Microbatch, index: int) -> Layer:
         config, tokens, positions=tokens, segment_ids=torch.ones_like(tokens), length=length
     )
     keys: list[int] = []
+    states: list[int] = []
     chosen: list[int] = [0, 0]
     counter = Counter()
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **_: Any) -> Tensor:
-        keys.append((k.numel() + v.numel()) * k.element_size())
-        pairs = q.shape[0] * q.shape[1] * q.shape[2] * seen(mask.rule, length)
-        counter.add(attention=2.0 * pairs * (q.shape[-1] + v.shape[-1]))
-        if mesh.cp > 1:
-            both = torch.cat((k, v), -1).repeat(1, mesh.cp, 1, 1)
-            k, v = both.split((k.shape[-1], v.shape[-1]), -1)
-        out: Tensor = Flash.apply(q, k, v)[0]
-        return out
-
-    states: list[int] = []
-    if mesh.cp > 1:
-        kernel.before = _Pieces(states)  # type: ignore[attr-defined]
-
-    def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
-        check_grouped(leaves, mesh)
-        chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
-        with Products(counter):
-            run = grouped_experts if mesh.ep == 1 else functools.partial(exchanged, mesh.ep)
-            return run(leaves, x, weights, indices, valid, **how)
-
     flat = tree.flatten(layer)
     given = [*flat.values(), *inputs.values(), *tree.leaves(masks), *tree.leaves(freqs)]
 
@@ -170,15 +149,51 @@ def layer_kept(part: Microbatch, index: int) -> Layer:
         index,
         index + 1,
         config=config,
-        kernel=kernel,
+        kernel=_counting_kernel(mesh, length, keys, states, counter),
         layer_fn=watched,
         valid=inputs["valid"],
-        experts=experts,
+        experts=_counting_experts(mesh, chosen, counter),
     )
     with counter.counting():
         saved, kept = _kept(run, given)
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
     return Layer(saved, kept[-1], leaves, sum(keys), tuple(states), chosen[0], chosen[1], counter.total)
+
+
+def _counting_kernel(
+    mesh: Mesh, length: int, keys: list[int], states: list[int], counter: Counter
+) -> Callable[..., Tensor]:
+    """Attention that keeps what flash attention keeps, and notes the bytes of its keys and values, and its FLOPs.
+
+    keys: one entry per call. states: one per recurrent layer over cp, as `_Pieces` notes them.
+    """
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **_: Any) -> Tensor:
+        keys.append((k.numel() + v.numel()) * k.element_size())
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * seen(mask.rule, length)
+        counter.add(attention=2.0 * pairs * (q.shape[-1] + v.shape[-1]))
+        if mesh.cp > 1:
+            both = torch.cat((k, v), -1).repeat(1, mesh.cp, 1, 1)
+            k, v = both.split((k.shape[-1], v.shape[-1]), -1)
+        out: Tensor = Flash.apply(q, k, v)[0]
+        return out
+
+    if mesh.cp > 1:
+        kernel.before = _Pieces(states)  # type: ignore[attr-defined]
+    return kernel
+
+
+def _counting_experts(mesh: Mesh, chosen: list[int], counter: Counter) -> Callable[..., Any]:
+    """Experts of one rank whose products are counted; `chosen` becomes the bytes of their rows and of their weights."""
+
+    def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
+        check_grouped(leaves, mesh)
+        chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
+        with Products(counter):
+            run = grouped_experts if mesh.ep == 1 else functools.partial(exchanged, mesh.ep)
+            return run(leaves, x, weights, indices, valid, **how)
+
+    return experts
 
 
 def seen(rule: Rule, length: int) -> float:
