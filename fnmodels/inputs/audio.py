@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packing import places_in_rows
+
 SAMPLE_RATE = 16000
 WINDOW, HOP = 400, 160  # samples of a Fourier transform, and between two of them
 REACH = 5  # mel frames that one token of the encoder reads
@@ -78,27 +80,13 @@ def frame_rows(
     tokens = [_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)]
     if not tokens:
         raise ValueError("frame_rows needs at least one clip.")
-    sizes = [len(one) for one in tokens]
-    if length is not None and max(sizes) > length:
-        i = sizes.index(max(sizes))
-        raise ValueError(f"Clip {i} has {sizes[i]} tokens, which is more than the {length} of a row.")
-    rows: list[list[int]] = [[0]]
-    for i in range(1, len(sizes)):
-        if length is not None and sum(sizes[j] for j in rows[-1]) + sizes[i] <= length:
-            rows[-1].append(i)
-        else:
-            rows.append([i])
-    width = max(sizes) if length is None else length
-    frames = tokens[0].new_zeros(len(rows), width, tokens[0].shape[-1])
-    positions = torch.zeros(len(rows), width, dtype=torch.long, device=frames.device)
+    places, shape = places_in_rows([len(one) for one in tokens], length, "Clip")
+    frames = tokens[0].new_zeros(*shape, tokens[0].shape[-1])
+    positions = torch.zeros(shape, dtype=torch.long, device=frames.device)
     segment_ids = positions.clone()
-    for b, row in enumerate(rows):
-        at = 0
-        for number, i in enumerate(row, start=1):
-            here = slice(at, at + sizes[i])
-            frames[b, here], segment_ids[b, here] = tokens[i], number
-            positions[b, here] = torch.arange(sizes[i], device=frames.device)
-            at += sizes[i]
+    for one, (row, here, number) in zip(tokens, places, strict=True):
+        frames[row, here], segment_ids[row, here] = one, number
+        positions[row, here] = torch.arange(len(one), device=frames.device)
     return frames, positions, segment_ids
 
 

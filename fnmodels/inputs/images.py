@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packing import places_in_rows
+
 
 class PatchConfig(Protocol):
     """The fields of a tower's Config that say what its patches are."""
@@ -96,30 +98,15 @@ def patch_rows(
     ValueError for an image that does not fit in a row, and without images.
     """
     tokens = [_tokens(image, config) for image in images]
-    sizes = [len(patches) for patches, _ in tokens]
-    if not sizes:
+    if not tokens:
         raise ValueError("patch_rows needs at least one image.")
-    if length is not None and max(sizes) > length:
-        i = sizes.index(max(sizes))
-        raise ValueError(f"Image {i} has {sizes[i]} tokens, which is more than the {length} of a row.")
-    rows: list[list[int]] = [[0]]
-    for i in range(1, len(sizes)):
-        if length is not None and sum(sizes[j] for j in rows[-1]) + sizes[i] <= length:
-            rows[-1].append(i)
-        else:
-            rows.append([i])
-    width = max(sizes) if length is None else length
-    first, places = tokens[0]
-    patches = first.new_zeros(len(rows), width, first.shape[-1])
-    positions = places.new_zeros(len(rows), width, 4)
-    segment_ids = places.new_zeros(len(rows), width)
-    for b, row in enumerate(rows):
-        at = 0
-        for number, i in enumerate(row, start=1):
-            here = slice(at, at + sizes[i])
-            patches[b, here], positions[b, here] = tokens[i]
-            segment_ids[b, here] = number
-            at += sizes[i]
+    places, shape = places_in_rows([len(patches) for patches, _ in tokens], length, "Image")
+    first, at = tokens[0]
+    patches, positions = first.new_zeros(*shape, first.shape[-1]), at.new_zeros(*shape, 4)
+    segment_ids = at.new_zeros(shape)
+    for one, (row, here, number) in zip(tokens, places, strict=True):
+        patches[row, here], positions[row, here] = one
+        segment_ids[row, here] = number
     return patches, positions, segment_ids
 
 

@@ -216,7 +216,28 @@ def _split(lengths: Tensor, length: int, *, stream: bool) -> tuple[Tensor, Tenso
     return document, offset, torch.minimum(row_start + length, lengths[document]) - offset
 
 
-def _next_fit(sizes: list[int], length: int) -> list[int]:
+def places_in_rows(
+    sizes: Sequence[int], length: int | None, item: str
+) -> tuple[list[tuple[int, slice, int]], tuple[int, int]]:
+    """([(row, slice of it, number in it from 1)] of each item, (rows, tokens of a row)), in the order of the items.
+
+    length: None puts each item in a row of its own; otherwise an item that does not fit in the rest of a row starts the
+    next. ValueError for an item longer than a row, called by `item` and its index.
+    """
+    width = max(sizes) if length is None else length
+    if max(sizes) > width:
+        i = sizes.index(max(sizes))
+        raise ValueError(f"{item} {i} has {sizes[i]} tokens, which is more than the {width} of a row.")
+    rows = range(len(sizes)) if length is None else _next_fit(sizes, width)
+    places: list[tuple[int, slice, int]] = []
+    for row, size in zip(rows, sizes, strict=True):
+        follows = bool(places) and places[-1][0] == row
+        start, number = (places[-1][1].stop, places[-1][2] + 1) if follows else (0, 1)
+        places.append((row, slice(start, start + size), number))
+    return places, (rows[-1] + 1, width)
+
+
+def _next_fit(sizes: Sequence[int], length: int) -> list[int]:
     rows, row, free = [], -1, 0
     for size in sizes:
         if size > free:
