@@ -119,7 +119,6 @@ def run_steps(
     state: State,
     batch: Callable[[int], Batch],
     identity: dict[str, Any],
-    metrics: Sequence[str] = ("loss", "grad_norm", "lr"),
 ) -> State:
     """The state after all steps, which are saved and logged. batch: of a step's number, from 0.
 
@@ -131,7 +130,7 @@ def run_steps(
     with log.open("a") as out:
         for index in range(begin, arguments.steps):
             state, measured = step(state, batch(index))
-            row = {"step": index + 1} | {name: float(measured[name]) for name in metrics}
+            row = {"step": index + 1} | {name: float(measured[name]) for name in ("loss", "grad_norm", "lr")}
             out.write(json.dumps(row) + "\n")
             last = index + 1 == arguments.steps
             if last or (index + 1) % max(1, arguments.steps // 20) == 0:

@@ -94,10 +94,10 @@ def class_texts(numbers: Tensor, classes: int) -> dict[str, Tensor]:
     return {"text": vectors[:, None], "pooled": vectors, "text_lengths": torch.ones_like(numbers)}
 
 
-def write_grid(path: Path, rows: Sequence[Sequence[Tensor]], *, gap: int = 2) -> None:
-    """Pictures [3, side, side] from -1 to 1 as one file, in rows."""
+def write_grid(path: Path, rows: Sequence[Sequence[Tensor]]) -> None:
+    """Pictures [3, side, side] from -1 to 1 as one file, in rows, with 2 white pixels between them."""
     from PIL import Image
 
-    lines = [torch.cat([F.pad(one, (0, gap, 0, gap), value=1.0) for one in row], 2) for row in rows]
+    lines = [torch.cat([F.pad(one, (0, 2, 0, 2), value=1.0) for one in row], 2) for row in rows]
     bytes_ = torch.cat(lines, 1).add(1).mul(127.5).round().clamp(0, 255).byte()
     Image.fromarray(bytes_.permute(1, 2, 0).contiguous().numpy()).save(path)

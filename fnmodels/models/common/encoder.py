@@ -322,12 +322,10 @@ def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Encode
     return classify_with(torch.tanh, params, x, documents)
 
 
-def classify_with(
-    activation: Callable[[Tensor], Tensor], params: Tree, x: Tensor, documents: Documents, how: str = "first"
-) -> Tensor:
-    """score(activation(dense(pooled))): logits [N, labels] of hidden states x [B, S, D]."""
+def classify_with(activation: Callable[[Tensor], Tensor], params: Tree, x: Tensor, documents: Documents) -> Tensor:
+    """score(activation(dense(first token))): logits [N, labels] of hidden states x [B, S, D]."""
     weights = params["head"]
-    inner = activation(linear(pool(x, documents, how=how), weights["dense"], weights["dense_bias"]))
+    inner = activation(linear(pool(x, documents, how="first"), weights["dense"], weights["dense_bias"]))
     return linear(inner, weights["score"], weights["score_bias"])
 
 
