@@ -261,7 +261,7 @@ def _hidden(
 
 
 def layer_inputs_of(params: Tree, inputs: Tree, x: Tensor, /, *, config: DecoderConfig) -> Tensor | None:
-    """What each layer reads beside the residual stream, [B, S, layers, P], 0 at padding; None for most models.
+    """Inputs of each layer beside the residual stream, [B, S, layers, P], 0 at padding; None for most models.
 
     x: [B, S, D], what the family's `embed` returns.
     """

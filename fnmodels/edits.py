@@ -110,7 +110,7 @@ def edits_of_layers(edits: Mapping[str, Edit], ends: tuple[str, ...], layers: in
 
 
 def missed(names: Iterable[str], passed: set[tuple[int, str]]) -> list[str]:
-    """Those of the names, of edits or taps of layers, that nothing passed. passed: (layer, tap)."""
+    """The names, of edits or taps of layers, that nothing passed. passed: (layer, tap)."""
     everywhere = {tap for _, tap in passed}
     out = []
     for name in names:
@@ -122,7 +122,7 @@ def missed(names: Iterable[str], passed: set[tuple[int, str]]) -> list[str]:
 
 
 def edits_of_stage(edits: Mapping[str, Edit] | None, names: Iterable[str], layers: range) -> dict[str, Edit] | None:
-    """Those of `layers`, each under the name of one layer. names: those of all taps of the model.
+    """The edits of `layers`, each under the name of one layer. names: those of all taps of the model.
 
     ValueError, on every stage alike, for an edit of which `names` has none.
     """

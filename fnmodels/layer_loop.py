@@ -38,7 +38,7 @@ _NO_EDITS: LayerEdits = {}
 
 @dataclass(frozen=True)
 class CacheStep:
-    """What layers read and write of a cache in one call.
+    """The part of a cache that layers read and write in one call.
 
     entries: {layer index: its tensors}. slots: {kind: slot of each new token, int64 [B, S]; C for a token that is not
     written}, for kinds with slots. uses: {kind: how entries are read}, which says what the mask's keys are; by default
@@ -207,7 +207,7 @@ def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
 
 
 def _chosen_by_layer(own: ForwardOptions, options: ForwardOptions) -> tuple[Any, ...] | None:
-    """What a `PerLayer` chose for a layer; None where there is none."""
+    """The choice of a `PerLayer` for one layer, as a key; None where there is none."""
     return None if own is options else (own.kernel, own.layer_fn)
 
 

@@ -88,7 +88,7 @@ class ForwardOptions:
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
 
     def at(self, index: int) -> "ForwardOptions":
-        """Those of one layer: with what a `PerLayer` chooses there; ValueError where that is kernel="invariant"."""
+        """One layer's options, with what a `PerLayer` chooses there; ValueError where that is kernel="invariant"."""
         given = {"kernel": self.kernel, "layer_fn": self.layer_fn}
         chosen = {name: value.choose(index) for name, value in given.items() if isinstance(value, PerLayer)}
         if chosen.get("kernel") == "invariant":

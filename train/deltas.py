@@ -1,4 +1,4 @@
-"""What changed in weights since they were last handed to a rollout.
+"""Changes of weights since they were last handed to a rollout.
 
 held = {name: tensor.bfloat16() for name, tensor in engine.export(copy=True)}  # what the receiver has
 engine.optim_step()

@@ -236,7 +236,7 @@ class Engine:
     def _prepared(
         self, divide_by: float | Tensor | None, values: dict[str, Any]
     ) -> tuple[Optimizer, ShardedUpdate | None, Sums]:
-        """What `optim_step` updates with and by: the optimizer with these hyperparameters, and the gradients."""
+        """The arguments of `optim_step`'s update: the optimizer with these hyperparameters, and the gradients."""
         optimizer = remake(self._trains(), **values)
         self._check_here()
         number = isinstance(divide_by, Real) or (isinstance(divide_by, Tensor) and divide_by.ndim == 0)

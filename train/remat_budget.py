@@ -33,7 +33,7 @@ def budget_of(remat: str) -> int | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call of a block: {way: bytes kept until the backward pass}, {way: seconds of recomputing there}."""
+    """Cost of one call of a block: {way: bytes kept until the backward pass}, {way: seconds of recomputing there}."""
 
     kept: dict[str, int]
     seconds: dict[str, float]

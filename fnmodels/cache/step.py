@@ -119,7 +119,7 @@ def step_on(
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What layers take for one call on a cache (step, masks, options), and the slots after it."""
+    """The arguments of the layers for one call on a cache (step, masks, options), and the slots after it."""
 
     step: CacheStep
     masks: dict[str, MaskLike]

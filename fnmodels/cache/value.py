@@ -109,5 +109,5 @@ def _versions(cache: Cache) -> list[int | None]:
 
 
 def _tensors(cache: Cache) -> Iterator[Tensor]:
-    """Those of the layers; `tree.leaves`, which checks keys, takes ten times as long in each step."""
+    """The tensors of the layers; `tree.leaves`, which checks keys, takes ten times as long in each step."""
     return itertools.chain.from_iterable(entry.values() for entry in cache.layers)

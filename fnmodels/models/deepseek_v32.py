@@ -124,7 +124,7 @@ class Config(mixture.GroupedConfig):
 
 
 def _per_layer(fields: Fields, name: str, known: Mapping[str, str], default: Sequence[str]) -> list[str]:
-    """What `known` says of each layer's entry in the list of field `name`; ConfigError if it is not such a list."""
+    """The value in `known` of each layer's entry in the list of field `name`; ConfigError if it is not such a list."""
     given = fields.take(name, default)
     if not isinstance(given, list) or len(given) != len(default) or any(one not in list(known) for one in given):
         wanted = f"a list of {len(default)} entries, each {' or '.join(map(repr, known))}"

@@ -269,7 +269,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 
 def layer_inputs(params: Tree, inputs: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """What each layer reads beside the residual stream [B, S, layers, P]: the tokens' embeddings, and x projected.
+    """Inputs of each layer beside the residual stream, [B, S, layers, P]: the tokens' embeddings, and x projected.
 
     Inputs that are embeddings need "token_ids" [B, S] beside them; ValueError without.
     """

@@ -97,7 +97,7 @@ def LEFTOVERS(config: Config) -> tuple[str, ...]:
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
-    """What all layers read: {"bias"}."""
+    """The tensors that all layers read: {"bias"}."""
     positions = inputs["positions"]
     values = by_distance(params["relative_bias"], MAX_DISTANCE, bidirectional=True)
     return {"bias": RelativeBias(values, positions, positions)}

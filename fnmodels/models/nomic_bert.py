@@ -28,7 +28,7 @@ _OLDER = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }
-# What the publisher's code can do otherwise, at the values that the maths here has.
+# Settings of the publisher's code at the only values that the maths here has.
 _FIXED: dict[str, Any] = {"causal": False, "prenorm": False, "parallel_block": False, "use_rms_norm": False}
 _FIXED |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "rotary_emb_fraction": 1.0}
 _FIXED |= {"rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None}

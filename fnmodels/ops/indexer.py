@@ -30,7 +30,7 @@ _MOST = 1 << 26  # scores of all heads that are in memory at once
 
 @dataclass(frozen=True)
 class Indexer:
-    """What the weights do not say. count: keys of a query. rotate: the rotary layout of the first dimensions."""
+    """Settings of an indexer. count: keys of a query. rotate: the rotary layout of the first dimensions."""
 
     count: int
     rotate: Rotate
@@ -43,7 +43,7 @@ class KeysOfRanks(Protocol):
     """
 
     def mask(self, mask: MaskLike) -> Mask:
-        """That of this piece's queries over the keys of all pieces."""
+        """The mask of this piece's queries over the keys of all pieces."""
         ...
 
     def gather(self, k: Tensor) -> Tensor:

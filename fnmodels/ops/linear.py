@@ -26,7 +26,7 @@ from .torch_internals import alone, in_graph
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
 _ONEDNN = torch.backends.mkldnn.is_available()
 _MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
-# Of a bf16 product: below it conversions cost more than widening gains, on CPUs without and with bf16 instructions.
+# Rows of a bf16 product: with fewer, conversions cost more than widening gains, with and without bf16 instructions.
 _MIN_WIDENED_ROWS = 16
 _MIN_WIDENED_SIDE = 128
 

@@ -55,7 +55,7 @@ def latent_queries(
 def latent_keys(
     weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, widths: Widths, rotate: Rotate
 ) -> tuple[Tensor, Tensor]:
-    """What a cache holds of x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
+    """The entry of a cache for x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
     joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
     latent, shared = joint.split([joint.shape[-1] - widths.rope, widths.rope], dim=-1)
     return rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), rotate(shared.unsqueeze(-2), freqs).squeeze(-2)

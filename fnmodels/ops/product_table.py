@@ -44,7 +44,7 @@ _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS
 
 
 def machine() -> dict[str, str]:
-    """What the rates depend on: the processor, the release of torch, and variables that limit its libraries."""
+    """The key of the rates: the processor, the release of torch, and variables that limit its libraries."""
     found = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

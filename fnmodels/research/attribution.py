@@ -1,7 +1,7 @@
 """Direct logit attribution: which layers, heads and neurons write a logit (arXiv 2211.00593, section 3).
 
 The residual stream is a sum, and with the scale of the final norm held at its value the logits are an affine function
-of it. So a logit is a sum of what each part contributes, plus what the head adds where the stream is zero.
+of it. So a logit is a sum of what each part contributes, plus what the head adds where the residual stream is zero.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def direct_logit_attribution(
     run = functools.partial(forward, held, *prepared, config=config, kernel="math")
     with torch.no_grad():
         _, tapped = run(taps=(*summands, *scales))
-    # With constants in place of what sublayers compute, the stream is the sum of these as the model takes it.
+    # With constants replacing the sublayers' outputs, the residual stream is the sum of these as the model takes it.
     constants = {name: tapped[name].requires_grad_() for name in summands}
     logits = run(edits={**constants, _SCALE: tapped[_SCALE]})
     wanted = logits.gather(-1, targets[..., None]).sum()
@@ -62,7 +62,7 @@ def _parts_of(
     parts: list[str],
     config: DecoderConfig,
 ) -> dict[str, Tensor]:
-    """What heads and neurons add. weights: by how much the logits grow with each summand of the residual stream."""
+    """Contributions of heads and neurons. weights: how much logits grow with each summand of the residual stream."""
     frozen: dict[str, Edit] = {name: tapped[name] for name in scales if name != _SCALE}
     # Cut between sublayers, so that a head reaches the output of its own sublayer alone.
     cuts: dict[str, Edit] = dict.fromkeys(("embed", *names_of(config, "input", "middle")), _cut)

@@ -1,4 +1,4 @@
-"""What the functions share: a prepared batch, names of the parts of the residual stream, rows that are no padding."""
+"""Helpers of this folder: a prepared batch, names of the parts of the residual stream, rows that are no padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_count(config: DecoderConfig) -> int:
 
 
 def names_of(config: DecoderConfig, *taps: str) -> list[str]:
-    """Those of the names "layers.N.TAP" that the model has, in the order of the layers."""
+    """The names "layers.N.TAP" among these that the model has, in the order of the layers."""
     wanted = [f"layers.{index}.{tap}" for index in range(layer_count(config)) for tap in taps]
     known = tap_names(config)
     return [name for name in wanted if name in known]

@@ -130,7 +130,7 @@ def published_names(
 
 
 def why_wrong(config: DecoderConfig, names: Iterable[str]) -> str:
-    """What the family's EQUAL_PARTS say of tensors of other shapes, for the end of an error; "" if nothing."""
+    """The end of an error about tensors of other shapes that the family's EQUAL_PARTS explain; "" if they do not."""
     wrong = tuple(names)
     for parts in may_have(family_of(config), "EQUAL_PARTS"):
         if any(name.endswith(tuple(f".{part}" for part in parts)) for name in wrong):

@@ -59,7 +59,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: spec is that of the params. batch: of examples and a generator. save: the params as a folder."""
+    """A model and its loss. spec: that of the params. batch: of examples and a generator. save: writes a folder."""
 
     config: Any
     params: Tree

@@ -65,7 +65,7 @@ def number(flags: Parser, name: str, kind: Any, default: Any, text: str, *, show
 
 
 def identity_of(arguments: argparse.Namespace, files: Sequence[Path] = ()) -> dict[str, Any]:
-    """What the results of a run depend on: the flags, and the bytes of the data and of the initial model's folder.
+    """Everything that results depend on: the flags, and the bytes of the data and of the initial model's folder.
 
     files: what the data name, such as pictures.
     """
@@ -108,7 +108,7 @@ def optimizer_of(arguments: argparse.Namespace, config: Any, spec: Any = None) -
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """What is drawn in a step."""
+    """The generator of a step's random draws."""
     key = hashlib.blake2b(repr((seed, step)).encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little"))
 

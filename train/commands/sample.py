@@ -90,7 +90,7 @@ def parser() -> Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is needed to answer prompts. respond: (prompts as ids, seed) -> events of `train.generation.loops.serve`."""
+    """A loaded model. respond: (prompts as ids, seed) -> events of `train.generation.loops.serve`."""
 
     tokenizer: Any
     template: Any

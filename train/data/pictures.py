@@ -28,7 +28,7 @@ class Pixels:
 
     @staticmethod
     def of(folder: Path, side: int) -> "Pixels":
-        """With the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
+        """The reader with the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
         file = folder / "preprocessor_config.json"
         values: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         found = []

@@ -88,7 +88,7 @@ _SAMPLING |= {"repetition_penalty": "repetition"}
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What generation_config.json says: sampling (None: nothing), max_new_tokens, and fields that are not applied."""
+    """Fields of generation_config.json: sampling (None: nothing), max_new_tokens, and fields that are not applied."""
 
     sampling: Sampling | None
     max_new: int | None

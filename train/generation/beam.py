@@ -39,7 +39,7 @@ def beam_search(
     kv_dtype: torch.dtype | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> list[Hypothesis]:
-    """At most `beams` answers to a prompt (token ids), the best first.
+    """Beam search: at most `beams` answers to a prompt (token ids), the best first.
 
     An answer ends with one of `stop_ids` or has `max_new` tokens; its score is its logp / length ** length_penalty.
     At every length the `beams` likeliest unfinished answers are kept. The search ends early when no unfinished answer,

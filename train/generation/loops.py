@@ -142,7 +142,7 @@ def _check(answers: list[Answer], capacity: int) -> None:
 
 
 def _length(answer: Answer) -> int:
-    """What length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
+    """The length that length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
     return len(answer.request.prompt) + answer.request.max_new
 
 

@@ -119,7 +119,7 @@ def _common(rows: list[tuple[int, ...]]) -> int:
 
 
 def run_all(chunks: Generator[None, None, Cache]) -> Cache:
-    """What `prefilled` returns, without a pause between chunks."""
+    """The result of `prefilled`, without a pause between chunks."""
     while True:
         try:
             next(chunks)

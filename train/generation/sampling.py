@@ -61,7 +61,7 @@ class Sampling:
 @tree.pytree
 @dataclass(frozen=True)
 class SampleState:
-    """What a draw depends on beside the logits.
+    """The state of a draw beside the logits.
 
     seeds, rows, steps: int64 [B], the counter of the noise. counts: int32 [B, V], occurrences in the answer; seen:
     bool [B, V], tokens of the prompt or the answer; None where there are no penalties.

@@ -26,7 +26,7 @@ from .sampling import LogitsFn, SampleState, Sampling, check_sampling, sample_st
 @tree.pytree
 @dataclass(frozen=True)
 class ServeState:
-    """What B slots hold between two steps.
+    """The contents of B slots between two steps.
 
     cache: all tokens of each row but the last. last: int64 [B], the last token, drawn or of the prompt. active: bool
     [B]. lengths: int64 [B], the sequence lengths that length-dependent rotary scalings read. logp, logp_kept: fp32 [B],

@@ -185,7 +185,7 @@ class _Side:
             self.cache = fnmodels.truncate(after, self.held)
 
     def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
-        """As a draft, keeps the tokens that the model kept; see `_Head.follow`."""
+        """Keeps, as a draft, the tokens that the model kept; see `_Head.follow`."""
         self.keep(self.ahead_cache, tokens, count)
 
 

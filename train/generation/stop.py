@@ -38,7 +38,7 @@ class TextStream:
         return "" if text.endswith(BROKEN) else self._unsent(text)
 
     def flush(self) -> str:
-        """What is held back: bytes that no token completed, decoded as the tokenizer does."""
+        """The text that is held back: bytes that no token completed, decoded as the tokenizer does."""
         return self._unsent(self._text())
 
     def _unsent(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a main program asks of malloc, oneDNN and torch: to use freed buffers again, and to forget shapes."""
+"""Settings of malloc, oneDNN and torch for a main program: to use freed buffers again, and to forget shapes."""
 
 import ctypes
 import os

@@ -46,7 +46,7 @@ def check_entries(batch: Batch, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """What a loss needs from the routers of all layers: `balance` terms, and with `aux` sums of their statistics.
+    """Terms of a loss from the routers of all layers: `balance` terms, and with `aux` sums of their statistics.
 
     labelled [B]: the number of labels that count in each row.
     """

@@ -30,7 +30,7 @@ OnFull = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a train step needs of an optimizer: one of your own is `train.Optimizer(init, update)`, two pure functions.
+    """An optimizer as train steps call it: one of your own is `train.Optimizer(init, update)`, two pure functions.
 
     def init(params): return {"sum": tree.map(torch.zeros_like, params)}
     def update(grads, opt_state, params): ...           # None in grads: a parameter that does not train

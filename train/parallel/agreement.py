@@ -94,7 +94,7 @@ def all_ready(prepare: Callable[[], T], arguments: Mapping[str, Any], devices: D
 
 
 def _number(value: Any) -> Any:
-    """What can be compared between ranks: numbers, also of 0-d tensors and in tuples; of all else the type alone."""
+    """The form of a value that ranks compare: numbers, also of 0-d tensors and in tuples; else the type alone."""
     if isinstance(value, (tuple, list)):
         return [_number(one) for one in value]
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):

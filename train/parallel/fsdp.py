@@ -54,10 +54,10 @@ def gather(shards: Sequence[ParamShard]) -> list[Tensor]:
     for index, shard in enumerate(shards):
         alike.setdefault(_placement(shard), []).append(index)
     found: list[Any] = [None] * len(shards)
-    for (copied, gathered, _, dtype), chosen in alike.items():
+    for (replicated, gathered, _, dtype), chosen in alike.items():
         same = [shards[index] for index in chosen]
         mesh: Any = same[0].sharding.mesh
-        xs = _gather_alike(same, map(mesh.get_group, copied), [(mesh.get_group(n), n) for n in gathered], dtype)
+        xs = _gather_alike(same, map(mesh.get_group, replicated), [(mesh.get_group(n), n) for n in gathered], dtype)
         for index, x in zip(chosen, xs, strict=True):
             found[index] = x
     return found
@@ -67,24 +67,24 @@ def _placement(shard: ParamShard) -> tuple[tuple[str, ...], tuple[str, ...], tup
     """(mesh dimensions that replicate, those to gather over, dtype and requires_grad of the shard, target dtype)."""
     how, x = shard.sharding, shard.local
     data = [(name, dim) for (name, n), dim in zip(how.sizes, how.dims, strict=True) if n > 1 and name in DATA]
-    copied = tuple(name for name, dim in data if dim is None)
+    replicated = tuple(name for name, dim in data if dim is None)
     gathered = tuple(name for name, dim in data if dim is not None and name != "ep")
-    return copied, gathered, (x.dtype, x.requires_grad), shard.dtype
+    return replicated, gathered, (x.dtype, x.requires_grad), shard.dtype
 
 
 def _gather_alike(
-    shards: list[ParamShard], copied: Iterable[Any], gathered: list[tuple[Any, str]], dtype: torch.dtype
+    shards: list[ParamShard], replicated: Iterable[Any], gathered: list[tuple[Any, str]], dtype: torch.dtype
 ) -> list[Tensor]:
     """The full parameters of shards that have one placement."""
     xs = [shard.local for shard in shards]
     if xs[0].is_floating_point() and xs[0].requires_grad:
         xs = [x.to(wide_dtype(x.dtype)) for x in xs]  # gradients are summed in fp32 at least
     if not gathered:  # forward sends nothing, so no flat copy is needed
-        for group in copied:
+        for group in replicated:
             xs = enter_all(xs, group)
         return [x.to(dtype) for x in xs]
     flat = torch.cat([x.flatten() for x in xs])
-    for group in copied:
+    for group in replicated:
         flat = enter(flat, group)
     for group, _ in reversed(gathered):  # the innermost mesh dimension shards last
         flat = all_gather(flat[None], 0, group, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What autograd saves and what is computed, for each kind of layer, embedding and head: each run once on meta."""
+"""Bytes that autograd saves and FLOPs of each kind of layer, embedding and head: each run once on meta."""
 
 import functools
 import weakref
@@ -91,7 +91,7 @@ class _Holder:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a rank runs at once. mesh: the dimensions that shard what it computes: pp (2 for more), ep, cp and tp.
+    """A microbatch of a rank. mesh: the dimensions that shard what it computes: pp (2 for more), ep, cp and tp.
 
     shape: rows and positions on the rank. length: of the whole rows.
     """

@@ -1,4 +1,4 @@
-"""What a device computes, reads and sends per second: `Machine`, published ones, and the one at hand, measured."""
+"""Rates of a device (FLOPs, reads, messages per second): `Machine`, published ones, and the one at hand, measured."""
 
 import math
 import time

@@ -30,7 +30,7 @@ def held(rank: PipelineRank) -> dict[str, int]:
 
 
 def _activations(rank: PipelineRank) -> int:
-    """What autograd keeps of the microbatches that are under transfer, and their stages' outputs.
+    """Bytes that autograd keeps of the microbatches that are under transfer, and their stages' outputs.
 
     What a stage is given lies in a buffer.
     """

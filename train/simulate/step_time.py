@@ -24,7 +24,7 @@ from .traffic import messages
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds: of a step. Of the slowest rank: compute, waits for messages that nothing hides, waits for other
+    """seconds: of a step. The slowest rank's: compute, waits for messages that nothing hides, waits for other
     stages, and the update. flops: of forward and backward without recomputation, of all ranks.
     """
 

@@ -47,7 +47,7 @@ class CausalLM(ModelModule):
         self.config, self.generation_config, self._remat = hf_config, generation_config, "none"
         self._headless: Any = dataclasses.replace(config, head="none")  # its output is the normalized hidden states
 
-    # What TRL computes log-probabilities from: the hidden states of `base_model` and the head's weight
+    # TRL computes log-probabilities from these: the hidden states of `base_model` and the head's weight
 
     @property
     def base_model(self) -> Any:
@@ -97,7 +97,7 @@ class CausalLM(ModelModule):
         answers = input_ids.new_tensor([one + [pad] * (longest - len(one)) for one in found])
         return torch.cat((input_ids, answers), 1)
 
-    # What TRL calls besides
+    # Methods that TRL calls besides
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +121,7 @@ class CausalLM(ModelModule):
 
 
 def _sampling(given: Any) -> Sampling:
-    """By a GenerationConfig, where None is no restriction."""
+    """The Sampling of a GenerationConfig, where None is no restriction."""
     numbers = {name: value for name in ("temperature", "top_p", "min_p") if (value := getattr(given, name)) is not None}
     greedy = {} if given.do_sample else {"temperature": 0.0}
     return Sampling(**numbers | greedy, top_k=given.top_k or None, repetition=given.repetition_penalty or 1.0)

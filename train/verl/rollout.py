@@ -104,7 +104,7 @@ class Server:
         return await asyncio.wrap_future(self._requests.add(request))
 
     def _request(self, prompt: list[int], given: Mapping[str, Any]) -> Request:
-        """In sampling_params None is absence. ValueError for bad values, NotImplementedError for what is not there."""
+        """A request; None in sampling_params is absence. ValueError for bad values, NotImplementedError for others."""
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
             if name not in KNOWN and value not in FIXED.get(name, ()):

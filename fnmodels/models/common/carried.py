@@ -1,4 +1,4 @@
-"""What layers leave for later ones beside the residual stream, so that a stack can be run in parts.
+"""Tensors that layers leave for later ones beside the residual stream, so that a stack can be run in parts.
 
 `fnmodels.run_layers` takes and returns it as `carried`, a tree with these entries where a later layer reads them:
 

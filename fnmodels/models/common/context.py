@@ -131,7 +131,7 @@ class Context:
         return self.tap("attention.z", self._attention(q, k, v, mask, **how))
 
     def shared(self, name: str) -> Any:
-        """What the family's `shared` made for the layers of this call under this name; None: nothing."""
+        """The entry of this name that the family's `shared` made for the layers of this call; None: there is none."""
         return self.tensors.get("shared", {}).get(name)
 
     def _tapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What BERT and its relatives share: an encoder with a norm after each sublayer, learned positions, and its heads."""
+"""BERT and its relatives: an encoder with a norm after each sublayer, learned positions, and its heads."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -297,7 +297,7 @@ def block(
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: EncoderConfig) -> Tensor:
-    """What the head makes of each token: logits [B, S, V] or [B, S, labels]; without a head x [B, S, D]."""
+    """The head, applied to each token: logits [B, S, V] or [B, S, labels]; without a head x [B, S, D]."""
     return _unembed(params, x, config, config.hidden_act)
 
 
@@ -330,6 +330,6 @@ def classify_with(activation: Callable[[Tensor], Tensor], params: Tree, x: Tenso
 
 
 def pooled(params: Tree, x: Tensor, documents: Documents) -> Tensor:
-    """What transformers calls pooler_output, [N, D]: tanh(dense) of each document's first token, of x [B, S, D]."""
+    """The pooler_output of transformers, [N, D]: tanh(dense) of each document's first token, of x [B, S, D]."""
     weights = params["pooler"]
     return torch.tanh(linear(pool(x, documents, how="first"), weights["dense"], weights["dense_bias"]))

@@ -1,4 +1,4 @@
-"""What the Granite families share: multipliers of embeddings, residual branches, attention scores and logits.
+"""Common parts of the Granite families: multipliers of embeddings, residual branches, attention scores and logits.
 
 They come from maximal update parametrization (arXiv 2203.03466).
 """

@@ -1,4 +1,4 @@
-"""What a model returns: its head, read from the class that config.json names in "architectures".
+"""The heads of models, each read from the class that config.json names in "architectures".
 
 | head | class | `fnmodels.forward` returns |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What the text towers of CLIP and SigLIP share: Config fields, leaves, names and the embedding.
+"""Common parts of the text towers of CLIP and SigLIP: Config fields, leaves, names and the embedding.
 
 Their layers are `vision.block`.
 """

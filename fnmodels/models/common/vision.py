@@ -1,4 +1,4 @@
-"""What vision towers share: Config fields, leaves, the embedding of patches, and the block.
+"""Common parts of vision towers: Config fields, leaves, the embedding of patches, and the block.
 
 A row holds the tokens of one or several images, which `segment_ids` [B, S] tell apart. A token is a patch, whose input
 is its pixels, or a special token (class token, registers), whose input is not read. `positions` [B, S, 4] are (row,
@@ -116,7 +116,7 @@ class VisionConfig:
 
     @property
     def special_tokens(self) -> int:
-        """How many tokens of an image are no patches, before its patches."""
+        """The number of tokens before an image's patches, such as the class token."""
         return 1
 
 

@@ -274,8 +274,8 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
-    """What every layer reads: "condition" [B, M, D] after silu, and the images of tokens, "text_image" [B, T] and
-    "latent_image" [B, I].
+    """Tensors that every layer reads: "condition" [B, M, D] after silu, and the images of tokens, "text_image" [B, T]
+    and "latent_image" [B, I].
 
     time and guidance: 128 cosines, then sines, of 1000 times the value; the angles are computed in fp64.
     """

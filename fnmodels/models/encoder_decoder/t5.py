@@ -40,7 +40,7 @@ KINDS = ("full", "causal")
 HEADS = ("lm", "none")
 CAUSAL = False
 BIASED = True
-# Of older files: a table that transformers' cross attention had and never read.
+# Older files have a table that transformers' cross attention had and never read.
 LEFTOVERS = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
 _CLASSES = {"T5ForConditionalGeneration": "both", "T5EncoderModel": "encoder"}
 _PROJECTIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu", "gated-relu": "relu", "gelu": "gelu"}
@@ -103,7 +103,7 @@ class Config:
 
     @property
     def initializer_range(self) -> float:
-        """Of embeddings; the other parameters have their own, see `spec`."""
+        """The standard deviation of embeddings; the other parameters have their own, see `spec`."""
         return self.initializer_factor
 
     @property
@@ -276,7 +276,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
-    """What all layers of a stack read: {"bias"}, and of a decoder {"memory", "memory_mask"}, which `inputs` must hold.
+    """Tensors that every layer reads: {"bias"}, and in a decoder {"memory", "memory_mask"}, which `inputs` must hold.
 
     On a cache inputs["key_positions"] [B, K] are those of the keys.
     ValueError for bare tokens, which have no positions.

@@ -288,7 +288,7 @@ def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
-    """What all layers of a decoder read: {"memory", "memory_mask"}, which `inputs` must hold; nothing in an encoder."""
+    """Tensors that every layer reads: in a decoder {"memory", "memory_mask"}, which `inputs` must hold."""
     return memory_of(inputs) if config.stack == "decoder" else {}
 
 

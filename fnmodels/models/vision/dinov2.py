@@ -57,7 +57,7 @@ class Config(vision.VisionConfig):
 
     @property
     def classes(self) -> str:
-        """What the names of the reference's classes begin with."""
+        """The prefix of the reference's class names."""
         return "Dinov2WithRegisters" if self.num_register_tokens else "Dinov2"
 
     @property

@@ -65,7 +65,7 @@ class Config(vision.VisionConfig):
 
     @property
     def special_tokens(self) -> int:
-        """There are none."""
+        """0: every token of an image is a patch."""
         return 0
 
     @staticmethod

@@ -39,7 +39,7 @@ MODEL_TYPES = ("gemma3",)
 # transformers 5 writes the tower without the component that published files have.
 RESAVED = {r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"}
 LEFTOVERS = (r"vision_tower\.(vision_model\.)?embeddings\.position_ids",)
-# What text_config leaves out where it equals the defaults.
+# Fields that text_config leaves out where they equal the defaults.
 _TEXT = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}

@@ -37,7 +37,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)
 UNREAD = {"audio": r"model\.(audio_tower|embed_audio)\..*"}
-# What text_config leaves out where it equals the defaults.
+# Fields that text_config leaves out where they equal the defaults.
 _TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _TOKENS = ("boi_token_id", "eoi_token_id", "video_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
@@ -93,7 +93,7 @@ class Config:
 
 
 def LEFTOVERS(config: Config) -> tuple[str, ...]:
-    """Those of the text model."""
+    """The LEFTOVERS of the text model."""
     found: Any = may_have(family_of(config.text), "LEFTOVERS")
     text = [pattern.removeprefix("model.") for pattern in found(config.text)[:1]]
     return tuple(rf"model\.language_model\.{pattern}" for pattern in text)
@@ -135,7 +135,7 @@ def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Te
 def with_images(
     params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Config
 ) -> dict[str, Any]:
-    """As `vision_language.with_images`; what the layers read beside the stream is that of padding at images."""
+    """As `vision_language.with_images`; the layers' further inputs are those of padding at images."""
     found = vision_language.with_images(params, inputs, features, places, config=config)
     if "token_ids" in inputs:
         found["token_ids"] = torch.where(places[..., 0] >= 0, config.pad_token, inputs["token_ids"])

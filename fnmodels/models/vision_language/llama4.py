@@ -29,7 +29,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4",)
-# What text_config leaves out where it equals the defaults.
+# Fields that text_config leaves out where they equal the defaults.
 _TEXT = {"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
 _TEXT |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
 

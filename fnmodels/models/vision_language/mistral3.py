@@ -29,7 +29,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mistral3",)
-# What text_config leaves out where it equals the defaults.
+# Fields that text_config leaves out where they equal the defaults.
 _MISTRAL: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
 _MISTRAL |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 _SMALL: dict[str, Any] = {"vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "head_dim": 128}

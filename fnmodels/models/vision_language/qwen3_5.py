@@ -34,7 +34,7 @@ _USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}
 _USUAL |= {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}
 _DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
 _MOE = {"hidden_size": 2048, "num_hidden_layers": 40}
-# What text_config leaves out where it equals the defaults, and the name of the model's class.
+# Fields that text_config leaves out where they equal the defaults, and the name of the model's class.
 _TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_5": (_USUAL | _DENSE, "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": (_USUAL | _MOE, "Qwen3_5MoeForConditionalGeneration"),

@@ -58,5 +58,5 @@ def math_attention(
 
 
 def _tapped(tap: Tap, name: str, scores: Tensor) -> Tensor:
-    """What `tap` makes of [B, G, N / G, Q, K], which it sees as [B, N, Q, K]."""
+    """The result of `tap` for [B, G, N / G, Q, K], which it sees as [B, N, Q, K]."""
     return tap(name, scores.flatten(1, 2)).unflatten(1, scores.shape[1:3])

@@ -43,7 +43,7 @@ def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Ten
 @tree.pytree
 @dataclass(frozen=True)
 class RelativeBias:
-    """What is added to the scores of queries [B or 1, Q] and keys [B or 1, K], by their positions.
+    """A bias added to the scores of queries [B or 1, Q] and keys [B or 1, K], by their positions.
 
     values [2 D + 1, N]: for each head and distance key - query from -D to D, see `by_distance`; longer distances have
     the value of D.

@@ -55,7 +55,7 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What `tiles_backward` needs: q, k, v and the scale."""
+    """Saves the inputs of `tiles_backward`: q, k, v and the scale."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 

@@ -21,7 +21,7 @@ from .experts import choose_experts
 from .experts_loop import Act, inputs_of
 from .router import RouterDtypes
 
-# What a sparse block always returns, and its further taps.
+# Entries that a sparse block always returns, and its further taps.
 KEPT = ("counts", "router_logits")
 MOE_TAPS = (*KEPT, "expert_indices", "expert_weights", "experts", "shared_expert")
 

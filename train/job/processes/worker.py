@@ -33,7 +33,7 @@ from .launch import set_timeout
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker needs to know of the run; sent by the controller."""
+    """The facts of a run that a worker needs; sent by the controller."""
 
     mesh_setup: MeshSetup
     settings: Settings

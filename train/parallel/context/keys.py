@@ -39,7 +39,7 @@ class RanksKeys:
         self.group, self.over_all = group, remembered(over_all_keys)
 
     def mask(self, mask: MaskLike) -> Mask:
-        """That of this rank's queries over the keys of all ranks; ValueError for one that is no data."""
+        """The mask of this rank's queries over the keys of all ranks; ValueError for one that is no data."""
         if not isinstance(mask, Mask):
             raise ValueError(
                 f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."

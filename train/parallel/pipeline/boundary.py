@@ -1,4 +1,4 @@
-"""What stages send each other: hidden states, and what later layers read of earlier stages beside them.
+"""The messages between stages: hidden states, and what later layers read of earlier stages beside them.
 
 x               hidden states [B, S, D]; of an encoder those of its last layer also where a decoder begins
 memory          [B, K, D], what a decoder's layers read of its encoder

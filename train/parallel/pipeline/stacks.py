@@ -27,7 +27,7 @@ class Stack:
         return tree[self.name] if self.name else tree
 
     def within(self, lo: int, hi: int) -> range:
-        """Which of the model's layers lo <= i < hi are of this stack, by their number in it."""
+        """The model's layers lo <= i < hi that are of this stack, by their number in it."""
         return range(max(lo, self.lo) - self.lo, max(min(hi, self.hi), self.lo) - self.lo)
 
 

@@ -33,7 +33,7 @@ from .stacks import Stack, numbered, stacks_of
 
 @dataclass(frozen=True)
 class StageHooks:
-    """What the other dimensions of a mesh add to a stage.
+    """Hooks by which the other dimensions of a mesh change a stage.
 
     full_states: gathers the sequence dimension of hidden states before they are sent. dtype: of hidden states between
     stages; None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights

@@ -17,7 +17,7 @@ _KEYS = ("k", "v", "k_scale", "v_scale")  # tensors with heads in dimension 2
 
 @dataclass(frozen=True)
 class CacheShards:
-    """What of each layer's entry is this rank's.
+    """The part of each layer's entry that this rank holds.
 
     channels: {layer: indices of the convolutions' channels}, for layers that have any. heads, states: whether heads of
     attention, and of recurrent states, are sharded.

@@ -26,7 +26,7 @@ Shape = tuple[int | None, ...]  # of a full value; None for a dimension of the b
 
 
 def inside(names: Iterable[str], uses: Mapping[str, Use]) -> list[str]:
-    """Those of the names that a layer computes in a region; ValueError for a norm over heads of several ranks."""
+    """The names among these that a layer computes in a region; ValueError for a norm over heads of several ranks."""
     regions = {path.partition(".")[0] for path, use in uses.items() if use.kind in ("read", "write")}
     found = sorted(name for name in names if "." in name and name.partition(".")[0] in regions)
     for name in found:
@@ -71,7 +71,7 @@ class _Shard:
         return cls(region, None)
 
     def full(self, value: Tensor) -> Tensor:
-        """For an edit."""
+        """The full value, which an edit gets."""
         if self.dim is None:
             return value
         return self._once(collectives.all_gather(value, self.dim, self.region.group))

@@ -1,1 +1,1 @@
-"""What models of several parts share, each part a family of its own: two towers, or a tower and a text model."""
+"""Common parts of models made of several families: two towers, or a tower and a text model."""

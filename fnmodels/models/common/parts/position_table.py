@@ -60,7 +60,7 @@ Resample = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def table_inputs(config: Any, positions: Tensor, *, resample: Resample, placed: int = 1) -> dict[str, Tensor]:
-    """What `prepare` adds for a learned position table [placed + side * side, D] resampled to each image's grid.
+    """Inputs made by `prepare` for a learned position table [placed + side * side, D] resampled to each image's grid.
 
     placed: how many special tokens have an entry, before those of patches; others have no position. "table_index" int64
     [B, S, K], the entries that a token's position is made of, and "table_weight" fp32 [B, S, K], their weights. K is

@@ -1,4 +1,4 @@
-"""What Qwen's vision towers share (arXiv 2502.13923): a patch is `frames` frames, rotary tables have two axes.
+"""Common parts of Qwen's vision towers (arXiv 2502.13923): a patch is `frames` frames, rotary tables have two axes.
 
 An image [C, H, W] is its own frames: patch_rows([image.repeat_interleave(config.frames, 0)], config). So are frames
 [T, C, H, W] of a video: frames.transpose(0, 1).flatten(0, 1), T = config.frames.
@@ -39,7 +39,7 @@ class QwenTowerConfig(vision.VisionConfig):
 
     @property
     def special_tokens(self) -> int:
-        """There are none."""
+        """0: every token of an image is a patch."""
         return 0
 
 

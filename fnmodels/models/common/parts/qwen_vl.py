@@ -1,4 +1,4 @@
-"""What Qwen's vision-language models share: a text model with positions of three axes, merged cells of patches.
+"""Common parts of Qwen's vision-language models: a text model with positions of three axes, merged cells of patches.
 
 The text model is that of the plain family, Qwen 2 or 3, with `mrope_section`; its own config.json is one of that
 family, and of the wrapper's text where it is an object of the wrapper's file.
@@ -97,7 +97,7 @@ def joined(x: Tensor, places: Tensor) -> Tensor:
 
 
 def normed_merger_leaves(config: Any, width: int, *, joined_first: bool = False) -> dict[str, Leaf]:
-    """Those of `merger_leaves` and of Qwen3-VL's LayerNorm before it, of patches or, joined_first, of whole cells."""
+    """`merger_leaves` and the leaves of Qwen3-VL's LayerNorm before it, of patches or, joined_first, of whole cells."""
     size = config.hidden_size * (config.merge**2 if joined_first else 1)
     return layer_norm_leaves("norm", size, "embed") | merger_leaves(config, width)
 

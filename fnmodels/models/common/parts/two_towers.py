@@ -1,4 +1,4 @@
-"""What models with a text and a vision tower share: CLIP and SigLIP. The parameters are {"text": ..., "vision": ...}.
+"""Models with a text and a vision tower: CLIP and SigLIP. The parameters are {"text": ..., "vision": ...}.
 
 inputs, masks, freqs_cis = fnmodels.prepare(config.vision, patches, positions=positions, segment_ids=segment_ids)
 hidden = fnmodels.forward(params["vision"], inputs, masks, freqs_cis, config=config.vision)

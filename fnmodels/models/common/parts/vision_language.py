@@ -1,4 +1,4 @@
-"""What vision-language models share: a text model of any family reads a tower's features at its image tokens.
+"""Common parts of vision-language models: a text model of any family reads a tower's features at its image tokens.
 
 The parameters are {"text", "vision"} of the parts (`two_towers.towers`), and what the family puts between them.
 """
