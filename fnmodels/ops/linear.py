@@ -111,7 +111,8 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 def explain_products() -> dict[str, str]:
     """{kind of product: the rates measured on this machine's CPU, and which one large linear layers take}.
 
-    The rates are read from a file of the machine, whose name is under "file", and measured if there is none.
+    The rates are read from a file of the machine, whose name is under "file", and measured if there is none, or if the
+    machine was too busy when they were.
     """
     from . import product_table
 

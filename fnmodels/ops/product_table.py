@@ -6,9 +6,13 @@ where both arguments lie transposed. Without AMX, bf16 products of that Xeon run
 widening the arguments is faster; on a Zen 4 they run at twice that rate.
 
 The rates are kept in a file, so that all processes of a machine, now and later, choose the same and get the same bits:
-$XDG_CACHE_HOME/fnmodels/products-<machine>.json, or below ~/.cache. Where no file can be written, each process
-measures. Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while
-it traces, so that the choices are constants of a graph.
+$XDG_CACHE_HOME/fnmodels/products-<machine>.json, or below ~/.cache. Processes that start together measure one after
+another, and all but the first read what it wrote. On a busy machine a product may not get its cores in any turn, so a
+rate is confirmed when two turns reached it. A file with a rate that is not is replaced by the next process that starts.
+Where no file can be written, each process measures.
+
+Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while it traces,
+so that the choices are constants of a graph.
 """
 
 import functools
@@ -18,8 +22,9 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -37,9 +42,12 @@ FORMS: dict[Form, str] = {
     (True, True): "gradient of the weight",
 }
 _ROWS, _IN, _OUT = 1024, 512, 512
-_TURNS = 6
+_TURNS = 6  # at least
+_SECONDS = 1.0  # at most, once all have had their turns
+_AGREE = 0.95  # of the best rate, for a turn that confirms it
 _ONEDNN_GAINS = 1.05  # times the rate of torch's own product; below it, torch's own
 _WIDENING_GAINS = 1.25  # the same of fp32 products to bf16 ones: the conversions take a tenth, and memory
+BUSY = " (the machine was busy: the next process measures again)"
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
 
 
@@ -80,53 +88,87 @@ def _filled(rows: int, columns: int, transposed: bool) -> Tensor:
     return x.t() if transposed else x
 
 
-def measured() -> Rates:
-    """The rates of `candidates`, which take turns: the best of six each, about 0.2 s in sum."""
-    best: Rates = {}
+@dataclass(frozen=True)
+class Table:
+    """The rates of a machine. confirmed: two turns reached each of them."""
+
+    gflops: Rates
+    confirmed: bool
+
+
+def measured() -> Table:
+    """The best rates of `candidates`, which take turns until all are confirmed: 0.2 s, on a busy machine up to 1 s."""
+    runs = candidates()
+    best = {name: [0.0, 0.0] for name in runs}  # the second best and the best of each
+    turns, start = 0, time.perf_counter()
     with torch.no_grad():
-        runs = candidates()
-        for _ in range(_TURNS):
+        while turns < _TURNS or (not _confirmed(best) and time.perf_counter() - start < _SECONDS):
+            turns += 1
             for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                rate = 2e-9 * _ROWS * _IN * _OUT / (time.perf_counter() - start)
-                best[name] = max(best.get(name, 0.0), round(rate, 1))
-    return best
+                best[name] = sorted((*best[name], _rate(run)))[-2:]
+    return Table({name: round(two[-1], 1) for name, two in best.items()}, _confirmed(best))
 
 
-def read(file: Path) -> Rates | None:
-    """The rates in `file`; None if it is missing or damaged."""
+def _rate(run: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    run()
+    return 2e-9 * _ROWS * _IN * _OUT / (time.perf_counter() - start)
+
+
+def _confirmed(best: dict[str, list[float]]) -> bool:
+    return all(second >= _AGREE * first for second, first in best.values())
+
+
+def read(file: Path) -> Table | None:
+    """The table in `file`; None if it is missing or damaged."""
     try:
-        return {str(name): float(rate) for name, rate in json.loads(file.read_text())["gflops"].items()}
+        content = json.loads(file.read_text())
+        rates = {str(name): float(rate) for name, rate in content["gflops"].items()}
+        return Table(rates, content.get("confirmed") is True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def rates_of(of: dict[str, str]) -> Rates:
-    """The rates of the machine `of`, which is this one: those of its file, which is written if there is none."""
+def table_of(of: dict[str, str]) -> Table:
+    """The table of the machine `of`, which is this one: that of its file, which is written if its rates are missing."""
     try:
         file = table_file(of)
         found = read(file)
-        if found is not None:
+        if found is not None and found.confirmed:
             return found
-        rates = undisturbed(measured)
-        _write(file, {"machine": of, "gflops": rates})
-        return read(file) or rates  # of processes that measure at the same time the first to write decides
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(file.parent):
+            now = read(file)
+            if now is not None and now != found:  # by a process that measured while this one waited
+                return now
+            table = undisturbed(measured)
+            _write(file, {"machine": of, **asdict(table)})
+            return table
     except (OSError, RuntimeError):
         return undisturbed(measured)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process is inside of this block with the same folder, on systems with fcntl."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the handle too
+        os.close(handle)
+
+
 def _write(file: Path, content: dict[str, object]) -> None:
-    """Writes the file, unless a readable one is there by now."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as own:
         own.write(json.dumps(content, indent=1) + "\n")
-    try:
-        os.link(own.name, file)
-    except OSError:  # it exists, or the file system has no links
-        if read(file) is None:
-            os.replace(own.name, file)
-    Path(own.name).unlink(missing_ok=True)
+    os.replace(own.name, file)
 
 
 def forms_of_onednn(rates: Rates) -> frozenset[Form]:
@@ -158,7 +200,7 @@ def explained() -> dict[str, str]:
         narrow = {"torch": RATES[key]} if (key := f"bf16 {name} torch") in RATES else {}
         found[f"bf16 {name}"] = f"{_listed(narrow)}: {f'fp32, by {chosen}' if WIDENS else 'torch'}"
     with suppress(RuntimeError):
-        found["file"] = str(table_file(machine()))
+        found["file"] = str(table_file(machine())) + ("" if CONFIRMED else BUSY)
     return found
 
 
@@ -167,6 +209,7 @@ def _listed(rates: Rates) -> str:
 
 
 BF16 = has_bf16_products()
-RATES = rates_of(machine())
+_TABLE = table_of(machine())
+RATES, CONFIRMED = _TABLE.gflops, _TABLE.confirmed
 ONEDNN = forms_of_onednn(RATES)
 WIDENS = widening_gains(RATES)
