@@ -12,10 +12,12 @@ call: other values, and vmap over them, need no new graph.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .options import Edit
@@ -72,10 +74,28 @@ def bound(tap: str, name: str, edit: Edit) -> tuple[BoundEdit, dict[str, Tensor]
     return BoundEdit(tap, name, edit.func, settings), tensors
 
 
+def check_call(name: str, edit: Edit) -> None:
+    """TypeError, naming the tap, for a function that cannot be called with a value and the name of a tap."""
+    if torch.compiler.is_compiling() or not callable(edit):
+        return
+    try:
+        signature = inspect.signature(edit)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind(None, name)
+    except TypeError as error:
+        raise TypeError(
+            f"The edit of {name!r} cannot be called as edit(value, name): {error}. An edit is a function (value, name) "
+            f"-> value, and this one takes {signature}."
+        ) from None
+
+
 def edit_end(edits: Mapping[str, Edit] | None, name: str, value: Tensor) -> Tensor:
     """The value at one of the model's ends ("embed", "hidden", "final.norm"), edited if `edits` names it."""
     if not edits or name not in edits:
         return value
+    check_call(name, edits[name])
     static, tensors = bound(name, name, edits[name])
     return static(value, tensors)
 
@@ -101,6 +121,7 @@ def edits_of_layers(edits: Mapping[str, Edit], ends: tuple[str, ...], layers: in
                 f"The edit {name!r} is of a layer that does not run here: these are {run.start} to {run.stop - 1} of "
                 f"{layers}."
             )
+        check_call(name, edit)
         for index in run if number == "*" else (int(number),):
             here = found.setdefault(index, {})
             if tap in here:

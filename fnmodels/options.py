@@ -87,6 +87,13 @@ class ForwardOptions:
     context: Callable[..., Any] | None = None
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.edits is not None and not isinstance(self.edits, Mapping):
+            raise TypeError(
+                f"edits is a {type(self.edits).__name__}; it is a dict of the names of taps and their edits, such as "
+                '{"layers.3.mlp": edit} with a function edit(value, name) -> value.'
+            )
+
     def at(self, index: int) -> "ForwardOptions":
         """One layer's options, with what a `PerLayer` chooses there; ValueError where that is kernel="invariant"."""
         given = {"kernel": self.kernel, "layer_fn": self.layer_fn}

@@ -112,10 +112,11 @@ def empirical_fisher_vp(losses: Callable[[Tree, Any], Tensor], params: Tree, bat
 def empirical_ntk(outputs: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tensor:
     """[n, n], the inner products of the gradients of outputs(params, batch) -> [n] with respect to the params.
 
-    Holds n gradients in memory. ValueError for outputs of another shape, and for leaves that are not floating.
+    Holds n gradients in memory. TypeError for outputs that are no tensor, ValueError for outputs of another shape and
+    for leaves that are not floating.
     """
     _check_floating(params)
-    values, pullback = vjp(lambda p: outputs(p, batch), params)[:2]
+    values, pullback = vjp(lambda p: _tensor_of(outputs(p, batch), "function"), params)[:2]
     if values.ndim != 1:
         raise ValueError(f"outputs must return [n], one number per row or token, not {list(values.shape)}.")
     (jacobian,) = vmap(pullback)(torch.eye(len(values), dtype=values.dtype, device=values.device))

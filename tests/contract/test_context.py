@@ -213,6 +213,10 @@ def test_edits_reach_every_function_that_runs_layers() -> None:
     assert off(torch.cat((logits, last), 1), whole) < 1e-5
 
 
+def _steer(value: Tensor, name: str, vector: Tensor, by: float) -> Tensor:
+    return value + by * vector
+
+
 @pytest.mark.parametrize(
     ("edits", "words"),
     [
@@ -229,6 +233,10 @@ def test_edits_reach_every_function_that_runs_layers() -> None:
         ({"embed": lambda value, name: value[:1]}, "edit of 'embed' gives"),
         ({"layers.0.input": lambda value, name: None}, "edit of 'layers.0.input' returned a NoneType"),
         ({"layers.0.input": 3}, "edit of 'layers.0.input' is a int; an edit is a function"),
+        ({"layers.*.mlp": lambda value: value}, r"'layers\.\*\.mlp' cannot be called as edit\(value, name\): too many"),
+        ({"embed": lambda value: value}, r"'embed' cannot be called as edit.*, and this one takes \(value\)"),
+        ({"layers.0.mlp": functools.partial(_steer, by=1.0)}, r"'layers\.0\.mlp' cannot be .* argument: 'vector'"),
+        ([("layers.0.mlp", torch.zeros(1))], "edits is a list; it is a dict of the names of taps and their edits"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

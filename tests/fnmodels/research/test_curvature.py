@@ -142,9 +142,14 @@ def test_train_losses_compile_and_their_tuple_is_refused() -> None:
     close(applied(research.hvp(total, PARAMS, batch, compile="aot_eager")), want)
     squared = [research.ggn_vp(total, lambda o, _: o.square(), PARAMS, batch, compile=c) for c in (None, "aot_eager")]
     close(applied(squared[1]), applied(squared[0]))
-    for make in (research.hvp, research.fisher_vp, research.empirical_fisher_vp):
-        with pytest.raises(TypeError, match="returned a tuple; return one tensor"):
+    for make in (research.hvp, research.fisher_vp, research.empirical_fisher_vp, research.empirical_ntk):
+        with pytest.raises(TypeError, match=r"The (loss|function) returned a tuple; return one tensor"):
             make(pair, PARAMS, batch)
+    for compile in (None, "aot_eager"):
+        with pytest.raises(TypeError, match="The function returned a tuple; return one tensor"):
+            applied(research.ggn_vp(pair, lambda o, _: o.square(), PARAMS, batch, compile=compile))
+        with pytest.raises(TypeError, match="The loss returned a tuple; return one tensor"):
+            applied(research.ggn_vp(total, lambda o, _: (o.square(), 1), PARAMS, batch, compile=compile))
 
 
 def test_no_value_of_a_gradient_is_read() -> None:
