@@ -5,7 +5,10 @@
     python benchmarks/profile_step.py --quick                    a tiny model, one round, to check that it runs
 
 Each part runs alone, forward and backward, on tensors of the step's shapes; the parts take turns, and the medians are
-reported. `norm, rotary, activation` runs these functions eagerly; in compiled blocks they are fused into fewer loops.
+reported. The rest is the median of what remains in each turn. Threads that wait for each other spin, so that a step
+uses all of its cores' time, but for Python's; the report says which share it had, as a table made while other work took
+some of it shows that work as the rest of the step. `norm, rotary, activation` runs these functions eagerly; in compiled
+blocks they are fused into fewer loops.
 `Python and dispatch` is the step of a model with as many layers of 32 numbers, on 16 tokens: its tensors take no time.
 `rest of the layers` is what the layers take beyond their products, attention, norms, rotary positions and activations:
 residuals, copies and casts, autograd; negative where a compiled block fuses what runs alone here.
@@ -58,6 +61,10 @@ SIZES: dict[str, dict[str, int]] = {
 }
 ELEMENTWISE = "norm, rotary, activation"
 INSIDE = ("products of the layers", "attention", ELEMENTWISE)  # of the layers
+RESTS = {
+    "rest of the layers": ("layers", INSIDE),
+    "rest of the step": ("the step", ("layers", "head and loss", "optimizer")),
+}
 Run = Callable[[], Any]
 
 
@@ -179,16 +186,22 @@ def bounds(size: dict[str, int], dtype: torch.dtype, peak: float, bandwidth: flo
     return found | {"layers": sum(list(found.values())[:3]), "the step": sum(found.values())}
 
 
-def timed(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """{name: the median of its times}, in turns."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+def timed(runs: dict[str, Run], rounds: int) -> tuple[dict[str, float], float]:
+    """({name: the median of its times}, in turns; the least share of the cores' time that `the step` had)."""
+    taken: dict[str, list[float]] = {name: [] for name in (*runs, *RESTS)}
+    shares = []
     for turn in range(rounds + 2):
+        took = {}
         for name, run in runs.items():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             run()
-            if turn > 1:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in taken.items()}
+            took[name] = time.perf_counter() - start
+            if name == "the step" and turn > 1:
+                shares.append((time.process_time() - cpu) / took[name] / torch.get_num_threads())
+        took |= {rest: took[of] - sum(took[part] for part in inside) for rest, (of, inside) in RESTS.items()}
+        for name in taken if turn > 1 else ():
+            taken[name].append(took[name])
+    return {name: statistics.median(times) for name, times in taken.items()}, min(shares)
 
 
 def report(name: str, dtype: torch.dtype, compile: str, rounds: int) -> None:
@@ -203,16 +216,15 @@ def report(name: str, dtype: torch.dtype, compile: str, rounds: int) -> None:
         "copy": lambda: into.copy_(copied),
         "Python and dispatch": empty_step(size, dtype, compile),
     }
-    took = timed({**parts(size, dtype, compile), **machine}, rounds)
+    took, share = timed({**parts(size, dtype, compile), **machine}, rounds)
     peak = 2 * side**3 / min(took["product"], took["fp32 product"])
     bandwidth = 8 * copied.numel() / took["copy"]
-    took["rest of the layers"] = took["layers"] - sum(took[part] for part in INSIDE)
     least, step = bounds(size, dtype, peak, bandwidth), took["the step"]
-    took["rest of the step"] = step - took["layers"] - took["head and loss"] - took["optimizer"]
     flops = (least["products of the layers"] + least["attention"] * 3 / 3.5 + least["head and loss"]) * peak
     print(
         f"\n{name}, {str(dtype).removeprefix('torch.')}, compile={compile!r}: the step reaches "
-        f"{flops / step / peak:.0%} of the peak, {peak / 1e9:,.0f} GFLOP/s; memory {bandwidth / 1e9:,.1f} GB/s"
+        f"{flops / step / peak:.0%} of the peak, {peak / 1e9:,.0f} GFLOP/s; memory {bandwidth / 1e9:,.1f} GB/s; "
+        f"it had {share:.0%} of its cores' time at least"
     )
     print("| part | ms | of the step | bound, ms | of the bound |\n|---|---:|---:|---:|---:|")
     order = ("the step", "layers", *INSIDE, "rest of the layers", "head and loss", "optimizer", "rest of the step")
