@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fnmodels import document_layout, tree
 from fnmodels.inputs.layout import Layout
+from fnmodels.ops.torch_internals import full_graph
 from fnmodels.tree import Tree
 from train.losses.model_loss import Batch as Batch
 from train.losses.model_loss import ModelLoss, as_loss, is_one_per_shape
@@ -42,7 +43,7 @@ def caller(
         loss = loss.with_options(counts=True)
     if compile != "whole":
         return loss.with_options(expected=True)
-    compiled = torch.compile(_with_layout, fullgraph=True)
+    compiled = full_graph(_with_layout)
     return lambda params, batch: compiled(loss, params, batch, layout_of(batch))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnmodels.ops.torch_internals import costly_operators
+from fnmodels.ops.torch_internals import costly_operators, full_graph
 from fnmodels.options import Block, LayerFn
 
 from .remat_budget import budget_of, within
@@ -92,7 +92,7 @@ def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
     def compiled(block: Block) -> Block:
         key = _key(block)
         if key not in made:
-            made[key] = torch.compile(wrap(block), fullgraph=True)
+            made[key] = full_graph(wrap(block))
         return made[key]
 
     return compiled

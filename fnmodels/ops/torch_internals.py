@@ -211,12 +211,27 @@ def varlen_attention(grouped: bool) -> Callable[..., Tensor]:
     return cast("Callable[..., Tensor]", call)
 
 
+def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile with fullgraph=True and `options`, without Inductor's test of the C++ compiler.
+
+    Inductor knows the CPU's vector instructions, and compiles torch's vector headers three times to see whether the
+    compiler has them too: 6 to 8 s of the first start. A compiler that is new enough for these headers has them, and
+    AVX-512's bf16 and VNNI, which are newer, are still tested. A setting of `torch._inductor.config` or of the
+    environment stays.
+    """
+    import torch._inductor.config as inductor  # here, for importing it takes time
+
+    cpp = getattr(inductor, "cpp", None)
+    if getattr(cpp, "vec_isa_ok", False) is None:
+        setattr(cpp, "vec_isa_ok", True)  # noqa: B010 - a release without it has no attribute to assign
+    return torch.compile(function, fullgraph=True, **options)
+
+
 def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile with fullgraph=True. Newer releases count the graphs of each such call apart; older ones raise when
-    all calls for functions with the same code, such as one step for each of many models, have more than 8 in sum."""
+    """`full_graph`. Newer releases count the graphs of each such call apart; older ones raise when all calls for
+    functions with the same code, such as one step for each of many models, have more than 8 in sum."""
     counts_apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    more: Any = {"isolate_recompiles": True} if counts_apart else {}
-    return torch.compile(function, fullgraph=True, **more)
+    return full_graph(function, **({"isolate_recompiles": True} if counts_apart else {}))
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -28,6 +28,7 @@ from fnmodels.ops.torch_internals import (
     PRIVATE,
     alone,
     costly_operators,
+    full_graph,
     quiet,
     softmax_backward,
     undisturbed,
@@ -355,3 +356,11 @@ def _own_names() -> set[str]:
                     found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
                     found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
     return found
+
+
+@pytest.mark.parametrize("setting", [None, False])
+def test_compiled_code_skips_the_test_of_the_compiler_unless_it_is_set(setting: bool | None) -> None:
+    inductor = torch._inductor.config
+    with inductor.patch({"cpp.vec_isa_ok": setting}):
+        full_graph(abs, backend="eager")
+        assert inductor.cpp.vec_isa_ok is (True if setting is None else setting)
