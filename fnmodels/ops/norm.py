@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fnmodels.inputs.values import batched_gradient
 from fnmodels.options import Tap
 
 from .invariant import rows_are_invariant
@@ -93,6 +94,43 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+class _LayerNorm(torch.autograd.Function):
+    """torch's layer norm, one pass over memory in each direction, with derivatives of its derivatives.
+
+    torch's own node is not used: in torch 2.13 reverse over forward mode through it silently gives wrong values.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, ctx.eps = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, weight, bias, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled() or batched_gradient(grad_output):
+            return *_layer_norm_backward(grad_output, x, weight, ctx.eps), None
+        given = grad_output.contiguous(), x, weight.shape, mean, scale, weight, bias
+        return *torch.ops.aten.native_layer_norm_backward(*given, list(ctx.needs_input_grad[:3])), None
+
+
+def _layer_norm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias in differentiable operations."""
+    centered = x - x.mean(-1, keepdim=True)
+    scale = _scale(centered, eps)
+    unit, rows = centered * scale, tuple(range(x.ndim - 1))
+    inner = grad_output * weight
+    inner = inner - inner.mean(-1, keepdim=True) - unit * (inner * unit).mean(-1, keepdim=True)
+    return inner * scale, (grad_output * unit).sum(rows), grad_output.sum(rows)
+
+
 @contextmanager
 def watched_norms(weights: Mapping[str, Tensor], tap: Tap) -> Iterator[None]:
     """A scope in which the norms with these weights call `tap` with NAME, their output, and NAME.scale, fp32 [..., 1].
@@ -158,8 +196,12 @@ def layer_norm(
     """
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
     w = 1 + w if zero_centered and w is not None else w
-    # Not F.layer_norm: in torch 2.13 reverse over forward mode through it silently gives wrong values.
     wide = upcast(x)
+    watched = not torch.compiler.is_compiling() and _WATCHED.get() is not None
+    if w is not None and b is not None and not watched and _use_function(wide, w):
+        one_pass: Tensor = _LayerNorm.apply(wide, w, b, eps)[0]
+        return one_pass.to(x.dtype)
+    # Not F.layer_norm, see `_LayerNorm`.
     centered = wide - wide.mean(-1, keepdim=True)
     if (found := _watched(centered, weight, eps)) and w is not None:
         return found[1](found[2], (found[0] * w if b is None else found[0] * w + b).to(x.dtype))

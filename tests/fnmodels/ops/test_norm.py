@@ -59,6 +59,34 @@ def test_large_rows_as_one_function_and_its_derivatives() -> None:
         rms_norm(x, w[:1], eps=EPS)
 
 
+def test_large_layer_norms_as_one_function_and_their_derivatives() -> None:
+    """Against exact arithmetic: as for RMSNorm, with the gradient of the bias; frozen parameters have none."""
+    x, w, b = (torch.randn(shape).requires_grad_() for shape in ((2, 512, 256), (256,), (256,)))
+    x, grad_outputs = (x.detach() + 3).requires_grad_(), torch.randn(2, 2, 512, 256)
+
+    def all_of(function: Callable[..., Tensor], *at: Tensor) -> list[Tensor]:
+        y, s = function(*at), grad_outputs.to(at[0].dtype)
+        first = torch.autograd.grad(y, at, s[0], create_graph=True)
+        second = torch.autograd.grad((first[0] * s[1]).sum() + first[1].square().sum(), at[:2], retain_graph=True)
+        plain = torch.autograd.grad(y, at, s[1], retain_graph=True)
+        return [y, *first, *second, *plain, *torch.autograd.grad(y, at, s, is_grads_batched=True)]
+
+    def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return layer_norm(x, w, b, eps=EPS)
+
+    def written_out(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return unit(x - x.mean(-1, keepdim=True)) * w + b
+
+    assert type(norm(x, w, b).grad_fn).__name__ == "_LayerNormBackward"
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    for got, want in zip(all_of(norm, x, w, b), all_of(written_out, *exact), strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm()
+    frozen = torch.autograd.grad(norm(x, w.detach(), b.detach()), x, grad_outputs[0])
+    torch.testing.assert_close(frozen, torch.autograd.grad(norm(x, w, b), x, grad_outputs[0]), rtol=0, atol=0)
+    narrow = layer_norm(*(t.detach().bfloat16() for t in (x, w, b)), eps=EPS)
+    assert narrow.dtype is torch.bfloat16 and (narrow - norm(x, w, b)).abs().max() < 0.1
+
+
 def test_where_bfloat16_rounds() -> None:
     x, w, b = X.bfloat16(), W.bfloat16(), BIAS.bfloat16()
     wide = unit(x.float())
