@@ -309,6 +309,14 @@ def weights_of(config: Any) -> Any:
     )
 
 
+def placed(config: Any, mesh: Mesh, how: Strategy) -> Any:
+    """`weights_of` over a mesh: this rank's shards."""
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
+    whole = tree.flatten(weights_of(config))
+    return with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
+
+
 @functools.cache
 def one_process(name: str) -> One:
     config, loss, halves = SETTINGS[name]()
@@ -328,12 +336,9 @@ def errors_over(name: str, over: str, strategy: dict[str, Any] | None = None, **
     options: the step's.
     """
     (config, loss, halves), mesh, how = SETTINGS[name](), Mesh.parse(over), Strategy(**strategy or {})
-    one, params, grads, optimizer = one_process(name), weights_of(config), list[Tensor](), optimizer_of(name)
+    one, grads, optimizer = one_process(name), list[Tensor](), optimizer_of(name)
     batch = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
-    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
-    plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
-    whole = tree.flatten(params)
-    held = with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
+    held = placed(config, mesh, how)
     step = train.make_step(loss, optimizer, clip=CLIP, mesh=mesh, strategy=how, **options)
     with watched(grads):
         state, metrics = step(train.init_state(held, optimizer), batch)

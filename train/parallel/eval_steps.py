@@ -31,7 +31,7 @@ from train.parallel.pipeline.stages import stages_of
 from .batch_shards import own_parts
 from .compose import compose
 from .mesh import ROWS, Parallelism
-from .padding import unpadded
+from .padding import entry_of_tokens, unpadded
 from .placement import Placed
 from .step import batch_check, check_compile, parts_for, placed_for
 from .update import over_processes
@@ -121,9 +121,9 @@ def full_outputs(
     sharded = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
     joined = []
     for one, part, at, whole in zip(found, parts, places, given, strict=True):
-        rows, positions = part["tokens"].shape[:2]
+        rows, positions = entry_of_tokens(part).shape[:2]
         join = functools.partial(_joined, rows=rows, places=at, sharded=sharded, devices=placed.devices)
-        size = tuple(whole["tokens"].shape[:2])
+        size = tuple(entry_of_tokens(whole).shape[:2])
         cut = functools.partial(unpadded, larger=(size[0], positions * placed.devices["cp"].size()), size=size)
         joined.append(tree.map(cut, tree.map(join, one)))
     return joined

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fnmodels
 from fnmodels import tree
+from tests.support import encoder_losses
 from tests.support.cases import generic_params
 from tests.support.one_process import LENGTH, batch, config_of, loss_of, placed
 from tests.support.ranks_pool import Ranks, devices
@@ -62,6 +64,30 @@ def ran(name: str, text: str, strategy: dict[str, Any]) -> dict[str, float]:
 def test_they_are_those_of_one_process(ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]) -> None:
     for found in ranks(4)(ran, name, mesh, strategy):
         assert not {what: far for what, far in found.items() if not far < 1e-5}
+
+
+def velocity(params: Any, batch: dict[str, Tensor], *, config: Any) -> Tensor:
+    """Flux's output [B, I, C] for latents as they are."""
+    own = {name: batch[name] for name in ("positions", "segment_ids", "text_segment_ids")}
+    conditions = {name: batch[name] for name in config.conditions}
+    prepared = fnmodels.prepare_denoising(config, batch["latents"], batch["text"], conditions, **own)
+    found: Tensor = fnmodels.forward(params, *prepared, config=config)
+    return found
+
+
+def flows(text: str) -> float:
+    config, _, halves = encoder_losses.SETTINGS["flow"]()
+    whole, mesh = encoder_losses.weights_of(config), Mesh.parse(text)
+    batch = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
+    held, function = encoder_losses.placed(config, mesh, Strategy()), functools.partial(velocity, config=config)
+    ours, theirs = make_forward_only(function, mesh=mesh)(held, batch), make_forward_only(function)(whole, batch)
+    assert ours.shape == theirs.shape == (*batch["latents"].shape[:2], config.out_channels)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2", "pp=2"])
+def test_batches_of_latents_are_those_of_one_process(ranks: Ranks, mesh: str) -> None:
+    assert max(ranks(2)(flows, mesh)) < 1e-5
 
 
 def narrow() -> bool:
