@@ -4,10 +4,11 @@
     python benchmarks/encoders.py --parts embed      one of embed, bf16, tune, vit
     python benchmarks/encoders.py --quick            tiny models and one round, to check that everything runs
 
-Texts have 5 to 200 tokens. embed: packed rows beside sentence-transformers, which sorts texts by length and pads; both
-include the tokenizer. bf16: the same with bf16 weights on both sides, and the cosine of the vectors with those of fp32.
-tune: a step of sequence classification (forward, backward, AdamW), packed beside transformers on
-padded rows. vit: images per second, forward and a step of classification. All have the same weights, and the results
+Texts have 5 to 200 tokens. embed: packed rows and weights of `params.packed` beside sentence-transformers, which sorts
+texts by length and pads; both include the tokenizer. bf16: the same with bf16 weights on both sides, and the cosine of
+the vectors with those of fp32. tune: a step of sequence classification (forward, backward, AdamW), packed beside
+transformers on padded rows. vit: images per second, forward and a step of classification. All have the same weights and
+keep the memory that they free (`train.keep_freed_memory`), and the results
 must agree. A package that is not installed is left out.
 """
 
@@ -32,7 +33,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-from turns import give_back_memory, take_turns
+from turns import take_turns
 
 import fnmodels
 import params as P
@@ -76,10 +77,8 @@ def embed(
         ids = tokenizer(texts)["input_ids"]
         return fnmodels.embed_documents(params, ids, config=config, embedder=embedder)
 
-    found: Contenders = {"fnmodels": functools.partial(ours, params)}
-    if dtype is torch.float32:
-        found["fnmodels, P.packed"] = functools.partial(ours, P.packed(params))
-    else:
+    found: Contenders = {"fnmodels": functools.partial(ours, P.packed(params))}  # bf16 weights stay as they are
+    if dtype is not torch.float32:
         cosines = (ours(params).float() * ours(exact)).sum(1)
         print(f"\ncosines of {dtype} vectors with those of fp32: at least {cosines.min():.5f}")
     if importlib.util.find_spec("sentence_transformers"):
@@ -204,7 +203,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
-    give_back_memory()
+    train.keep_freed_memory()  # for all contenders, which are in this process
     torch.set_num_threads(args.threads)
     texts, rounds, longest, sizes, picture = args.texts, args.rounds, 200, MINI, dict[str, Any]()
     if args.quick:

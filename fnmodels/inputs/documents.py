@@ -51,8 +51,9 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
         rank = positions_from_segments(ids)
     rank = rank.expand(ids.shape)
     rows, columns = (ids > 0).nonzero(as_tuple=True)
-    pairs = torch.stack((rows, ids[rows, columns]), -1)
-    found, numbers = pairs.unique(dim=0, return_inverse=True)
+    # One number for each (row, segment): torch's unique of pairs takes four times as long.
+    segments, nth = ids[rows, columns].unique(return_inverse=True)
+    found, numbers = (rows * len(segments) + nth).unique(return_inverse=True)
     number = torch.full_like(ids, len(found))
     number[rows, columns] = numbers
     ends = []
@@ -62,7 +63,8 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
         begins = torch.searchsorted(numbers[order], torch.arange(len(found), device=ids.device))
         ends.append(columns[order[begins]])
     first, last = ends
-    return Documents(found[:, 0], found[:, 1], first, last, number, rank)
+    row, segment = found // max(len(segments), 1), segments[found % max(len(segments), 1)]
+    return Documents(row, segment, first, last, number, rank)
 
 
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:

@@ -111,6 +111,15 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, bias, ctx.eps = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(x, weight, bias, *output[1:])
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, bias_tangent: Tensor, _: None) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        unit, scale = _unit(x, ctx.eps)
+        moved = x_tangent - x_tangent.mean(-1, keepdim=True)
+        moved = scale * (moved - unit * (moved * unit).mean(-1, keepdim=True))
+        return moved * weight + unit * weight_tangent + bias_tangent, None, None
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,12 +132,18 @@ class _LayerNorm(torch.autograd.Function):
 
 def _layer_norm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias in differentiable operations."""
-    centered = x - x.mean(-1, keepdim=True)
-    scale = _scale(centered, eps)
-    unit, rows = centered * scale, tuple(range(x.ndim - 1))
+    unit, scale = _unit(x, eps)
+    rows = tuple(range(x.ndim - 1))
     inner = grad_output * weight
     inner = inner - inner.mean(-1, keepdim=True) - unit * (inner * unit).mean(-1, keepdim=True)
     return inner * scale, (grad_output * unit).sum(rows), grad_output.sum(rows)
+
+
+def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x minus its mean, times the scale; the scale [..., 1]) of a layer norm."""
+    centered = x - x.mean(-1, keepdim=True)
+    scale = _scale(centered, eps)
+    return centered * scale, scale
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
 
-from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered, upcast
+from fnmodels.ops.norm import _LayerNorm, layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered, upcast
 
 EPS = 1e-2
 torch.manual_seed(0)
@@ -81,6 +81,10 @@ def test_large_layer_norms_as_one_function_and_their_derivatives() -> None:
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
     for got, want in zip(all_of(norm, x, w, b), all_of(written_out, *exact), strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm()
+    tangents = tuple(torch.randn_like(t) for t in exact)
+    at = tuple(t.detach() for t in exact)
+    found = jvp(lambda *at: _LayerNorm.apply(*at, EPS)[0], at, tangents)[1]
+    torch.testing.assert_close(found, jvp(written_out, at, tangents)[1])
     frozen = torch.autograd.grad(norm(x, w.detach(), b.detach()), x, grad_outputs[0])
     torch.testing.assert_close(frozen, torch.autograd.grad(norm(x, w, b), x, grad_outputs[0]), rtol=0, atol=0)
     narrow = layer_norm(*(t.detach().bfloat16() for t in (x, w, b)), eps=EPS)
