@@ -213,7 +213,7 @@ def layer_norm(
     w = 1 + w if zero_centered and w is not None else w
     wide = upcast(x)
     watched = not torch.compiler.is_compiling() and _WATCHED.get() is not None
-    if w is not None and b is not None and not watched and _use_function(wide, w):
+    if w is not None and b is not None and not watched and _use_function(wide, w) and b.dtype is w.dtype and alone(b):
         one_pass: Tensor = _LayerNorm.apply(wide, w, b, eps)[0]
         return one_pass.to(x.dtype)
     # Not F.layer_norm, see `_LayerNorm`.
