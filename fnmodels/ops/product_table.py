@@ -8,8 +8,8 @@ widening the arguments is faster; on a Zen 4 they run at twice that rate.
 The rates are kept in a file, so that all processes of a machine, now and later, choose the same and get the same bits:
 $XDG_CACHE_HOME/fnmodels/products-<machine>.json, or below ~/.cache. Processes that start together measure one after
 another, and all but the first read what it wrote. On a busy machine a product may not get its cores in any turn, so a
-rate is confirmed when two turns reached it. A file with a rate that is not is replaced by the next process that starts.
-Where no file can be written, each process measures.
+rate is confirmed when two turns reached it. A file with a rate that is not is replaced by a process that starts ten
+minutes later or more, so that the processes of one run agree. Where no file can be written, each process measures.
 
 Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while it traces,
 so that the choices are constants of a graph.
@@ -47,7 +47,8 @@ _SECONDS = 1.0  # at most, once all have had their turns
 _AGREE = 0.95  # of the best rate, for a turn that confirms it
 _ONEDNN_GAINS = 1.05  # times the rate of torch's own product; below it, torch's own
 _WIDENING_GAINS = 1.25  # the same of fp32 products to bf16 ones: the conversions take a tenth, and memory
-BUSY = " (the machine was busy: the next process measures again)"
+_KEPT = 600.0  # seconds that a file with an unconfirmed rate is read
+BUSY = " (the machine was busy: a process that starts ten minutes later measures again)"
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
 
 
@@ -120,11 +121,12 @@ def _confirmed(best: dict[str, list[float]]) -> bool:
 
 
 def read(file: Path) -> Table | None:
-    """The table in `file`; None if it is missing or damaged."""
+    """The table in `file`; None if it is missing or damaged, or not confirmed and ten minutes old."""
     try:
         content = json.loads(file.read_text())
         rates = {str(name): float(rate) for name, rate in content["gflops"].items()}
-        return Table(rates, content.get("confirmed") is True)
+        found = Table(rates, content.get("confirmed") is True)
+        return found if found.confirmed or time.time() - file.stat().st_mtime < _KEPT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -133,14 +135,12 @@ def table_of(of: dict[str, str]) -> Table:
     """The table of the machine `of`, which is this one: that of its file, which is written if its rates are missing."""
     try:
         file = table_file(of)
-        found = read(file)
-        if found is not None and found.confirmed:
+        if (found := read(file)) is not None:
             return found
         file.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(file.parent):
-            now = read(file)
-            if now is not None and now != found:  # by a process that measured while this one waited
-                return now
+            if (found := read(file)) is not None:  # of a process that measured while this one waited
+                return found
             table = undisturbed(measured)
             _write(file, {"machine": of, **asdict(table)})
             return table
