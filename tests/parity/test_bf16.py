@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common import decoder, encoder, post_norm
+from fnmodels.models.common import encoder, post_norm
+from fnmodels.models.common.decoder import embed_and_head
 from fnmodels.ops import mla, norm
 from params.compare.activations import our_taps, their_taps
 from params.compare.batches import batches_of
@@ -73,7 +74,7 @@ def our_norms(case: Case, params: Any) -> dict[str, Norm]:
     paths = {id(leaf): path for path, leaf in tree.flatten(params).items()}
     found: dict[str, Norm] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fnmodels.family_of(case.config), decoder, encoder, mla, post_norm):
+        for module in (fnmodels.family_of(case.config), embed_and_head, encoder, mla, post_norm):
             for name, function in inspect.getmembers(module, inspect.isfunction):
                 if function.__module__ == norm.__name__ and "norm" in name:
 

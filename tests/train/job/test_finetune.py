@@ -60,7 +60,7 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_the_text_of_a_model_with_images_trains(name, tmp_path, text, capsys):  # noqa: F811
     """With all weights and with adapters; the tower is not read, and the run is a model of text."""
-    values = test_llava.VARIANTS["llama"] if name == "llava" else test_qwen3_5._values("qwen3_5")
+    values = test_llava.VARIANTS["llama"] if name == "llava" else test_qwen3_5.values_of("qwen3_5")
     config = family_reading(values).Config.from_hf(values)
     base = checkpoint_of(tmp_path / "base", config)
     assert hasattr(P.load_config(base), "vision")
