@@ -7,6 +7,8 @@ from torch import Tensor
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.norm import upcast
 
+from .one_query import is_one_query, one_query_attention
+
 
 def sdpa_attention(
     q: Tensor,
@@ -27,6 +29,8 @@ def sdpa_attention(
         return _biased(q, k, v, allowed, causal, scale, bias)
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
+    if not causal and is_one_query(q):
+        return one_query_attention(q, k, v, allowed, scale=scale)
     width, grouped = v.shape[-1], False
     if q.shape[-2] != k.shape[-2]:  # not bool(...): where heads are symbols, dynamo makes that a symbol too
         grouped = True
