@@ -231,7 +231,10 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """`full_graph`. Newer releases count the graphs of each such call apart; older ones raise when all calls for
     functions with the same code, such as one step for each of many models, have more than 8 in sum."""
     # Guards on globals ask whether this package's functions are still the same: half of the guards, 0.2 ms a call.
-    options: Any = {"options": {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}}
+    inductor: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+    inductor["size_asserts"] = False  # guards have compared the sizes of arguments
+    inductor["cpp.enable_floating_point_contract_flag"] = "fast"  # fused multiply-add
+    options: dict[str, Any] = {"options": inductor}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     return full_graph(function, **options)
