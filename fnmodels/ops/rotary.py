@@ -212,6 +212,15 @@ def _cos_sin(table: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
+def _signed(sin: Tensor) -> Tensor:
+    """(-sin, sin) [..., 2, R/2]."""
+    if not torch.compiler.is_compiling():
+        return torch.stack((-sin, sin), dim=-2)
+    # Compiled code fuses a product with its reader, but stores a stack: a step of decoding had one per layer, q and k.
+    signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)
+    return sin.unsqueeze(-2) * signs[:, None]
+
+
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
     """Rotate the pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half-split layout.
 
@@ -224,7 +233,7 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
     cos, sin = _cos_sin(table)
     # Both halves at once, with contiguous sines: half the time of four products of slices on a CPU.
     halves = x[..., : 2 * half].unflatten(-1, (2, half))
-    rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), torch.stack((-sin, sin), dim=-2))
+    rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), _signed(sin))
     rotated = rotated.flatten(-2).to(x.dtype)
     return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
