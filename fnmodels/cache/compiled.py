@@ -90,8 +90,10 @@ def _slots_read(cache: Cache, tokens: Tensor, segment_ids: Tensor | None) -> Ten
     held = next((slots.segments for slots in cache.slots.values() if not slots.ring), None)
     if held is None or not held.is_cpu or (room := held.shape[1]) <= BLOCK:
         return None
-    new = tokens.shape[1] if segment_ids is None else (segment_ids > 0).sum(1)
-    filled = int(((held > 0).sum(1) + new).amax())
+    if segment_ids is None:
+        filled = max(held.count_nonzero(1).tolist()) + tokens.shape[1]  # further operations take longer than Python
+    else:
+        filled = int((held.count_nonzero(1) + (segment_ids > 0).sum(1)).amax())
     if filled >= room:
         return None
     read = torch.empty(min(-(-filled // BLOCK) * BLOCK, room - 1), 0)
