@@ -47,6 +47,7 @@ PRIVATE: dict[str, Any] = {
         "_convert_weight_to_int4pack_for_cpu",
         "_weight_int4pack_mm_for_cpu",
         "_weight_int8pack_mm",
+        "cpu.get_capabilities",
         "distributed.distributed_c10d._get_default_store",
         "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
@@ -130,6 +131,22 @@ def has_bf16_products() -> bool:
     """Whether oneDNN multiplies in bf16 on this CPU, which needs AVX-512 on x86; True if unknown."""
     supported = PRIVATE["ops.mkldnn._is_mkldnn_bf16_supported"]
     return supported is None or bool(supported())
+
+
+@functools.cache
+def _capabilities() -> dict[str, Any]:
+    found = PRIVATE["cpu.get_capabilities"]
+    return {} if found is None else dict(found())
+
+
+def has_matrix_tiles() -> bool:
+    """Whether this CPU multiplies bf16 matrices in tiles (AMX); False if unknown."""
+    return bool(_capabilities().get("amx_bf16", False))
+
+
+def second_level_cache() -> int:
+    """Bytes of a core's second-level cache; 1 MiB if unknown."""
+    return int(_capabilities().get("l2_cache_size", 0)) or 1 << 20
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
