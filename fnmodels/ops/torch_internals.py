@@ -54,6 +54,9 @@ PRIVATE: dict[str, Any] = {
         "ops.mkldnn._reorder_linear_weight",
     )
 }
+_CPU = found() if (found := PRIVATE["cpu.get_capabilities"]) else {}
+MATRIX_TILES = bool(_CPU.get("amx_bf16", False))  # whether this CPU multiplies bf16 matrices in tiles (AMX)
+SECOND_LEVEL_CACHE = int(_CPU.get("l2_cache_size", 0)) or 1 << 20  # bytes per core; 1 MiB if unknown
 # aten operators whose results selective rematerialization saves: matrix products and attention.
 COSTLY = (
     "mm",
@@ -131,22 +134,6 @@ def has_bf16_products() -> bool:
     """Whether oneDNN multiplies in bf16 on this CPU, which needs AVX-512 on x86; True if unknown."""
     supported = PRIVATE["ops.mkldnn._is_mkldnn_bf16_supported"]
     return supported is None or bool(supported())
-
-
-@functools.cache
-def _capabilities() -> dict[str, Any]:
-    found = PRIVATE["cpu.get_capabilities"]
-    return {} if found is None else dict(found())
-
-
-def has_matrix_tiles() -> bool:
-    """Whether this CPU multiplies bf16 matrices in tiles (AMX); False if unknown."""
-    return bool(_capabilities().get("amx_bf16", False))
-
-
-def second_level_cache() -> int:
-    """Bytes of a core's second-level cache; 1 MiB if unknown."""
-    return int(_capabilities().get("l2_cache_size", 0)) or 1 << 20
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.ops.torch_internals import has_matrix_tiles, second_level_cache, softmax_backward
+from fnmodels.ops.torch_internals import MATRIX_TILES, SECOND_LEVEL_CACHE, softmax_backward
 
 from .sdpa import sdpa_attention
 
@@ -42,7 +42,7 @@ def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [B, S, N, H], k [B, S, G, H], v [B, S, G, Hv] -> [B, S, N, Hv]."""
-    if q.dtype is torch.bfloat16 and has_matrix_tiles():  # torch's fused kernel uses them, in half of the time; not back
+    if q.dtype is torch.bfloat16 and MATRIX_TILES:  # torch's fused kernel uses them, in half of the time; not back
         return sdpa_attention(q, k, v, None, causal=True, scale=scale).contiguous()
     if _widens(q):
         return tiles_forward(q.float(), k.float(), v.float(), scale).to(q.dtype)
@@ -97,7 +97,7 @@ def _unheads(grad: Tensor, like: Tensor) -> Tensor:
 # Bytes of one tile's scores, which should stay in the cache between the products, and most queries of a tile, by bytes
 # per element. On a CPU with 2 MiB of second-level cache per core, bf16 takes up to 1.3 times as long with 2 MiB of
 # scores, fp32 the same; tiles of 64 are the fastest ones in fp32, larger ones in bf16.
-_SCORES = {2: 2 * second_level_cache()}
+_SCORES = {2: 2 * SECOND_LEVEL_CACHE}
 _MOST = {2: 256, 4: 64}
 
 

@@ -66,7 +66,7 @@ def test_vmap_of_the_gradient_equals_a_loop(in_dims):
 @pytest.mark.parametrize("v_width", [64, 40])
 def test_bf16_is_as_near_to_fp64_as_its_rounding_allows(widens, fused, limit, v_width, monkeypatch):
     monkeypatch.setattr(product_table, "WIDENS", widens)
-    monkeypatch.setattr(tiled_kernel, "has_matrix_tiles", lambda: fused)  # the forward pass of CPUs with AMX
+    monkeypatch.setattr(tiled_kernel, "MATRIX_TILES", fused)  # the forward pass of CPUs with AMX
     inputs = draw(512, heads=8, groups=4, width=64, v_width=v_width, batch=1, dtype=torch.bfloat16)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     got, want = causal_tiles(*inputs, scale=SCALE), written_out(*exact)
