@@ -47,12 +47,16 @@ PRIVATE: dict[str, Any] = {
         "_convert_weight_to_int4pack_for_cpu",
         "_weight_int4pack_mm_for_cpu",
         "_weight_int8pack_mm",
+        "cpu.get_capabilities",
         "distributed.distributed_c10d._get_default_store",
         "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
         "ops.mkldnn._reorder_linear_weight",
     )
 }
+_CPU = found() if (found := PRIVATE["cpu.get_capabilities"]) else {}
+MATRIX_TILES = bool(_CPU.get("amx_bf16", False))  # whether this CPU multiplies bf16 matrices in tiles (AMX)
+SECOND_LEVEL_CACHE = int(_CPU.get("l2_cache_size", 0)) or 1 << 20  # bytes per core; 1 MiB if unknown
 # aten operators whose results selective rematerialization saves: matrix products and attention.
 COSTLY = (
     "mm",

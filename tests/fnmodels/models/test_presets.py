@@ -1,6 +1,8 @@
 """Presets: their parameter counts are the published totals, and a wrong name says what is near."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,3 +101,13 @@ def test_a_model_type_of_two_families_is_refused(monkeypatch: pytest.MonkeyPatch
     words = r"The model type 'phi' is claimed by fnmodels\.models\.phi and by fnmodels\.models\.stablelm;"
     with pytest.raises(UserError, match=words):
         fnmodels.families()
+
+
+def test_reading_a_config_imports_the_modules_that_name_its_type_only() -> None:
+    code = (
+        "import sys, fnmodels; fnmodels.family_for('qwen3');"
+        "print(*(name for name in sys.modules if name.startswith('fnmodels.models.')))"
+    )
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert fnmodels.family_for("qwen3").__name__ in imported
+    assert "fnmodels.models.gpt2" not in imported and "fnmodels.models.diffusion.flux" not in imported

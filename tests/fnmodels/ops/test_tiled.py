@@ -7,6 +7,7 @@ import torch
 
 import fnmodels
 from fnmodels.ops import product_table
+from fnmodels.ops.attention import tiled_kernel
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.attention.tiled import _Backward, causal_tiles, tiles_are_faster
 
@@ -60,11 +61,13 @@ def test_vmap_of_the_gradient_equals_a_loop(in_dims):
 
 
 @pytest.mark.parametrize(
-    ("widens", "limit"), [(False, 1e-2), (True, 3e-3)]
+    ("widens", "fused", "limit"), [(False, False, 1e-2), (True, False, 3e-3), (False, True, 1e-2)]
 )  # not widened, scores are rounded to 8 bits
-def test_bf16_is_as_near_to_fp64_as_its_rounding_allows(widens, limit, monkeypatch):
+@pytest.mark.parametrize("v_width", [64, 40])
+def test_bf16_is_as_near_to_fp64_as_its_rounding_allows(widens, fused, limit, v_width, monkeypatch):
     monkeypatch.setattr(product_table, "WIDENS", widens)
-    inputs = draw(512, heads=8, groups=4, width=64, v_width=64, batch=1, dtype=torch.bfloat16)
+    monkeypatch.setattr(tiled_kernel, "MATRIX_TILES", fused)  # the forward pass of CPUs with AMX
+    inputs = draw(512, heads=8, groups=4, width=64, v_width=v_width, batch=1, dtype=torch.bfloat16)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     got, want = causal_tiles(*inputs, scale=SCALE), written_out(*exact)
     grad_output = torch.randn_like(got)

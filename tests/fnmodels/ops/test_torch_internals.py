@@ -48,6 +48,7 @@ NAMES = {
     "_convert_weight_to_int4pack_for_cpu",
     "_weight_int4pack_mm_for_cpu",
     "_weight_int8pack_mm",
+    "cpu.get_capabilities",
     "distributed.distributed_c10d._get_default_store",
     "ops.mkldnn._is_mkldnn_bf16_supported",
     "ops.mkldnn._linear_pointwise",
