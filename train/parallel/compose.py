@@ -102,7 +102,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
 
 
 def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
-    """ValueError for a mesh over which a model of this family cannot be divided."""
+    """ValueError for a mesh over which a model of this family cannot be sharded."""
     family = family_of(config)
     check_pipelined(config, mesh.pp)
     several = hasattr(family, "towers") or may_have(family, "stacks")(config)

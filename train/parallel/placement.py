@@ -82,12 +82,12 @@ def _sharding(path: str, leaf: Any) -> Sharding:
         if leaf.shape[dim] % parts:
             raise ValueError(
                 f"{path}: dimension {dim} of {list(leaf.shape)} is not a multiple of the {parts} parts in which "
-                f"{' and '.join(names)} divide it; params.plan makes none such."
+                f"{' and '.join(names)} shard it; params.plan makes none such."
             )
         inner = [name in ("tp", "ep") for name in names]
         if inner != sorted(inner, reverse=True):
             raise ValueError(
-                f"{path}: {' and '.join(names)} divide dimension {dim} in turn, and what {names[-1]} keeps divided "
+                f"{path}: {' and '.join(names)} shard dimension {dim} in turn, and what {names[-1]} keeps sharded "
                 f"would not lie together when {names[0]} is gathered: give {names[0]} another dimension."
             )
     return made

@@ -111,7 +111,7 @@ def test_a_thousand_ranks_in_seconds() -> None:
     found = simulate(fnmodels.preset("deepseek-v3"), Mesh(pp=8, ep=64, fsdp=16), work)
     assert len(found) == 8 and sum(hi - lo for rank in found for lo, hi in rank.layers) == 61
     whole = sum(rank.held["parameters"] for rank in found)
-    assert whole > 4 * 671e9 / 1024  # and copies of what is not divided over all
+    assert whole > 4 * 671e9 / 1024  # and copies of what is not sharded over all
 
 
 @pytest.mark.parametrize(

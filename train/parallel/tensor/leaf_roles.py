@@ -123,7 +123,7 @@ def sharded_dims(
         )
     axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - set(_KEYS)
     if sequence and axes - sharded:
-        raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over 'tp' too: name it in the rules.")
+        raise ValueError(f"sequence=True needs {min(axes - sharded)!r} sharded over 'tp' too: name it in the rules.")
     return dims, sharded
 
 
