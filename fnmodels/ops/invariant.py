@@ -2,8 +2,10 @@
 
 A matrix product's kernel is chosen by the number of rows, and kernels add in different orders. Measured on CPUs with
 and without AVX-512: oneDNN's fp32 kernels give a row the same bits in products of two rows or more, and so do torch's
-bf16 products; MKL needs four rows, or twelve. So these layers take one library for products of every size, and compute
-a single row twice. `fnmodels.explain_invariance` measures what holds on the machine at hand.
+bf16 products without AMX; MKL needs four rows, or twelve. So these layers take one library for products of every size,
+and compute a single row twice. With AMX, a row of a bf16 product over 256 inputs or more has other bits among 37 rows
+than among 600: there bf16 products are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance`
+measures what holds on the machine at hand.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 
-from .torch_internals import has_onednn_linear, onednn_linear
+from .torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
 BLOCK = 64  # elements
 GRAIN = 32768  # elements: torch gives each thread at least so many
 LEAST_ROWS = 2  # of a product by oneDNN, or in half precision
 LEAST_ROWS_OF_MKL = 12
+WIDENED = 1 << 20  # elements of a weight in fp32 at a time, which stay in the cache
 
 
 def invariant_rows(wanted: bool) -> AbstractContextManager[None]:
@@ -116,6 +119,8 @@ class _InvariantLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        if MATRIX_TILES and x.dtype is weight.dtype is torch.bfloat16 and has_onednn_linear():
+            return _in_fp32(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
         onednn = x.dtype is weight.dtype is torch.float32 and has_onednn_linear()
         count, least = len(rows), LEAST_ROWS if onednn or x.dtype.itemsize == 2 else LEAST_ROWS_OF_MKL
         if 0 < count < least:
@@ -145,3 +150,14 @@ class _InvariantLinear(torch.autograd.Function):
             invariant_linear(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
+
+
+def _in_fp32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in bf16 by products in fp32 of a part of the weight at a time; the parts depend on its shape alone."""
+    wide, step = rows.float(), max(1, WIDENED // max(1, weight.shape[1]))
+    out = rows.new_empty(len(rows), weight.shape[0])
+    for top in range(0, weight.shape[0], step):
+        part = slice(top, top + step)
+        added = None if bias is None else bias[part].float()
+        out[:, part] = _InvariantLinear.forward(wide, weight[part].float(), added)
+    return out

@@ -228,6 +228,26 @@ def test_explain_invariance() -> None:
     assert all(found.values()), found
 
 
+def test_bf16_products_of_cpus_with_amx_are_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a row of a bf16 product over 512 inputs has other bits among 37 rows than among 600."""
+    monkeypatch.setattr(invariant, "MATRIX_TILES", True)
+    monkeypatch.setattr(invariant, "WIDENED", 512 * 100)  # a weight in several parts
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=draw) for shape in ((600, 512), (256, 512), (256,)))
+    given = x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), bias.bfloat16()
+    with invariant.invariant_rows(True):
+        whole = invariant.invariant_linear(*given)
+        for lo, hi in ((0, 1), (7, 9), (0, 37), (33, 333)):
+            assert torch.equal(invariant.invariant_linear(given[0][lo:hi], *given[1:]), whole[lo:hi])
+    exact = torch.nn.functional.linear(*(t.double() for t in given))
+    assert (whole - exact).norm() < 2e-3 * exact.norm()  # rounded once
+    up = torch.randn(exact.shape, generator=draw).bfloat16()
+    for got, wanted in zip(
+        torch.autograd.grad(whole, given[:2], up), torch.autograd.grad(exact, given[:2], up.double()), strict=True
+    ):
+        assert got.dtype is torch.bfloat16 and (got - wanted).norm() < 4e-3 * wanted.norm()
+
+
 def test_scores_of_keys_have_their_bits() -> None:
     """Of one query or many, of a row of keys or its beginning, alone and beside other rows."""
     parts = [(slice(0, rows), slice(lo, lo + n)) for rows in (1, 2) for n in (1, 2, 3, 7, 40) for lo in (0, 77)]
