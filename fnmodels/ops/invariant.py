@@ -153,7 +153,7 @@ class _InvariantLinear(torch.autograd.Function):
 
 
 def _in_fp32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in bf16 by products in fp32 of a part of the weight at a time; the parts depend on its shape alone."""
+    """The bf16 product by fp32 products of a part of the weight at a time; the parts depend on its shape alone."""
     wide, step = rows.float(), max(1, WIDENED // max(1, weight.shape[1]))
     out = rows.new_empty(len(rows), weight.shape[0])
     for top in range(0, weight.shape[0], step):
