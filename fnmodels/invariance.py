@@ -77,12 +77,14 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _threads_alike(draw: torch.Generator) -> bool:
-    x, weight = _drawn(draw, 513, 512, torch.float32), _drawn(draw, 1536, 512, torch.float32)
+    pairs = [
+        (_drawn(draw, 513, 512, dtype), _drawn(draw, 1536, 512, dtype)) for dtype in (torch.float32, torch.bfloat16)
+    ]
     before, found = torch.get_num_threads(), []
     try:
         for threads in {1, before, 2}:
             torch.set_num_threads(threads)
-            found.append(elementwise(F.silu, invariant_linear(x, weight, None)))
+            found.append([elementwise(F.silu, invariant_linear(x, weight, None)) for x, weight in pairs])
     finally:
         torch.set_num_threads(before)
-    return all(torch.equal(found[0], other) for other in found)
+    return all(torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
