@@ -142,8 +142,13 @@ class _ShortConv(torch.autograd.Function):
         flat, taps = x.flatten(0, 1), upcast(weight).t().contiguous()
         y = torch.empty_like(flat)
         for start, stop in _blocks(flat):
-            block = _block(flat, taps, bias, read, start, stop).to(x.dtype)
-            y[start:stop] = F.silu(block, inplace=True) if silu else block
+            part = y[start:stop]
+            if x.dtype is taps.dtype:
+                _block(flat, taps, bias, read, start, stop, out=part)
+            else:
+                part.copy_(_block(flat, taps, bias, read, start, stop))
+            if silu:
+                F.silu(part, inplace=True)
         return y.view(x.shape)
 
     @staticmethod
@@ -193,11 +198,13 @@ def _blocks(flat: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + size, len(flat))) for start in range(0, len(flat), size)]
 
 
-def _block(flat: Tensor, taps: Tensor, bias: Tensor | None, read: Tensor, start: int, stop: int) -> Tensor:
-    """The convolution of the tokens from start to stop, in fp32 or wider."""
+def _block(
+    flat: Tensor, taps: Tensor, bias: Tensor | None, read: Tensor, start: int, stop: int, out: Tensor | None = None
+) -> Tensor:
+    """The convolution of the tokens from start to stop, in fp32 or wider; into `out` if it is given."""
     first = max(0, start - len(taps) + 1)
     wide = upcast(flat[first:stop])
-    y = wide[start - first :] * taps[-1]
+    y = torch.mul(wide[start - first :], taps[-1], out=out)
     if bias is not None:
         y += bias
     for j in range(1, len(taps)):
