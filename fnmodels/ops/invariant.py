@@ -3,7 +3,7 @@
 A matrix product's kernel is chosen by the number of rows, and kernels add in different orders. Measured on CPUs with
 and without AVX-512: oneDNN's fp32 kernels give a row the same bits in products of two rows or more, and so do torch's
 bf16 products without AMX; MKL needs four rows, or twelve. So these layers take one library for products of every size,
-and compute a single row twice. With AMX, a row of a bf16 product over 256 inputs or more has other bits among 37 rows
+and compute a single row twice. With AMX, a row of a bf16 product over 512 inputs or more has other bits among 37 rows
 than among 600: there bf16 products are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance`
 measures what holds on the machine at hand.
 """

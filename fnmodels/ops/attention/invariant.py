@@ -3,7 +3,7 @@
 Not on other documents, rows or padding, and not on the form in which keys arrive: one row, packed rows, chunks, or the
 slots of a cache. For that, every sum is taken over fixed tiles of 128 positions, aligned at multiples of 128, one tile
 after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The products
-of a tile have a multiple of four rows, for which the matrix libraries give a row bits that do not depend on the others.
+of a tile have a multiple of 16 rows, for which the matrix libraries give a row bits that do not depend on the others.
 The backward pass recomputes the probabilities, in the same tiles. Products are in fp32 at least.
 """
 
@@ -24,7 +24,7 @@ from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions
-ROWS = 4  # a product has a multiple of so many rows,
+ROWS = 16  # a product has a multiple of so many rows (on a CPU with AMX, 4 are too few for heads of 96, 8 of 192),
 WIDTH = 16  # and of so many columns
 
 GAPS = 16  # places per token of a document, at most

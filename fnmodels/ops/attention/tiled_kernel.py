@@ -42,7 +42,7 @@ def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [B, S, N, H], k [B, S, G, H], v [B, S, G, Hv] -> [B, S, N, Hv]."""
-    if q.dtype is torch.bfloat16 and MATRIX_TILES:  # torch's fused kernel uses them, in half of the time; not back
+    if q.dtype is torch.bfloat16 and MATRIX_TILES:  # which the fused kernel's forward pass uses
         return sdpa_attention(q, k, v, None, causal=True, scale=scale).contiguous()
     if _widens(q):
         return tiles_forward(q.float(), k.float(), v.float(), scale).to(q.dtype)
@@ -102,7 +102,7 @@ _MOST = {2: 256, 4: 64}
 
 
 def _tile(q: Tensor) -> int:
-    """Queries of a tile. What is above the diagonal is computed too: half a row's queries at most, above 128."""
+    """Queries of a tile: at most half of a row above 128, for what is above the diagonal is computed too."""
     batch, length, heads, _ = q.shape
     size = q.element_size()
     rows = _SCORES.get(size, 1 << 21) // max(1, batch * heads * length * size)
