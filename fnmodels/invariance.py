@@ -15,7 +15,7 @@ from fnmodels.ops.norm import rms_norm
 
 _WIDTHS = ((24, 40), (64, 200), (256, 768), (1536, 512))  # of products: in, out
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 17, 31, 64, 129)  # of rows
-_HEADS = ((24, 6), (128, 2), (256, 2))  # of queries: width, number; keys have 2 heads
+_HEADS = ((24, 6, 2), (128, 4, 4), (256, 8, 4))  # their width, those of queries, those of keys
 _TOKENS = 200
 
 
@@ -59,9 +59,11 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     return all(torch.equal(function(x[lo:hi].clone()), whole[lo:hi]) for lo, hi in spans)
 
 
-def _attention_alike(draw: torch.Generator, dtype: torch.dtype, width: int, count: int) -> bool:
+def _attention_alike(draw: torch.Generator, dtype: torch.dtype, width: int, count: int, groups: int) -> bool:
     """A document in a row of its own, behind another one, and its last tokens alone on the keys of all."""
-    q, k, v = (_drawn(draw, _TOKENS, heads * width, dtype).view(1, _TOKENS, heads, width) for heads in (6, 2, 2))
+    q, k, v = (
+        _drawn(draw, _TOKENS, heads * width, dtype).view(1, _TOKENS, heads, width) for heads in (count, groups, groups)
+    )
     other = [_drawn(draw, 37, t.shape[2] * width, dtype).view(1, 37, -1, width) for t in (q, k, v)]
     positions, ids = torch.arange(_TOKENS)[None], torch.ones(1, _TOKENS, dtype=torch.long)
     run = functools.partial(attention, kernel="invariant", scale=0.2)
