@@ -4,7 +4,6 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
-import functools
 import importlib.util
 import pkgutil
 import sys
@@ -354,7 +353,6 @@ def _modules(package: str, folders: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(info.name for info in pkgutil.iter_modules(folders, f"{package}.") if not info.ispkg)
 
 
-@functools.cache
 def _names(module: str, model_type: str) -> bool:
     """Whether the module's source has the model type as a string; True if there is no source."""
     spec = importlib.util.find_spec(module)

@@ -31,9 +31,7 @@ def sdpa_attention(
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     if not causal and is_one_query(q):
         return one_query_attention(q, k, v, allowed, scale=scale)
-    width, grouped = v.shape[-1], False
-    if q.shape[-2] != k.shape[-2]:  # not bool(...): where heads are symbols, dynamo makes that a symbol too
-        grouped = True
+    width, grouped = v.shape[-1], _is_grouped(q, k)
     q, k, v = _pad_to_equal_width(q, k, v)
     folds = grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1)
     if folds:  # the heads of a group as its queries, so that keys are read once: 5 times as fast in bf16
@@ -68,11 +66,17 @@ def _biased(
     some = None if allowed is None else allowed.any(-1, keepdim=True)
     if allowed is not None and some is not None:  # a query without keys sees all, and is cleared: -inf alone gives NaN
         bias = bias.masked_fill(~(allowed | ~some), -torch.inf)
-    width, (q, k, v) = v.shape[-1], _pad_to_equal_width(q, k, v)
+    width, grouped, (q, k, v) = v.shape[-1], _is_grouped(q, k), _pad_to_equal_width(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)[..., :width]
     return (out if some is None else out.where(some, 0)).transpose(1, 2)
+
+
+def _is_grouped(q: Tensor, k: Tensor) -> bool:
+    # Not `return q.shape[-2] != k.shape[-2]`: where heads are symbols, dynamo makes that a symbol too.
+    if q.shape[-2] != k.shape[-2]:  # noqa: SIM103
+        return True
+    return False
 
 
 def _pad_to_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import Causal, build_mask, layout
+from fnmodels.ops.attention.sdpa import sdpa_attention
 from fnmodels.ops.attention.select import attention, materialize
 
 
@@ -131,3 +132,17 @@ def test_an_unknown_kernel_is_named() -> None:
     q, k, v = draw()
     with pytest.raises(ValueError, match="'quick' is unknown; known are auto, math"):
         attention(q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.bool), kernel="quick", scale=1.0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_compiled_function_for_any_number_of_heads(biased: bool) -> None:
+    """Blocks of models of one kind and different heads share code: their heads are symbols to the compiler."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        return sdpa_attention(q, k, v, None, scale=1.0, bias=bias)
+
+    compiled = torch.compile(call, backend="aot_eager", dynamic=True, fullgraph=True)
+    for groups in (1, 2):
+        q, k, v = draw(groups=groups)
+        bias = torch.randn(1, 4, 5, 5, generator=torch.Generator().manual_seed(2)) if biased else None
+        torch.testing.assert_close(compiled(q, k, v, bias), call(q, k, v, bias))

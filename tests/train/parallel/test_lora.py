@@ -128,5 +128,5 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_divided_is_said(ranks: Ranks) -> None:
     for first, second in ranks(2)(refused):
-        assert "lm_head has an adapter, and over 'tp' the vocabulary is divided" in first
+        assert "lm_head has an adapter, and over 'tp' the vocabulary is sharded" in first
         assert "lm_head is a DTensor; only plain tensors can be saved" in second

@@ -417,11 +417,11 @@ def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("name", "axes", "sequence", "words"),
     [
-        (LLAMA, {"embed": "tp"}, False, r"embed_tokens: tensor parallelism divides heads, .* the plan has embed"),
-        (LLAMA, {"kv_heads": "tp"}, False, "The rules divide kv_heads over 'tp' and not heads"),
-        (LLAMA, {"heads": "tp", "kv_heads": "tp", "mlp": "tp"}, True, "sequence=True needs 'vocab' divided"),
-        (GPT_OSS, {"expert": "tp"}, False, "divides heads, .* but the plan has expert"),
-        ("stablelm_norms", {"heads": "tp"}, False, "q_norms.0: lists with a leaf for each head are not divided"),
+        (LLAMA, {"embed": "tp"}, False, r"embed_tokens: tensor parallelism shards heads, .* the plan has embed"),
+        (LLAMA, {"kv_heads": "tp"}, False, "The rules shard kv_heads over 'tp' and not heads"),
+        (LLAMA, {"heads": "tp", "kv_heads": "tp", "mlp": "tp"}, True, "sequence=True needs 'vocab' sharded"),
+        (GPT_OSS, {"expert": "tp"}, False, "shards heads, .* but the plan has expert"),
+        ("stablelm_norms", {"heads": "tp"}, False, "q_norms.0: lists with a leaf for each head are not sharded"),
         (LLAMA, {"mlp": "fsdp"}, False, "has no dimension 'tp'; it has fsdp"),
         (LLAMA, {"mlp": "tp"}, False, "made from sizes alone"),
     ],
@@ -464,7 +464,7 @@ def refusals() -> None:
     config = variant(LLAMA)
     tensor, _, params = distributed(config, sequence=True)
     batch = {key: value[:, :9] for key, value in batch_of(config).items()}
-    with pytest.raises(ValueError, match="sequence=True divides rows of 9 tokens among 2 processes"):
+    with pytest.raises(ValueError, match="sequence=True shards rows of 9 tokens among 2 processes"):
         next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)
     with pytest.raises(TypeError, match="apply other wrappers after it"):
         tensor.layer_fn(lambda *args: args)

@@ -134,7 +134,7 @@ class TensorParallel:
             if name in ("embed_tokens", "lm_head") and "vocab" in self.sharded:
                 if isinstance(leaf, lora.Lora):
                     raise ValueError(
-                        f"{name} has an adapter, and over 'tp' the vocabulary is divided, where adapters are "
+                        f"{name} has an adapter, and over 'tp' the vocabulary is sharded, where adapters are "
                         "not known: leave it out of their targets, or vocab out of the rules."
                     )
                 leaf = Vocab(leaf, self.region)
@@ -169,7 +169,7 @@ class TensorParallel:
         """This rank's positions of x, if x has all of them (before the first layer), and of the other arguments."""
         if length % self.region.size:
             raise ValueError(
-                f"sequence=True divides rows of {length} tokens among {self.region.size} processes, which does not go; "
+                f"sequence=True shards rows of {length} tokens among {self.region.size} processes, which does not go; "
                 "pad the rows to a multiple."
             )
         if x.shape[1] == length:

@@ -96,12 +96,12 @@ def sharded_dims(
         n = dims[path]
         if n is not None and leaf.axes[n] not in SHARDED:
             raise ValueError(
-                f"{path}: tensor parallelism divides {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
+                f"{path}: tensor parallelism shards {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
             )
         if n is not None and leaf.axes[n] != "vocab" and path_in_layer(path) is None and "bucket" not in leaf.axes:
             raise ValueError(
-                f"{path} is outside of the layers, where tensor parallelism divides vocabularies alone, and its "
-                f"{leaf.axes[n]} are divided: give the leaf an axis of its own in the family's spec."
+                f"{path} is outside of the layers, where tensor parallelism shards vocabularies alone, and its "
+                f"{leaf.axes[n]} are sharded: give the leaf an axis of its own in the family's spec."
             )
         strange = sorted(set(leaf.axes) - _KNOWN)
         if strange and path_in_layer(path) is not None:
@@ -114,7 +114,7 @@ def sharded_dims(
                 _check_heads(path, leaf, keys, n is not None, sizes["tp"])
     for keys, heads in _KEYS.items():
         if keys in sharded and heads not in sharded:
-            raise ValueError(f"The rules divide {keys} over 'tp' and not {heads}: name both.")
+            raise ValueError(f"The rules shard {keys} over 'tp' and not {heads}: name both.")
     norms = [path for path, leaf in spec.items() if leaf.axes == ("linear_heads",) and path.endswith("norm")]
     if "linear_heads" in sharded and norms and _replicated_groups(spec, dims) - {1}:
         raise ValueError(
@@ -140,7 +140,7 @@ def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> 
     """
     parts = (path_in_layer(path) or path).split(".")
     if any(part.isdigit() for part in parts) and leaf.axes == ("head_dim",):
-        raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
+        raise ValueError(f"{path}: lists with a leaf for each head are not sharded; leave heads out of the rules.")
     if keys not in leaf.axes or is_part:
         return
     heads = leaf.shape[0] // leaf.unit
