@@ -346,7 +346,7 @@ def test_facts_about_rules(rule: str) -> None:
         (Causal(), 1, 0),
         (Everything(), 1, 0),
         (Causal() & Window(1000), 1, 0),
-        (Causal() & Chunk(250), 4, 0),
+        (Causal() & Chunk(250), 1, 0),  # four equal parts
         (Causal() & Window(128), 16, 3),  # blocks of 64: causality, two blocks of keys, three, and a shorter last one
         (Causal() & Chunk(500) & Window(128), 16, 3),  # the same in each chunk
         (Causal() | SameSpan(), 1, 1),
@@ -361,6 +361,23 @@ def test_plans(rule: Rule, pieces: int, masks: int) -> None:
     plan = plan_blocks(mask, layout)
     assert (len(plan.steps), len(plan.masks)) == (pieces, masks)
     assert sum(plan.sizes) == 1000
+
+
+def test_equal_documents_take_one_call() -> None:
+    """Neighbours of one length are a batch; others, and rules that say more than positions do, stay apart."""
+    segment_ids = torch.tensor(
+        [[1] * 5 + [2] * 5 + [3] * 4 + [0] * 3 + [4] * 5 + [5] * 5, [1] * 7 + [2] * 7 + [3] * 13]
+    )
+    positions = torch.cat([torch.arange(n) for n in (5, 5, 4, 3, 5, 5, 7, 7, 13)]).view(2, 27)
+    mask = build_mask(Causal(), positions, segment_ids)
+    layout = fnmodels.layout({"kind": mask})
+    assert isinstance(mask, Mask) and layout is not None
+    plan = plan_blocks(mask, layout)
+    assert plan.sizes == (10, 4, 3, 10, 14, 13)
+    assert [step and step.count for step in plan.steps] == [2, 1, None, 2, 2, 1]
+    spans = build_mask(Causal() | SameSpan(), positions, segment_ids, spans=torch.zeros_like(positions))
+    assert isinstance(spans, Mask)
+    assert all(step is None or step.count == 1 for step in plan_blocks(spans, layout).steps)
 
 
 # Memory and garbage
