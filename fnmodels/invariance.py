@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.invariant import elementwise, invariant_linear, invariant_rows
+from fnmodels.ops.invariant import elementwise, invariant_linear, invariant_rows, softmax
 from fnmodels.ops.norm import rms_norm
 
 _WIDTHS = ((24, 40), (64, 200), (256, 768), (1536, 512))  # of products: in, out
@@ -23,8 +23,9 @@ def explain_invariance() -> dict[str, bool]:
     """{what a token's bits must not depend on: whether that held in all cases tried}; some seconds, on the CPU.
 
     The number of rows of a product (fp32 and bf16), an element's place under an activation, the number of rows of a
-    norm and of log-softmax, the form in which attention gets its keys, and the number of threads. Where one is False,
-    kernel="invariant" does not hold what it promises on this machine, and its results are right up to rounding.
+    norm and of log-softmax, the form in which attention gets its keys, and the number of threads, for gradients of
+    attention and of a router too. Where one is False, kernel="invariant" does not hold what it promises on this
+    machine, and its results are right up to rounding.
     """
     draw = torch.Generator().manual_seed(0)
     found: dict[str, bool] = {}
@@ -85,11 +86,32 @@ def _threads_alike(draw: torch.Generator) -> bool:
     pairs = [
         (_drawn(draw, 513, 512, dtype), _drawn(draw, 1536, 512, dtype)) for dtype in (torch.float32, torch.bfloat16)
     ]
+    few, logits = _drawn(draw, 27, 1184, torch.float32), _drawn(draw, 200, 60, torch.float32)
+    queries, keys = _drawn(draw, _TOKENS, 1024, torch.float32), _drawn(draw, _TOKENS, 64, torch.float32)
     before, found = torch.get_num_threads(), []
     try:
-        for threads in {1, before, 2}:
+        for threads in {1, before, 2, 3}:
             torch.set_num_threads(threads)
-            found.append([elementwise(F.silu, invariant_linear(x, weight, None)) for x, weight in pairs])
+            products = [elementwise(F.silu, invariant_linear(x, weight, None)) for x, weight in pairs]
+            gradients = _softmax_gradient(logits), *_attention_gradients(queries, keys)
+            found.append([*products, elementwise(functools.partial(F.gelu, approximate="tanh"), few), *gradients])
     finally:
         torch.set_num_threads(before)
     return all(torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
+
+
+@torch.enable_grad()
+def _softmax_gradient(logits: Tensor) -> Tensor:
+    given = logits.clone().requires_grad_()
+    (found,) = torch.autograd.grad(softmax(given), given, logits)
+    return found
+
+
+@torch.enable_grad()
+def _attention_gradients(queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    """Those of q, k and v, where many queries share a key."""
+    positions, ids = torch.arange(_TOKENS)[None], torch.ones(1, _TOKENS, dtype=torch.long)
+    q, k, v = (t.view(1, _TOKENS, -1, 64).clone().requires_grad_() for t in (queries, keys, keys))
+    mask = Mask(positions, ids, positions, ids, None, None, Causal())
+    out = attention(q, k, v, mask, kernel="invariant", scale=0.2)
+    return torch.autograd.grad(out, (q, k, v), queries.view(out.shape))

@@ -10,6 +10,7 @@ measures what holds on the machine at hand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -25,7 +26,9 @@ from .torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
 BLOCK = 64  # elements
-GRAIN = 32768  # elements: torch gives each thread at least so many
+GRAIN = 32768  # elements: torch gives each thread at least so many,
+GELU_GRAIN = 16384  # but all threads a part of a gelu of more than so many
+LANES = 16  # elements of a vector, fp32
 LEAST_ROWS = 2  # of a product by oneDNN, or in half precision
 LEAST_ROWS_OF_MKL = 12
 WIDENED = 1 << 20  # elements of a weight in fp32 at a time, which stay in the cache
@@ -68,6 +71,16 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(flat, (0, missing)) if missing else flat)[: len(flat)].view(x.shape)
 
 
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension. Within `invariant_rows`, also a row's gradient has bits of its own.
+
+    Torch's backward pass adds the elements beyond whole vectors in another order in a thread of several.
+    """
+    if not rows_are_invariant():
+        return x.softmax(-1)
+    return F.pad(x, (0, -x.shape[-1] % LANES), value=-torch.inf).softmax(-1)[..., : x.shape[-1]]
+
+
 def pairwise_sum(x: Tensor, dim: int) -> Tensor:
     """The sum over `dim`, halves added to each other element by element: an order that depends on this size alone."""
     while (size := x.shape[dim]) > 1:
@@ -80,9 +93,14 @@ def pairwise_sum(x: Tensor, dim: int) -> Tensor:
 
 def _whole_blocks(count: int, threads: int) -> int:
     """The least number from `count` that torch's threads, of which a small tensor gets fewer, share in whole blocks."""
-    while count % (unit := BLOCK * min(threads, max(-(-count // GRAIN), 1))):
+    while count % (unit := BLOCK * math.lcm(*_shares(count, threads))):
         count += -count % unit
     return count
+
+
+def _shares(count: int, threads: int) -> tuple[int, int]:
+    """How many threads share so many elements in general, and in a gelu."""
+    return min(threads, max(-(-count // GRAIN), 1)), threads if count > GELU_GRAIN else 1
 
 
 def _refuse() -> NoReturn:

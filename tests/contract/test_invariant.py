@@ -1,5 +1,6 @@
 """kernel="invariant": the bits of a token are a function of the weights and of its document's tokens alone."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,19 @@ def assert_bits(got: dict[int, Tensor], wanted: dict[int, Tensor], where: str) -
         assert torch.equal(logp, want), f"{where}, document {document}: off by {(logp - want).abs().max()}"
 
 
+def gradients(config: Any, params: Any, rows: Any) -> dict[int, Tensor]:
+    """{document: the gradient of its embedded tokens, before any sum over tokens}."""
+    batch, places = batch_in(config, rows)
+    inputs, masks, freqs = fnmodels.prepare(
+        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=ROOM
+    )
+    x = F.embedding(batch["tokens"], params["embed_tokens"]).requires_grad_()
+    logits = fnmodels.forward(params, {**inputs, "tokens": x}, masks, freqs, config=config, kernel="invariant")
+    logp, _ = train.logprobs(logits, batch["labels"])
+    (found,) = torch.autograd.grad(logp.sum(), x)
+    return {document: found[place] for document, place in enumerate(places) if place.any()}
+
+
 def sampled(config: Any, params: Any, chunks: tuple[int, ...], *, rings: bool, rows: int = 4) -> dict[int, Tensor]:
     """Log-probabilities by decoding the first documents side by side, in chunks of so many tokens."""
     lengths, longest, dtype = torch.tensor(LENGTHS[:rows])[:, None], max(LENGTHS), params["embed_tokens"].dtype
@@ -114,23 +128,10 @@ def test_a_document_has_its_bits_in_any_batch_and_in_the_sampler(case: Case, dty
 
 @every_family
 def test_gradients_of_a_document_have_their_bits(case: Case) -> None:
-    """The gradient of the embedded tokens, before any sum over tokens."""
     config = long_config(case)
     params = generic_params(config)
-
-    def gradients(rows: Any) -> dict[int, Tensor]:
-        batch, places = batch_in(config, rows)
-        inputs, masks, freqs = fnmodels.prepare(
-            config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=ROOM
-        )
-        x = F.embedding(batch["tokens"], params["embed_tokens"]).requires_grad_()
-        logits = fnmodels.forward(params, {**inputs, "tokens": x}, masks, freqs, config=config, kernel="invariant")
-        logp, _ = train.logprobs(logits, batch["labels"])
-        (found,) = torch.autograd.grad(logp.sum(), x)
-        return {document: found[place] for document, place in enumerate(places) if place.any()}
-
-    wanted = {n: grad for rows in EACH for n, grad in gradients(rows).items()}
-    assert_bits(gradients(ROWS["padded"]), wanted, "padded")
+    wanted = {n: grad for rows in EACH for n, grad in gradients(config, params, rows).items()}
+    assert_bits(gradients(config, params, ROWS["padded"]), wanted, "padded")
 
 
 @every_family
@@ -201,12 +202,12 @@ def test_adapters_have_their_bits() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
 def test_every_thread_has_whole_blocks(threads: int) -> None:
-    """As torch splits an elementwise operation: over threads with GRAIN elements at least."""
-    for count in (1, 63, 64, 14336, 32768, 32769, 71680, 787968, 3145728 + 5):
+    """As torch splits an elementwise operation: over threads with GRAIN elements at least, and a gelu over all."""
+    for count in (1, 63, 64, 14336, 16384, 31968, 32768, 32769, 71680, 787968, 3145728 + 5):
         filled = invariant._whole_blocks(count, threads)
-        parts = min(threads, -(-filled // invariant.GRAIN))
-        assert filled >= count and -(-filled // parts) % invariant.BLOCK == 0
-        assert filled - count < invariant.BLOCK * threads * 2
+        shared = {min(threads, -(-filled // invariant.GRAIN)), threads if filled > invariant.GELU_GRAIN else 1}
+        assert filled >= count and all(-(-filled // parts) % invariant.BLOCK == 0 for parts in shared)
+        assert filled - count < invariant.BLOCK * math.lcm(*shared) * 2
 
 
 def test_experts_without_tokens_have_gradients() -> None:

@@ -80,7 +80,14 @@ def _grad_logits(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Te
 
 def _entropy(p: Tensor, logp: Tensor) -> Tensor:
     """[..., 1]. Divided by sum(p), because the rounding error of log-softmax's one sum scales all of p."""
-    return -(p * logp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
+    return -_total(p * logp) / _total(p)
+
+
+def _total(x: Tensor) -> Tensor:
+    """The sum over the last dimension, [..., 1], in one order: of a single row, torch gives each thread a part."""
+    if torch.compiler.is_compiling() or x.shape[:-1].numel() != 1 or torch.get_num_threads() == 1:
+        return x.sum(-1, keepdim=True)
+    return x.expand(2, *x.shape).sum(-1, keepdim=True)[0]
 
 
 def _finite(logp: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ TILE = 128  # positions
 ROWS = 16  # a product has a multiple of so many rows (on a CPU with AMX, 4 are too few for heads of 96, 8 of 192),
 WIDTH = 16  # and of so many columns
 
+SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part each of some 768 rows or more
+
 GAPS = 16  # places per token of a document, at most
 
 Pair = tuple[int, int]
@@ -286,17 +288,23 @@ class _Tiled(torch.autograd.Function):
             scores, derivative = _scores(q[:, :, span], k, plan, tile, scale, softcap)
             p = scores.sub_(top[:, :, span]).exp_().div_(total[:, :, span]).flatten(1, 2)
             of_out = grad_output[:, :, span].flatten(1, 2)
-            dv[:, keys].baddbmm_(p.mT, of_out)
+            _add_product(dv[:, keys], p, of_out)
             ds = torch.bmm(of_out, v[:, keys].mT).sub_(along[:, :, span].flatten(1, 2)).mul_(p)
             if derivative is not None:
                 ds *= derivative.flatten(1, 2)
             tile_q = q[:, :, span].flatten(1, 2)
-            dk[:, keys].baddbmm_(ds.mT, tile_q * scale)
+            _add_product(dk[:, keys], ds, tile_q * scale)
             dq[:, :, span] = (_weighted(ds, k, first, end) * scale).view(*q.shape[:2], -1, q.shape[3])
         of_sinks = None
         if sinks is not None:
             of_sinks = -((sinks[:, :, None, None] - top).exp() / total * along).sum((2, 3))
         return dq, dk, dv, of_sinks, None, None, None
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left [R, rows, K] transposed times right [R, rows, H] to out [R, K, H], a part of the rows at a time."""
+    for a, b in zip(left.split(SUMMED, 1), right.split(SUMMED, 1), strict=True):
+        out.baddbmm_(a.mT, b)
 
 
 def _of_tile(

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant import elementwise, softmax
 from fnmodels.ops.norm import upcast
 
 Width = Literal["model", "wide"]
@@ -62,7 +62,7 @@ def softmax_top_k(
     that is greater, before `scale`, a number or one for each expert, [E]. groups (n, m): only experts of the m out of n
     groups with the greatest single score can be chosen (arXiv 2405.04434).
     """
-    scores = upcast(logits).softmax(-1)
+    scores = softmax(upcast(logits))
     if indices is None:
         # A group's score is its best expert's (DeepSeek V3 adds the best two instead).
         indices = choose(scores if bias is None else scores + bias, k, groups=groups, best=1)
@@ -100,7 +100,7 @@ def sigmoid_top_k(
 def top_k_softmax(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the largest logits, weighted by the softmax over these k logits."""
     indices = choose(logits, k) if indices is None else indices
-    return upcast(logits).gather(-1, indices).softmax(-1), indices
+    return softmax(upcast(logits).gather(-1, indices)), indices
 
 
 def top_k_sigmoid(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,303 @@
+"""kernel="invariant" in models of published widths: matrix libraries choose other kernels for these than for tiny ones.
+
+One model per structure. Each is compared in several batches, and with two threads.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import invariance, tree
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Causal
+from fnmodels.ops import invariant
+from fnmodels.ops.attention import invariant as tiles
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.moe import router
+from fnmodels.ops.torch_internals import MATRIX_TILES
+from tests.contract.test_invariant import (
+    DTYPES,
+    EACH,
+    LENGTHS,
+    ROWS,
+    alone,
+    assert_bits,
+    gradients,
+    logprobs,
+    sampled,
+)
+from tests.support.cases import generic_params, variants_of
+
+EIGHT = tuple(((n, length), (None, max(LENGTHS) - length)) for n, length in enumerate(LENGTHS)) * 2
+CHUNKS = (37, 17, 5, 3, 2, 1, 1, 37, 36)
+OVER_THE_END_OF_A_TILE = (100, 27, 1, 1, 1, 9)
+
+WIDE: dict[str, Any] = {"vocab_size": 600, "hidden_size": 640, "intermediate_size": 1184}
+LATENT = {"kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # structure: family, variant, what is wide
+    "dense": ("llama", "qwen3", {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "ungrouped": ("llama", "llama_attention_bias", {"head_dim": 160, "num_hidden_layers": 1} | FOUR),
+    "latent": ("deepseek", "deepseek_v3_no_latent", LATENT | {"num_hidden_layers": 2, "moe_intermediate_size": 512}),
+    "softmax router": (
+        "qwen_moe",
+        "qwen2_moe",
+        {"num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 512, "num_experts": 20}
+        | {"shared_expert_intermediate_size": 1024},
+    ),
+    "sigmoid router": ("glm4_moe", "glm4_moe", {"num_hidden_layers": 2, "moe_intermediate_size": 640, "head_dim": 128}),
+    "sinks": (
+        "gpt_oss",
+        "gpt_oss",
+        {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "sliding_window": 40}
+        | {"intermediate_size": 640},
+    ),
+    "softcap and windows": ("gemma", "gemma2", {"head_dim": 256, "sliding_window": 40} | GROUPED),
+    "gated delta": (
+        "qwen3_next",
+        "qwen3_5",
+        {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "linear_value_head_dim": 128} | DELTA,
+    ),
+    "channel delta": (
+        "kimi_linear",
+        "kimi_linear",
+        LATENT
+        | {"linear_num_heads": 2, "linear_head_dim": 128, "num_hidden_layers": 2, "moe_intermediate_size": 512}
+        | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "state space": ("mamba2", "mamba2", {"num_heads": 20, "head_dim": 64, "state_size": 128, "num_hidden_layers": 1}),
+    "state space and attention": (
+        "falcon_h1",
+        "falcon_h1",
+        {"head_dim": 96, "mamba_d_ssm": 768, "mamba_n_heads": 12, "mamba_d_head": 64, "mamba_d_state": 128}
+        | {"num_hidden_layers": 1},
+    ),
+    "short convolution": (
+        "lfm2",
+        "lfm2",
+        {"num_attention_heads": 10, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    ),
+    "indexer": (
+        "deepseek_v32",
+        "deepseek_v32",
+        LATENT
+        | FOUR
+        | {"q_lora_rank": 192, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 24}
+        | {"moe_intermediate_size": 512, "num_hidden_layers": 1, "first_k_dense_replace": 1},
+    ),
+    "shared keys": (
+        "gemma4",
+        "gemma4_text_e",
+        {"head_dim": 128, "global_head_dim": 256, "sliding_window": 40, "hidden_size_per_layer_input": 64}
+        | {"num_hidden_layers": 3, "num_kv_shared_layers": 1}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"vocab_size_per_layer_input": 600},
+    ),
+}
+
+
+@functools.cache
+def config_of(structure: str, **changes: Any) -> Any:
+    family, variant, wide = MODELS[structure]
+    values = variants_of(family).variants()[variant]
+    fits = {name: value for name, value in WIDE.items() if name in values}
+    return importlib.import_module(f"fnmodels.models.{family}").Config.from_hf(values | fits | wide | changes)
+
+
+def params_of(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return generic_params.__wrapped__(config, dtype)  # not kept: all of them are more than a gigabyte
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_forward(config: Any, params: Any) -> None:
+    with threads(1):
+        wanted = alone(config, params)
+        assert_bits(logprobs(config, params, ROWS["other order"]), wanted, "other order")
+        eight = logprobs(config, params, EIGHT)
+        assert_bits(eight, {n: logp.repeat(2) for n, logp in wanted.items()}, "eight rows")
+        assert_bits(sampled(config, params, OVER_THE_END_OF_A_TILE, rings=True, rows=1), wanted, "one row, sampled")
+    with threads(2):
+        assert_bits(logprobs(config, params, ROWS["packed"]), wanted, "two threads")
+        assert_bits(sampled(config, params, CHUNKS, rings=False, rows=2), wanted, "two threads, two rows, sampled")
+
+
+def check_backward(config: Any, params: Any) -> None:
+    with threads(1):
+        wanted = {n: grad for rows in EACH for n, grad in gradients(config, params, rows).items()}
+        assert_bits(gradients(config, params, ROWS["other order"]), wanted, "gradients, other order")
+    with threads(2):
+        assert_bits(gradients(config, params, ROWS["packed"]), wanted, "gradients, two threads")
+
+
+def _pairs() -> Iterator[Any]:
+    """The first structure in both dtypes, the others in one in turn."""
+    for index, structure in enumerate(MODELS):
+        marks = [pytest.mark.slow] if any(word in structure for word in ("delta", "state")) else []
+        for number, dtype in enumerate(DTYPES):
+            if index == 0 or index % len(DTYPES) == number:
+                yield pytest.param(structure, dtype, marks=marks)
+
+
+@pytest.mark.parametrize(("structure", "dtype"), list(_pairs()))
+def test_a_document_has_its_bits(structure: str, dtype: str) -> None:
+    """Its log-probabilities in other batches and in the sampler, and the gradients of its embedded tokens."""
+    config = config_of(structure)
+    params = params_of(config, DTYPES[dtype])
+    check_forward(config, params)
+    check_backward(config, params)
+
+
+@pytest.mark.parametrize(("dtype", "dora"), [("fp32", True), ("bf16", False)])
+def test_adapters_have_their_bits(dtype: str, dora: bool) -> None:
+    config = config_of("ungrouped")
+    targets = ("q_proj", "o_proj", "gate_proj", "down_proj")
+    added = P.lora.add(config, params_of(config, DTYPES[dtype]), rank=8, targets=targets, seed=0, dora=dora)
+    params = tree.map(lambda leaf: leaf + 0.01, added)
+    check_forward(config, params)
+    check_backward(config, params)
+
+
+def test_packed_weights_have_the_bits_of_plain_ones() -> None:
+    config = config_of("dense", num_hidden_layers=1)
+    params = params_of(config)
+    assert_bits(sampled(config, P.packed(params), CHUNKS, rings=True, rows=1), alone(config, params), "packed")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_vocabulary_has_its_bits_in_any_chunk(dtype: str) -> None:
+    config = config_of("dense", num_hidden_layers=1, vocab_size=2000)
+    params = params_of(config, DTYPES[dtype])
+    with threads(1):
+        wanted = alone(config, params)
+        assert_bits(sampled(config, params, OVER_THE_END_OF_A_TILE, rings=True, rows=1), wanted, "sampled")
+        for chunk in (1, 7, None):
+            assert_bits(logprobs(config, params, ROWS["packed"], chunk=chunk), wanted, f"chunk {chunk}")
+
+
+Run = Callable[[], list[Tensor]]
+
+
+def activations() -> list[Tensor]:
+    """Of so many elements that a gelu takes all threads, and other activations one."""
+    x = torch.randn(27 * 1184, generator=torch.Generator().manual_seed(0))
+    with invariant.invariant_rows(True):
+        return [invariant.elementwise(f, x) for f in (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.silu)]
+
+
+def gradients_of_a_router() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    logits, up = torch.randn(200, 60, generator=draw).requires_grad_(), torch.randn(200, 4, generator=draw)
+    with invariant.invariant_rows(True):
+        weights, _ = router.softmax_top_k(logits, k=4, renormalize=True)
+        return list(torch.autograd.grad(weights, logits, up))
+
+
+def gradients_of_attention() -> list[Tensor]:
+    """Of keys that many queries share."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, up = (torch.randn(1, 140, heads, 64, generator=draw) for heads in (16, 2, 2, 16))
+    positions, ids = torch.arange(140)[None], torch.ones(1, 140, dtype=torch.long)
+    given = [t.requires_grad_() for t in (q, k, v)]
+    mask = Mask(positions, ids, positions, ids, None, None, Causal())
+    return list(torch.autograd.grad(attention(*given, mask, kernel="invariant", scale=0.1), given, up))
+
+
+def scores_of_a_row() -> list[Tensor]:
+    """With the entropy, which are sums over the vocabulary."""
+    logits = torch.randn(1, 1, 40000, generator=torch.Generator().manual_seed(0))
+    return list(train.logprobs(logits, torch.tensor([[3]])))
+
+
+SHARED: tuple[Run, ...] = (activations, gradients_of_a_router, gradients_of_attention, scores_of_a_row)
+
+
+def differ_by_threads(run: Run) -> bool:
+    found = []
+    for count in (1, 2, 3):
+        with threads(count):
+            found.append(run())
+    return any(not torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize("run", SHARED)
+def test_threads_change_nothing(run: Run) -> None:
+    assert not differ_by_threads(run)
+
+
+def sampled_differs() -> bool:
+    """Products of one query of one head of 160."""
+    config = config_of("ungrouped", num_hidden_layers=1)
+    params = params_of(config)
+    got = sampled(config, params, OVER_THE_END_OF_A_TILE, rings=True, rows=1)
+    return not torch.equal(got[0], alone(config, params)[0])
+
+
+def wide_rows_differ() -> bool:
+    config = config_of("ungrouped", num_hidden_layers=1)
+    params = params_of(config, torch.bfloat16)
+    got, wanted = logprobs(config, params, ROWS["packed"]), alone(config, params)
+    return any(not torch.equal(got[n], wanted[n]) for n in got)
+
+
+def _torchs(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+BUGS: dict[str, tuple[Any, str, Any, Callable[[], bool]]] = {
+    "attention products of 4 rows": (tiles, "ROWS", 4, sampled_differs),
+    "bf16 products in tiles": (invariant, "MATRIX_TILES", False, wide_rows_differ),
+    "sums over all rows": (tiles, "SUMMED", 1 << 20, functools.partial(differ_by_threads, gradients_of_attention)),
+    "a softmax of any width": (router, "softmax", _torchs, functools.partial(differ_by_threads, gradients_of_a_router)),
+    "a gelu shared as others": (invariant, "GELU_GRAIN", 1 << 30, functools.partial(differ_by_threads, activations)),
+}
+
+
+@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, wrong, found = BUGS[bug]
+    monkeypatch.setattr(module, name, wrong)
+    assert found()
+
+
+@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+def test_explain_invariance_finds_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in ("attention products of 4 rows", "bf16 products in tiles", "sums over all rows"):
+        monkeypatch.setattr(*BUGS[bug][:3])
+    found = fnmodels.explain_invariance()
+    assert not found["form of the keys of fp32 attention"]
+    assert not found["rows of bf16 products"]
+    assert not found["number of threads"]
+
+
+@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+@pytest.mark.parametrize(
+    ("module", "name", "wrong"), [(invariant, "GELU_GRAIN", 1 << 30), (invariance, "softmax", _torchs)]
+)
+def test_explain_invariance_asks_about_threads(
+    module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    with torch.no_grad(), invariant.invariant_rows(True):
+        assert not invariance._threads_alike(torch.Generator().manual_seed(0))
