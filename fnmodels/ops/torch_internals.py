@@ -5,6 +5,7 @@ tests/fnmodels/ops/test_torch_internals.py says which names the installed torch 
 """
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -223,12 +224,27 @@ def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., An
     AVX-512's bf16 and VNNI, which are newer, are still tested. A setting of `torch._inductor.config` or of the
     environment stays.
     """
-    import torch._inductor.config as inductor  # here, for importing it takes time
-
+    inductor = _inductor_config()
     cpp = getattr(inductor, "cpp", None)
     if getattr(cpp, "vec_isa_ok", False) is None:
         setattr(cpp, "vec_isa_ok", True)  # noqa: B010 - a release without it has no attribute to assign
     return torch.compile(function, fullgraph=True, **options)
+
+
+def _inductor_config() -> Any:
+    """torch._inductor.config. The first call imports all that a compilation needs, without collecting garbage.
+
+    Imports make many objects and no garbage: collecting meanwhile takes a tenth of a start that finds its code on disk.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        import torch._inductor.compile_fx
+        import torch._inductor.config
+    finally:
+        if collecting:
+            gc.enable()
+    return torch._inductor.config
 
 
 def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -381,6 +381,9 @@ def family_for(model_type: str) -> Family:
 
     Of a type that is read with and without its tower, that of the text.
     """
-    if model_type not in (known := every_model(str(model_type))) and model_type not in (known := every_model()):
+    naming = str(model_type)
+    if model_type not in (known := families(naming)):  # models with a tower name the family of their text as well
+        known = every_model(naming)
+    if model_type not in known and model_type not in (known := every_model()):
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")
     return cast(Family, importlib.import_module(known[model_type]))

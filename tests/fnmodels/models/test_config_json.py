@@ -1,5 +1,7 @@
 """Reading config.json: every field once, checked, in both dialects; what is odd is an error which names the field."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -150,3 +152,13 @@ def test_a_family_that_rotates_all_refuses_a_part() -> None:
     assert rope_from_hf(Fields({"partial_rotary_factor": 1}), **given) == Rope(1.0)
     with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
         rope_from_hf(Fields({"partial_rotary_factor": 0.5}), **given)
+
+
+def test_a_family_of_text_is_found_without_importing_those_with_a_tower() -> None:
+    program = """
+import sys
+from fnmodels.models.common.registry import family_for
+assert family_for("llama").__name__ == "fnmodels.models.llama"
+assert not [name for name in sys.modules if name.startswith("fnmodels.models.vision")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

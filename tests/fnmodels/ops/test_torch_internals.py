@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,3 +367,20 @@ def test_compiled_code_skips_the_test_of_the_compiler_unless_it_is_set(setting: 
     with inductor.patch({"cpp.vec_isa_ok": setting}):
         full_graph(abs, backend="eager")
         assert inductor.cpp.vec_isa_ok is (True if setting is None else setting)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_inductor_is_imported_without_collecting_garbage(collecting: bool) -> None:
+    program = f"""
+import gc, sys
+from fnmodels.ops.torch_internals import full_graph
+if not {collecting}:
+    gc.disable()
+made = []
+gc.callbacks.append(lambda *_: made.append(1))
+full_graph(abs)
+assert gc.isenabled() is {collecting}
+assert len(made) < 10, len(made)
+assert "torch._inductor.compile_fx" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
