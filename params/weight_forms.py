@@ -61,9 +61,9 @@ class Packed(LinearOnly):
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
-            from fnmodels.ops.linear_op import compiled_linear  # here, for it imports dynamo
+            from fnmodels.ops.linear_op import packed_linear  # here, for it imports dynamo
 
-            return compiled_linear(rows, self.layout, bias)
+            return packed_linear(rows, self.layout, bias)
         if not rows_are_invariant() or len(rows) != 1:
             return onednn_linear(rows, self.layout, bias)
         return onednn_linear(rows.expand(LEAST_ROWS, -1), self.layout, bias)[:1]

@@ -9,6 +9,22 @@ import torch
 from torch import Tensor
 
 from .onednn import product
+from .torch_internals import onednn_linear
+
+# What `custom_op` adds to a call takes as long as the product of a few rows, and decoding has no use for it.
+torch.library.define("fnmodels::packed_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.impl("fnmodels::packed_linear", "CompositeExplicitAutograd", onednn_linear)
+
+
+@torch.library.register_fake("fnmodels::packed_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`onednn_linear` of a weight in oneDNN's layout, as one node of a compiled graph without gradients."""
+    found: Tensor = torch.ops.fnmodels.packed_linear(x, weight, bias)
+    return found
 
 
 @torch.library.custom_op("fnmodels::linear", mutates_args=())

@@ -56,6 +56,17 @@ def _leaves(params: Any) -> list[Any]:
     return found
 
 
+def test_packed_weights_in_a_graph_are_an_operator_of_their_own() -> None:
+    from torch._dynamo.testing import EagerAndRecordGraphs
+
+    x, bias, backend = torch.randn(3, 64), torch.randn(96), EagerAndRecordGraphs()
+    packed = P.packed({"up_proj": torch.randn(96, 64)})["up_proj"]
+    with torch.no_grad():
+        found = torch.compile(packed.linear, backend=backend, fullgraph=True)(x, bias)
+        assert "fnmodels.packed_linear" in str(backend.graphs[0].graph)
+        assert torch.equal(found, packed.linear(x, bias))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_packed_weights_have_the_bits_of_the_invariant_kernel(rows: int) -> None:
     config = dataclasses.replace(WIDE, qkv_bias=True)
