@@ -16,9 +16,11 @@ torch.library.define("fnmodels::packed_linear", "(Tensor x, Tensor weight, Tenso
 torch.library.impl("fnmodels::packed_linear", "CompositeExplicitAutograd", onednn_linear)
 
 
-@torch.library.register_fake("fnmodels::packed_linear")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _shaped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+torch.library.register_fake("fnmodels::packed_linear", _shaped)
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,9 +34,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product(x, weight, bias)
 
 
-@compiled_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+compiled_linear.register_fake(_shaped)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
