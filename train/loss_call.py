@@ -1,4 +1,4 @@
-"""How a step calls a function of (params, batch): remat and compilation around the model's layers, and microbatches.
+"""Calls a function of (params, batch) for a step: with remat and compilation around layers, and by microbatches.
 
 Losses and per-token outputs share it, so a function computes the same in training and in evaluation.
 """

@@ -1,4 +1,4 @@
-"""Which way of multiplying matrices is fastest on this machine, measured when the first large product asks.
+"""Measures which way of multiplying matrices is fastest on this machine, when the first large product asks.
 
 torch multiplies fp32 matrices in MKL on x86, and bf16 ones in oneDNN. On AMD processors oneDNN's fp32 products are 1.1
 (AVX2) to 2.3 times (AVX-512) as fast as MKL's; on an Intel Xeon of 2023 MKL's are up to 1.8 times as fast as oneDNN's

@@ -1,4 +1,4 @@
-"""Which leaves take an adapter, and the leaves of one."""
+"""Selects the leaves that take an adapter, and makes the leaves of one."""
 
 import fnmatch
 from collections.abc import Callable

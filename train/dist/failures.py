@@ -1,4 +1,4 @@
-"""Which other process raised or ended, when a collective of this one fails: a sentence instead of gloo's or NCCL's.
+"""Names the process that raised or ended when a collective of this one fails, in place of a message of gloo or NCCL.
 
 Each process that raises leaves a note in the store of the process group. One whose connection breaks answers a roll
 call there: processes without a note or an answer have ended.

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go beside its own files: TensorBoard, and with --track MLflow or Weights & Biases.
+"""Writes the metrics of a run beside its own files: to TensorBoard, and with --track to MLflow or Weights & Biases.
 
 MLflow and W&B read their own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE, ...). A resumed run continues the
 tracked one, whose id is in the run folder.

@@ -1,4 +1,4 @@
-"""Where each parameter lives on a mesh: sharding rules, placed parameters and their shardings."""
+"""Parameters on a mesh: sharding rules, placed parameters and their shardings."""
 
 import math
 from dataclasses import dataclass
