@@ -282,8 +282,16 @@ def test_normalized_queries_and_keys() -> None:
     close(found, wanted)
 
 
-def test_gated_norms() -> None:
+@pytest.mark.parametrize(("elements", "grad"), [(1 << 17, True), (16, False)], ids=["whole", "blocks"])
+def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones work by blocks of rows where no gradient is needed, here two rows and one."""
+    monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
     x, gate, weight = normal(3, 8), normal(3, 8), normal(8)
+    with torch.set_grad_enabled(grad):
+        assert_gated_norms(x, gate, weight)
+
+
+def assert_gated_norms(x: Tensor, gate: Tensor, weight: Tensor) -> None:
 
     def rms(t: Tensor) -> Tensor:
         return t / (t.square().mean(-1, keepdim=True) + 1e-2).sqrt()
