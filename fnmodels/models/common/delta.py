@@ -97,16 +97,17 @@ def delta_mixer(
     g, beta: as for `delta_rule`. widths: dk and dv of a head.
     """
     state, ids, kernel, silu = ctx.state() or {}, mask.segment_ids, ctx.options.kernel, activation == "silu"
-    last = state.get("segment")
-    projected = [linear(x, weights[f"{name}_proj"]) for name in "qkv"]
-    tails = state["conv"].split([part.shape[-1] for part in projected], -1) if state else [None] * 3
-    mixed, kept = [], []
-    for name, part, tail in zip("qkv", projected, tails, strict=True):
-        y, after = short_conv(part, weights[f"{name}_conv"][:, 0], None, ids, tail, last, silu=silu, kernel=kernel)
-        mixed.append(y if silu else elementwise(ACTIVATIONS[activation], y))
-        kept.append(after)
+    last, taps = state.get("segment"), [weights[f"{name}_conv"][:, 0] for name in "qkv"]
+    tails = state["conv"].split([len(tap) for tap in taps], -1) if state else [None] * 3
+
+    def mixed(name: str, tap: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:  # its projection lives no longer
+        projected = linear(x, weights[f"{name}_proj"])
+        y, after = short_conv(projected, tap, None, ids, tail, last, silu=silu, kernel=kernel)
+        return y if silu else elementwise(ACTIVATIONS[activation], y), after
+
+    found, kept = zip(*map(mixed, "qkv", taps, tails), strict=True)
     dk, dv = widths
-    q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))
+    q, k, v = (split_heads(t, size) for t, size in zip(found, (dk, dk, dv), strict=True))
     before = state.get("state")
     o, S = delta_rule(q, k, v, g, beta, ids, before, last, scale=dk**-0.5, normalize=True, kernel=kernel)
     ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))

@@ -191,24 +191,25 @@ def mamba(
 ) -> Tensor:
     """The mixer of x [B, S, D]: [B, S, D]. activation: of the convolution; the gate's is silu."""
     state, ids, kernel = ctx.state() or {}, mask.segment_ids, ctx.options.kernel
-    last = state.get("segment")
-    z, *parts, dt = (
-        _scaled(linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")), multiplier)
-        for name, multiplier in zip(_PROJECTIONS, mixer.multipliers, strict=True)
-    )
-    taps = torch.cat([weights[f"{name}_conv"][:, 0] for name in _CONVOLVED])
+    last, multipliers = state.get("segment"), dict(zip(_PROJECTIONS, mixer.multipliers, strict=True))
+
+    def projected(name: str) -> Tensor:
+        return _scaled(linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")), multipliers[name])
+
+    taps = [weights[f"{name}_conv"][:, 0] for name in _CONVOLVED]
     added = torch.cat([weights[f"{name}_conv_bias"] for name in _CONVOLVED]) if mixer.conv_bias else None
-    before, silu = torch.cat(parts, -1), activation == "silu"
-    mixed, tail = short_conv(before, taps, added, ids, state.get("conv"), last, silu=silu, kernel=kernel)
+    before, silu = torch.cat([projected(name) for name in _CONVOLVED], -1), activation == "silu"
+    mixed, tail = short_conv(before, torch.cat(taps), added, ids, state.get("conv"), last, silu=silu, kernel=kernel)
+    del before  # as long as the sequence, and not read again
     mixed = mixed if silu else elementwise(ACTIVATIONS[activation], mixed)
-    inner, B, C = mixed.split([part.shape[-1] for part in parts], -1)
+    inner, B, C = mixed.split([len(tap) for tap in taps], -1)
     # in the activations' dtype, as the reference
-    dt = elementwise(F.softplus, dt + weights["dt_bias"]).clamp(*mixer.limits)
+    dt = elementwise(F.softplus, projected("step") + weights["dt_bias"]).clamp(*mixer.limits)
     heads, B, C = split_heads(inner, mixer.head_dim), split_heads(B, mixer.state), split_heads(C, mixer.state)
     A, D = -upcast(weights["A_log"]).exp(), weights["D"]
     y, S = ssd(heads, dt, A, B, C, D, ids, state.get("state"), last, kernel=kernel)
     ctx.keep(conv=tail, state=S, segment=last_segment(ids, last).expand(x.shape[0]))
-    y = y.flatten(2)
+    y, z = y.flatten(2), projected("z")
     if mixer.norm == "none":
         y = y * elementwise(F.silu, z)
     else:
