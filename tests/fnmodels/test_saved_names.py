@@ -39,7 +39,7 @@ SAVED_RULE = rule(
 SAVED_STEP = {
     "module": "fnmodels.ops.attention_blocks",
     "class": "Step",
-    "fields": {"start": 0, "stop": 2, "causal": True, "mask": 0},
+    "fields": {"start": 0, "stop": 2, "causal": True, "mask": 0, "count": 1},
 }
 TUPLE = {"type": "builtins.tuple", "context": "null", "children_spec": [LEAF]}
 STATICS = [["steps", [SAVED_STEP, None]], ["sizes", [2]], ["shape", [1, 2]], ["merged", False]]
@@ -76,3 +76,10 @@ def test_a_saved_node_has_the_names_it_had_and_is_read_back(
     read = _pytree.tree_unflatten(_pytree.tree_leaves(node), spec)
     assert type(read) is type(node)
     assert all(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves(read))
+
+
+def test_a_plan_that_was_saved_before_steps_had_counts_is_read() -> None:
+    [(node, name, context, children)] = [saved for saved in SAVED if isinstance(saved[0], Plan)]
+    text = json.dumps([1, {"type": name, "context": context, "children_spec": children}])
+    assert ', "count": 1' in text
+    assert _pytree.treespec_loads(text.replace(', "count": 1', "")) == _pytree.tree_structure(node)

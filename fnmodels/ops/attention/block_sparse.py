@@ -140,7 +140,8 @@ def blocks_attention(
                 allowed = torch.ones(1, 1, piece.shape[1], keys.shape[1], dtype=torch.bool, device=q.device)
                 allowed = allowed.tril() if step.causal else allowed
             out.append(math_attention(piece, keys, values, allowed, scale=scale, softcap=softcap, sinks=sinks))
-    joined = _join([t.reshape(rows, -1, *t.shape[2:]) for t in out]).reshape(*q.shape[:-1], v.shape[-1])
+    sized = [t.reshape(rows, size, *t.shape[2:]) for t, size in zip(out, plan.sizes, strict=True)]
+    joined = _join(sized).reshape(*q.shape[:-1], v.shape[-1])
     if any(plan.steps):
         return joined
     # Only padding: empty sums keep the graph connected, with gradient 0 whatever the padding holds.
@@ -149,7 +150,7 @@ def blocks_attention(
 
 def _parts(t: Tensor, count: int) -> Tensor:
     """[B, count S, ...] -> [B count, S, ...]."""
-    return t if count == 1 else t.reshape(len(t) * count, -1, *t.shape[2:])
+    return t if count == 1 else t.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
