@@ -270,6 +270,7 @@ def _gated_convolution(weights: Tree, x: Tensor, mask: Segments, ctx: Context) -
     before, after, value = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "bcx")
     last = state.get("segment")
     taps, added = weights["conv"][:, 0], weights.get("conv_bias")
-    y, tail = short_conv(before * value, taps, added, ids, state.get("conv"), last, kernel=ctx.options.kernel)
+    given = before * value, taps, added, ids, state.get("conv"), last
+    y, tail = short_conv(*given, overwrite=True, kernel=ctx.options.kernel)
     ctx.keep(conv=tail, segment=last_segment(ids, last).expand(x.shape[0]))
     return linear(after * y, weights["o_proj"], weights.get("o_bias"))

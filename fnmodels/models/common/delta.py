@@ -102,7 +102,7 @@ def delta_mixer(
 
     def mixed(name: str, tap: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:  # its projection lives no longer
         projected = linear(x, weights[f"{name}_proj"])
-        y, after = short_conv(projected, tap, None, ids, tail, last, silu=silu, kernel=kernel)
+        y, after = short_conv(projected, tap, None, ids, tail, last, silu=silu, overwrite=True, kernel=kernel)
         return y if silu else elementwise(ACTIVATIONS[activation], y), after
 
     found, kept = zip(*map(mixed, "qkv", taps, tails), strict=True)

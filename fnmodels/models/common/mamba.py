@@ -199,7 +199,8 @@ def mamba(
     taps = [weights[f"{name}_conv"][:, 0] for name in _CONVOLVED]
     added = torch.cat([weights[f"{name}_conv_bias"] for name in _CONVOLVED]) if mixer.conv_bias else None
     before, silu = torch.cat([projected(name) for name in _CONVOLVED], -1), activation == "silu"
-    mixed, tail = short_conv(before, torch.cat(taps), added, ids, state.get("conv"), last, silu=silu, kernel=kernel)
+    given = torch.cat(taps), added, ids, state.get("conv"), last
+    mixed, tail = short_conv(before, *given, silu=silu, overwrite=True, kernel=kernel)
     del before  # as long as the sequence, and not read again
     mixed = mixed if silu else elementwise(ACTIVATIONS[activation], mixed)
     inner, B, C = mixed.split([len(tap) for tap in taps], -1)

@@ -29,6 +29,7 @@ def short_conv(
     last: Tensor | None = None,
     *,
     silu: bool = False,
+    overwrite: bool = False,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, C], tail [B, K-1, C]): y_t = bias + sum over j of weight[:, K-1-j] x_(t-j), over t's own document.
@@ -36,6 +37,7 @@ def short_conv(
     x: [B, S, C]. weight: [C, K], for the current token last. bias: [C]. segment_ids: [B or 1, S] int64; padding has no
     effect wherever it stands, and means nothing in y. tail: the last K - 1 inputs of the document that goes on from
     before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
+    overwrite: x is read by nobody else, and may hold y afterwards: without gradients that saves the pages of a new one.
     kernel: "math" for all transforms; one with an attribute `before` takes the tail from other processes.
     """
     B, S, _ = x.shape
@@ -55,8 +57,8 @@ def short_conv(
         tail = before.state(upcast((ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and last is not None:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
-    y = _convolved(x, weight, bias, segment_ids, sources, silu, kernel)[:, x.shape[1] - S :]
-    return y, _taken(x, ends)
+    after = _taken(x, ends)
+    return _convolved(x, weight, bias, segment_ids, sources, silu, overwrite, kernel)[:, x.shape[1] - S :], after
 
 
 def _next_token(
@@ -108,7 +110,14 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor, sources: list[Tensor], silu: bool, kernel: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segment_ids: Tensor,
+    sources: list[Tensor],
+    silu: bool,
+    overwrite: bool,
+    kernel: Any,
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
@@ -117,6 +126,8 @@ def _convolved(
         read = torch.stack([source >= 0 for source in sources])
         shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
         if bool(((shifts == index) | ~read).all()):  # no padding inside of a document
+            if not torch.is_grad_enabled():
+                return _by_blocks(x, weight, bias, read.flatten(1), silu, overwrite)
             y: Tensor = _ShortConv.apply(x, weight, bias, read.flatten(1), silu)
             return y
     wide = upcast(x)
@@ -139,17 +150,7 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, silu: bool) -> Tensor:
-        flat, taps = x.flatten(0, 1), upcast(weight).t().contiguous()
-        y = torch.empty_like(flat)
-        for start, stop in _blocks(flat):
-            part = y[start:stop]
-            if x.dtype is taps.dtype:
-                _block(flat, taps, bias, read, start, stop, out=part)
-            else:
-                part.copy_(_block(flat, taps, bias, read, start, stop))
-            if silu:
-                F.silu(part, inplace=True)
-        return y.view(x.shape)
+        return _by_blocks(x, weight, bias, read, silu, overwrite=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -191,6 +192,24 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         refuse("auto")
+
+
+def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, silu: bool, overwrite: bool) -> Tensor:
+    """The forward pass; overwrite: in x, if that is contiguous.
+
+    The last block comes first, for a block reads tokens of the one before.
+    """
+    flat, taps = x.flatten(0, 1), upcast(weight).t().contiguous()
+    y = flat if overwrite else torch.empty_like(flat)
+    for start, stop in reversed(_blocks(flat)):
+        part = y[start:stop]
+        if overwrite or x.dtype is not taps.dtype:
+            part.copy_(_block(flat, taps, bias, read, start, stop))
+        else:
+            _block(flat, taps, bias, read, start, stop, out=part)
+        if silu:
+            F.silu(part, inplace=True)
+    return y.view(x.shape)
 
 
 def _blocks(flat: Tensor) -> list[tuple[int, int]]:

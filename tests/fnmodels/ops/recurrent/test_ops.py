@@ -282,6 +282,24 @@ def test_normalized_queries_and_keys() -> None:
     close(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients the result may take the argument's place, block by block: bits and tail stay what they are."""
+    monkeypatch.setattr(conv, "_ELEMENTS", 5 * 6)  # blocks of 5 tokens
+    ids = ROWS[[0, 2]]
+    x, weight, bias = (t.to(dtype) for t in (normal(2, 27, 6), normal(6, 4), normal(6)))
+    before = (normal(2, 3, 6).to(dtype), torch.tensor([1, 5])) if tail else (None, None)
+    with torch.no_grad():
+        wanted = conv.short_conv(x, weight, bias, ids, *before, silu=True)
+        given = x.clone()
+        found = conv.short_conv(given, weight, bias, ids, *before, silu=True, overwrite=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert torch.equal(given, x) == tail  # a tail is joined with a copy
+    asked = conv.short_conv(given := x.clone().requires_grad_(), weight, bias, ids, *before, silu=True, overwrite=True)
+    assert torch.equal(asked[0], wanted[0]) and torch.equal(given, x)
+
+
 @pytest.mark.parametrize(("elements", "grad"), [(1 << 17, True), (16, False)], ids=["whole", "blocks"])
 def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones work by blocks of rows where no gradient is needed, here two rows and one."""
