@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.values import batched_gradient
+from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.invariant import elementwise, rows_are_invariant
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.torch_internals import alone
@@ -17,16 +21,12 @@ _ELEMENTS = 1 << 17  # of a block of rows, whose intermediate results stay in th
 
 def norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """rms_norm(x) * silu(gate), the product in fp32 (Gated DeltaNet). x, gate: [..., D]; weight: [D]."""
-    return _by_blocks(x, gate, lambda x, gate: rms_norm(x, weight, eps=eps) * elementwise(F.silu, upcast(gate)))
+    return _norm_then_gate(x, gate, weight, eps, True)
 
 
 def norm_then_sigmoid(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """rms_norm(x) * sigmoid(gate), all in fp32 (Kimi Delta Attention). x, gate: [..., D]; weight: [D]."""
-    return _by_blocks(
-        x,
-        gate,
-        lambda x, gate: rms_norm_fp32_weight(upcast(x), weight, eps=eps) * elementwise(torch.sigmoid, upcast(gate)),
-    )
+    return _norm_then_gate(x, gate, weight, eps, False)
 
 
 def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
@@ -53,6 +53,76 @@ def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
     if groups == 1:
         return rms_norm_fp32_weight(x, weight, eps=eps)
     return rms_norm(x.unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2) * upcast(weight)
+
+
+def _norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
+    large = x.numel() > _ELEMENTS and x.shape == gate.shape
+    if large and torch.is_grad_enabled() and not rows_are_invariant() and alone(x, gate, weight):
+        y: Tensor = _NormThenGate.apply(x, gate, weight, eps, silu)
+        return y
+    return _by_blocks(x, gate, functools.partial(_gated, weight=weight, eps=eps, silu=silu))
+
+
+def _gated(x: Tensor, gate: Tensor, *, weight: Tensor, eps: float, silu: bool) -> Tensor:
+    """The definition; in fp32 or x's dtype."""
+    if silu:
+        return rms_norm(x, weight, eps=eps) * elementwise(F.silu, upcast(gate))
+    return rms_norm_fp32_weight(upcast(x), weight, eps=eps) * elementwise(torch.sigmoid, upcast(gate))
+
+
+class _NormThenGate(torch.autograd.Function):
+    """`_gated` and its gradient by blocks of rows, which stay in the cache; it saves its arguments only."""
+
+    @staticmethod
+    def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
+        return _by_blocks(x, gate, functools.partial(_gated, weight=weight, eps=eps, silu=silu))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *saved, ctx.eps, ctx.silu = inputs
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        if (again := torch.is_grad_enabled()) or batched_gradient(grad_y):  # a second derivative, or several first ones
+            with torch.enable_grad():
+                y = _gated(x, gate, weight=weight, eps=ctx.eps, silu=ctx.silu).to(x.dtype)
+            return *torch.autograd.grad(y, (x, gate, weight), grad_y, create_graph=again), None, None
+        grads, wide = [torch.empty_like(x), torch.empty_like(gate)], upcast(weight)
+        grad_weight, along = torch.zeros_like(wide), [t.flatten(0, -2) for t in (*grads, grad_y, x, gate)]
+        for into_x, into_gate, *given in zip(*(t.split(_ELEMENTS // x.shape[-1]) for t in along), strict=True):
+            of_y, rows, gates = map(upcast, given)
+            of_x, of_gate, of_weight = _gradient(of_y, rows, gates, wide, ctx.eps, ctx.silu)
+            into_x.copy_(of_x)
+            into_gate.copy_(of_gate)
+            grad_weight += of_weight
+        return *grads, grad_weight.to(weight.dtype), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("auto")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        refuse("auto")
+
+
+def _gradient(
+    grad_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, gate [rows, D] and weight [D]: y = u w a with u = x s, s = 1 / rms(x), a = activation."""
+    s = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    unit, sigmoid = x * s, gate.sigmoid()
+    activation = gate * sigmoid if silu else sigmoid
+    derivative = sigmoid * (1 - sigmoid)
+    derivative = derivative.mul_(gate).add_(sigmoid) if silu else derivative
+    by_gate = (unit * weight).mul_(grad_y).mul_(derivative)
+    by_normed = grad_y * activation
+    by_weight = (by_normed * unit).sum(0)
+    by_unit = by_normed.mul_(weight)
+    mean = (by_unit * unit).mean(-1, keepdim=True)
+    return by_unit.addcmul_(unit, mean, value=-1).mul_(s), by_gate, by_weight
 
 
 def _by_blocks(x: Tensor, gate: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

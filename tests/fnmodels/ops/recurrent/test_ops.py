@@ -309,6 +309,20 @@ def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch)
         assert_gated_norms(x, gate, weight)
 
 
+@pytest.mark.parametrize("norm", [gated_norm.norm_then_silu, gated_norm.norm_then_sigmoid])
+def test_gradients_of_gated_norms_by_blocks(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient by hand, of blocks of two rows and one, is that of the definition; so is a second derivative."""
+    leaves, probe, found = [normal(*shape).requires_grad_() for shape in ((3, 8), (3, 8), (8,))], normal(3, 8), []
+    for elements in (1 << 17, 16):
+        monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
+        first = torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(t.square().sum() for t in first), leaves)])
+        found[-1] += torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), leaves)
+        several = torch.stack((probe, -probe))
+        found[-1] += torch.autograd.grad(norm(*leaves, eps=1e-2), leaves, several, is_grads_batched=True)
+    close(*found)
+
+
 def assert_gated_norms(x: Tensor, gate: Tensor, weight: Tensor) -> None:
 
     def rms(t: Tensor) -> Tensor:
