@@ -165,6 +165,12 @@ def watched_norms(weights: Mapping[str, Tensor], tap: Tap) -> Iterator[None]:
         _WATCHED.reset(before)
 
 
+def is_watched(weight: Tensor) -> bool:
+    """Whether the norm with this weight calls a tap (`watched_norms`)."""
+    found = None if torch.compiler.is_compiling() else _WATCHED.get()
+    return found is not None and id(weight) in found[0]
+
+
 def _watched(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tap, str] | None:
     """(x times its scale in fp32 at least, tap, name) of a norm that is watched; None of others."""
     found = None if torch.compiler.is_compiling() else _WATCHED.get()

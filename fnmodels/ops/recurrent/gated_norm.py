@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.invariant import elementwise, rows_are_invariant
-from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
+from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.torch_internals import alone
+
+Gated = Callable[[Tensor, Tensor], Tensor]
 
 _ELEMENTS = 1 << 17  # of a block of rows, whose intermediate results stay in the cache
 
@@ -34,9 +36,11 @@ def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    return _by_blocks(
-        x, gate, lambda x, gate: _group_norm(upcast(x) * elementwise(F.silu, upcast(gate)), weight, eps, groups)
-    )
+
+    def gated(x: Tensor, gate: Tensor) -> Tensor:
+        return _group_norm(upcast(x) * elementwise(F.silu, upcast(gate)), weight, eps, groups)
+
+    return _without_gradients(gated, x, gate, weight)
 
 
 def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
@@ -44,9 +48,11 @@ def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    return _by_blocks(
-        x, gate, lambda x, gate: _group_norm(upcast(x), weight, eps, groups) * elementwise(F.silu, upcast(gate))
-    )
+
+    def gated(x: Tensor, gate: Tensor) -> Tensor:
+        return _group_norm(upcast(x), weight, eps, groups) * elementwise(F.silu, upcast(gate))
+
+    return _without_gradients(gated, x, gate, weight)
 
 
 def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -56,11 +62,28 @@ def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
 
 
 def _norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
-    large = x.numel() > _ELEMENTS and x.shape == gate.shape
-    if large and torch.is_grad_enabled() and not rows_are_invariant() and alone(x, gate, weight):
+    if torch.is_grad_enabled() and _fits_blocks(x, gate, weight):
         y: Tensor = _NormThenGate.apply(x, gate, weight, eps, silu)
         return y
-    return _by_blocks(x, gate, functools.partial(_gated, weight=weight, eps=eps, silu=silu))
+    return _without_gradients(functools.partial(_gated, weight=weight, eps=eps, silu=silu), x, gate, weight)
+
+
+def _without_gradients(gated: Gated, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """gated(x, gate) in x's dtype, by blocks of rows where that is possible and no gradient is needed."""
+    by_blocks = not torch.is_grad_enabled() and _fits_blocks(x, gate, weight)
+    return _by_blocks(gated, x, gate) if by_blocks else gated(x, gate).to(x.dtype)
+
+
+def _fits_blocks(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
+    """Whether these are plain tensors of more than one block, and nothing reads or edits the norm's output."""
+    return (
+        not torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
+        and x.numel() > _ELEMENTS >= x.shape[-1]
+        and x.shape == gate.shape
+        and not rows_are_invariant()
+        and not is_watched(weight)
+        and alone(x, gate, weight)
+    )
 
 
 def _gated(x: Tensor, gate: Tensor, *, weight: Tensor, eps: float, silu: bool) -> Tensor:
@@ -75,7 +98,7 @@ class _NormThenGate(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
-        return _by_blocks(x, gate, functools.partial(_gated, weight=weight, eps=eps, silu=silu))
+        return _by_blocks(functools.partial(_gated, weight=weight, eps=eps, silu=silu), x, gate)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -88,16 +111,18 @@ class _NormThenGate(torch.autograd.Function):
         if (again := torch.is_grad_enabled()) or batched_gradient(grad_y):  # a second derivative, or several first ones
             with torch.enable_grad():
                 y = _gated(x, gate, weight=weight, eps=ctx.eps, silu=ctx.silu).to(x.dtype)
-            return *torch.autograd.grad(y, (x, gate, weight), grad_y, create_graph=again), None, None
-        grads, wide = [torch.empty_like(x), torch.empty_like(gate)], upcast(weight)
-        grad_weight, along = torch.zeros_like(wide), [t.flatten(0, -2) for t in (*grads, grad_y, x, gate)]
-        for into_x, into_gate, *given in zip(*(t.split(_ELEMENTS // x.shape[-1]) for t in along), strict=True):
+            wanted = [t for t, need in zip((x, gate, weight), ctx.needs_input_grad, strict=False) if need]
+            found = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=again))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None
+        grad_x, grad_gate, wide = _like(x), _like(gate), upcast(weight)
+        grad_weight = torch.zeros_like(wide)
+        for into_x, into_gate, *given in _blocks(grad_x, grad_gate, grad_y, x, gate):
             of_y, rows, gates = map(upcast, given)
             of_x, of_gate, of_weight = _gradient(of_y, rows, gates, wide, ctx.eps, ctx.silu)
             into_x.copy_(of_x)
             into_gate.copy_(of_gate)
             grad_weight += of_weight
-        return *grads, grad_weight.to(weight.dtype), None, None
+        return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -125,11 +150,20 @@ def _gradient(
     return by_unit.addcmul_(unit, mean, value=-1).mul_(s), by_gate, by_weight
 
 
-def _by_blocks(x: Tensor, gate: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """gated(x, gate) in x's dtype; without gradients a block of rows at a time, into one new tensor instead of four."""
-    if torch.is_grad_enabled() or x.numel() <= _ELEMENTS or rows_are_invariant() or not alone(x, gate):
-        return gated(x, gate).to(x.dtype)
-    y, rows, gates = torch.empty_like(x), x.flatten(0, -2), gate.flatten(0, -2)
-    for into, *given in zip(*(t.split(_ELEMENTS // x.shape[-1]) for t in (y.flatten(0, -2), rows, gates)), strict=True):
+def _by_blocks(gated: Gated, x: Tensor, gate: Tensor) -> Tensor:
+    """gated(x, gate) in x's dtype, a block of rows at a time, into one new tensor instead of four."""
+    y = _like(x)
+    for into, *given in _blocks(y, x, gate):
         into.copy_(gated(*given))
     return y
+
+
+def _like(t: Tensor) -> Tensor:
+    """A new tensor whose rows lie one after the other, for t may be transposed."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of each of the tensors [..., D] a block of rows after the other."""
+    rows = _ELEMENTS // tensors[0].shape[-1]
+    return zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True)

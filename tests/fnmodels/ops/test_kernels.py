@@ -380,6 +380,23 @@ def test_equal_documents_take_one_call() -> None:
     assert all(step is None or step.count == 1 for step in plan_blocks(spans, layout).steps)
 
 
+@pytest.mark.parametrize("rule", [Causal(), Everything(), Causal() & Window(100), Causal() & Chunk(32)])
+def test_equal_documents_beside_others(rule: Rule) -> None:
+    """A document as long as the first block of the next one, which later blocks read; values and gradients."""
+    lengths = (64, 64, 300, 64, 64)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    mask = build_mask(rule, positions, torch.repeat_interleave(torch.arange(1, 6), torch.tensor(lengths))[None])
+    layout = fnmodels.layout({"kind": mask})
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((1, 556, 4, 8), (1, 556, 2, 8), (1, 556, 2, 8))
+    inputs = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    found = []
+    for kernel in ("blocks", "math"):
+        out = attention(*inputs, mask, kernel=kernel, scale=0.4, layout=layout)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*found)
+
+
 # Memory and garbage
 
 

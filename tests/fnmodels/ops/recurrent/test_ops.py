@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from fnmodels.inputs import order
+from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.recurrent import conv, decay, delta_rule, gated_norm, scan, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
@@ -309,18 +310,58 @@ def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch)
         assert_gated_norms(x, gate, weight)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
 @pytest.mark.parametrize("norm", [gated_norm.norm_then_silu, gated_norm.norm_then_sigmoid])
-def test_gradients_of_gated_norms_by_blocks(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient by hand, of blocks of two rows and one, is that of the definition; so is a second derivative."""
-    leaves, probe, found = [normal(*shape).requires_grad_() for shape in ((3, 8), (3, 8), (8,))], normal(3, 8), []
+def test_gradients_of_gated_norms_by_blocks(
+    norm: Any, frozen: int | None, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient by hand, of blocks of two rows, is that of the definition; so is a second derivative."""
+    x, gate = (normal(3, 2, 8).transpose(0, 1) if transposed else normal(2, 3, 8) for _ in range(2))
+    leaves = [t.requires_grad_(i != frozen) for i, t in enumerate((x, gate, normal(8)))]
+    trained, probe, found = [t for t in leaves if t.requires_grad], normal(2, 3, 8), []
     for elements in (1 << 17, 16):
         monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
-        first = torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(t.square().sum() for t in first), leaves)])
-        found[-1] += torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), leaves)
-        several = torch.stack((probe, -probe))
-        found[-1] += torch.autograd.grad(norm(*leaves, eps=1e-2), leaves, several, is_grads_batched=True)
+        first = torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), trained, create_graph=True)
+        y = norm(*leaves, eps=1e-2)
+        found.append([y, *first, *torch.autograd.grad(sum(t.square().sum() for t in first), trained)])
+        found[-1] += torch.autograd.grad((y * probe).sum(), trained, retain_graph=True)
+        found[-1] += torch.autograd.grad(y, trained, torch.stack((probe, -probe)), is_grads_batched=True)
+        with torch.no_grad():
+            found[-1].append(norm(*leaves, eps=1e-2))
     close(*found)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("norm", ["norm_then_silu", "norm_then_sigmoid", "silu_then_group_norm"])
+def test_a_watched_gated_norm_is_one_call(norm: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large or not, a tap sees the whole output once, and an edit of it counts in the gradient."""
+    monkeypatch.setattr(gated_norm, "_ELEMENTS", 16)
+    x, gate, weight = normal(2, 3, 8).requires_grad_(), normal(2, 3, 8), normal(8)
+    seen = []
+
+    def doubled(name: str, value: Tensor) -> Tensor:
+        seen.append((name, *value.shape))
+        return value if name.endswith(".scale") else 2 * value
+
+    with torch.set_grad_enabled(grad):
+        plain = getattr(gated_norm, norm)(x, gate, weight, eps=1e-2)
+        with watched_norms({"norm": weight}, doubled):
+            edited = getattr(gated_norm, norm)(x, gate, weight, eps=1e-2)
+    close(edited, 2 * plain)
+    assert seen == [("norm.scale", 2, 3, 1), ("norm", 2, 3, 8)]
+    if grad:
+        close(*(torch.autograd.grad(y.sum() * n, x) for y, n in ((edited, 1), (plain, 2))))
+
+
+def test_gated_norms_leave_lengths_open_in_exported_graphs() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return gated_norm.norm_then_silu(x, x, torch.ones(512, dtype=torch.bfloat16), eps=1e-5)
+
+    length = {"x": {1: torch.export.Dim("S", min=2, max=100_000)}}
+    program = torch.export.export(Norm(), (torch.ones(1, 300, 512, dtype=torch.bfloat16),), dynamic_shapes=length)
+    assert program.module()(torch.ones(1, 7, 512, dtype=torch.bfloat16)).shape == (1, 7, 512)
 
 
 def assert_gated_norms(x: Tensor, gate: Tensor, weight: Tensor) -> None:
