@@ -1,0 +1,58 @@
+"""Paths that only large tensors take, in every structure: with low bounds on sizes tiny models take them too."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cases import (
+    Case,
+    batch_of,
+    generic_params,
+    gradients,
+    layer_structures,
+    off,
+    segments,
+    summed_loss,
+    tap_names,
+    trainable,
+)
+
+# A bound of elements, or of multiplications, and one that every tensor of a tiny model is above.
+BOUNDS = {
+    "fnmodels.ops.norm._MIN_ELEMENTS": 1,
+    "fnmodels.ops.linear._MIN_MULTIPLICATIONS": 1,
+    "fnmodels.ops.onednn._WIDENED": 64,
+    "fnmodels.ops.recurrent.gated_norm._ELEMENTS": 64,
+    "fnmodels.ops.recurrent.conv._ELEMENTS": 64,
+    "fnmodels.ops.indexer._MOST": 64,
+}
+ROWS = segments((9, 7), (-2, 13, 1))
+
+
+def results(case: Case, *, taps: bool) -> list[Any]:
+    """Logits with and without gradients, and the gradients of all leaves; or every tap."""
+    batch, params = batch_of(case.config, ROWS), generic_params(case.config)
+    if taps:
+        with torch.no_grad():
+            logits, tapped = batch.forward(params, kernel="math", taps=tuple(tap_names(case.config)))
+        return [logits[batch.valid], *(t.nan_to_num() for t in tapped.values())]  # scores of hidden keys are -inf
+    with torch.no_grad():
+        plain = batch.forward(params, kernel="auto")
+    weights = trainable(params)
+    logits = batch.forward(weights, kernel="auto")
+    found = gradients(summed_loss(logits, batch.labels), weights)
+    return [plain[batch.valid], logits.detach()[batch.valid], found]
+
+
+@pytest.mark.parametrize("taps", [False, True], ids=["gradients", "taps"])
+@pytest.mark.parametrize("case", layer_structures(), ids=str)
+def test_results_are_those_of_the_paths_of_small_tensors(
+    case: Case, taps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = results(case, taps=taps)
+    for name, bound in BOUNDS.items():
+        monkeypatch.setattr(name, bound)
+    monkeypatch.setattr("fnmodels.ops.linear._gains", lambda x, weight: True)  # whatever is faster on this machine
+    found = results(case, taps=taps)
+    assert off({str(i): part for i, part in enumerate(found)}, {str(i): part for i, part in enumerate(wanted)}) < 5e-5
