@@ -21,6 +21,7 @@ LONGER = {
     "fnmodels.ops.attention.math.math_attention",
     "fnmodels.ops.attention.select.attention",
     "fnmodels.ops.moe.layer.moe",
+    "fnmodels.ops.recurrent.conv.short_conv",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
     "fnmodels.ops.recurrent.ssd.ssd",
     "fnmodels.research.patching.patch_grid",
