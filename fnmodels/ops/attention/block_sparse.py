@@ -79,7 +79,7 @@ def _equals_together(
 ) -> tuple[tuple[int, ...], tuple[Step | None, ...]]:
     """Neighbours of one length that attend to themselves, and nobody else to them, become one piece: a batch, one call.
 
-    Sorted texts and images of one size have many: with ten documents of 16 tokens attention takes a third of the time,
+    Sorted texts and images of one size have many: with ten documents of 16 tokens attention takes 0.4 of the time,
     with ten of 100 tokens 0.9 of it, and two threads share the documents.
     """
     readers = Counter(key for step in steps if step is not None for key in range(step.start, step.stop))
