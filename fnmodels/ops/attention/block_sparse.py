@@ -77,7 +77,7 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
 def _equals_together(
     sizes: tuple[int, ...], steps: tuple[Step | None, ...]
 ) -> tuple[tuple[int, ...], tuple[Step | None, ...]]:
-    """Neighbours of one length that attend to themselves, and nobody else to them, become one piece: a batch, one call.
+    """Adjacent pieces of equal length whose keys no other piece reads become one piece, which is a batch in one call.
 
     Sorted texts and images of one size have many: with ten documents of 16 tokens attention takes 0.4 of the time,
     with ten of 100 tokens 0.9 of it, and two threads share the documents.

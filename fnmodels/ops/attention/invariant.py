@@ -3,7 +3,7 @@
 Not on other documents, rows or padding, and not on the form in which keys arrive: one row, packed rows, chunks, or the
 slots of a cache. For that, every sum is taken over fixed tiles of 128 positions, aligned at multiples of 128, one tile
 after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The products
-of a tile have a multiple of 16 rows, for which the matrix libraries give a row bits that do not depend on the others.
+of a tile have a multiple of 16 rows: then the bits of each row do not depend on the other rows of the product.
 The backward pass recomputes the probabilities, in the same tiles. Products are in fp32 at least.
 """
 

@@ -37,7 +37,8 @@ def short_conv(
     x: [B, S, C]. weight: [C, K], for the current token last. bias: [C]. segment_ids: [B or 1, S] int64; padding has no
     effect wherever it stands, and means nothing in y. tail: the last K - 1 inputs of the document that goes on from
     before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
-    overwrite: x is read by nobody else, and may hold y afterwards: without gradients that saves the pages of a new one.
+    overwrite: the caller does not read x again, so that y may be written into it where no gradient is needed, which
+        saves the page faults of a new tensor.
     kernel: "math" for all transforms; one with an attribute `before` takes the tail from other processes.
     """
     B, S, _ = x.shape
