@@ -78,11 +78,15 @@ def patches_of(image: Tensor, patch: int, *, channels_last: bool = False) -> Ten
 
     ValueError unless height and width are multiples of `patch`.
     """
+    return _cells(image, patch, channels_last=channels_last).flatten(2)
+
+
+def _cells(image: Tensor, patch: int, *, channels_last: bool) -> Tensor:
+    """A view [rows, columns, C, p, p] of an image, or [rows, columns, p, p, C] with channels_last."""
     if image.ndim != 3 or image.shape[1] % patch or image.shape[2] % patch:
         raise ValueError(f"An image must be [C, H, W] with H and W multiples of {patch}, not {list(image.shape)}.")
     cells = image.unflatten(1, (-1, patch)).unflatten(3, (-1, patch))  # [C, rows, p, columns, p]
-    order = (1, 3, 2, 4, 0) if channels_last else (1, 3, 0, 2, 4)
-    return cells.permute(order).flatten(2)
+    return cells.permute((1, 3, 2, 4, 0) if channels_last else (1, 3, 0, 2, 4))
 
 
 def patch_rows(
@@ -97,30 +101,36 @@ def patch_rows(
     The k-th of n special tokens is at row and column k - n and has zeros for pixels, which are not read.
     ValueError for an image that does not fit in a row, and without images.
     """
-    tokens = [_tokens(image, config) for image in images]
-    if not tokens:
+    if not images:
         raise ValueError("patch_rows needs at least one image.")
-    places, shape = places_in_rows([len(patches) for patches, _ in tokens], length, "Image")
-    first, at = tokens[0]
-    patches, positions = first.new_zeros(*shape, first.shape[-1]), at.new_zeros(*shape, 4)
-    segment_ids = at.new_zeros(shape)
-    for one, (row, here, number) in zip(tokens, places, strict=True):
-        patches[row, here], positions[row, here] = one
+    special = config.special_tokens
+    cells = [_checked_cells(image, config) for image in images]
+    places, shape = places_in_rows([special + len(one) * one.shape[1] for one in cells], length, "Image")
+    width = cells[0].shape[2:].numel()
+    patches = cells[0].new_empty(*shape, width)  # each image is copied once, right here
+    segment_ids = torch.zeros(shape, dtype=torch.long, device=patches.device)
+    positions = segment_ids.new_zeros(*shape, 4)
+    for one, (row, here, number) in zip(cells, places, strict=True):
+        patches[row, here][:special] = 0
+        patches[row, here][special:].unflatten(0, one.shape[:2]).unflatten(2, one.shape[2:]).copy_(one)
+        positions[row, here] = _positions(one, special)
         segment_ids[row, here] = number
+    patches[segment_ids == 0] = 0
     return patches, positions, segment_ids
 
 
-def _tokens(image: Tensor, config: PatchConfig) -> tuple[Tensor, Tensor]:
-    """An image's tokens [T, C p p], special ones first, and their positions [T, 4]."""
+def _checked_cells(image: Tensor, config: PatchConfig) -> Tensor:
     if image.shape[0] != config.num_channels or not image.is_floating_point():
         raise ValueError(
             f"An image must be floats [{config.num_channels}, H, W], not {image.dtype} {list(image.shape)}: see "
             "fnmodels.inputs.images.normalized."
         )
-    cells = patches_of(image, config.patch_size, channels_last=config.channels_last)
-    special = config.special_tokens
-    place = torch.cartesian_prod(*(torch.arange(n, device=image.device) for n in cells.shape[:2]))
-    before = torch.arange(-special, 0, device=image.device)[:, None].expand(special, 2)
-    flat, where = cells.flatten(0, 1), torch.cat((before, place))
-    grid = torch.tensor(cells.shape[:2], device=image.device).expand_as(where)
-    return torch.cat((flat.new_zeros(special, flat.shape[-1]), flat)), torch.cat((where, grid), -1)
+    return _cells(image, config.patch_size, channels_last=config.channels_last)
+
+
+def _positions(cells: Tensor, special: int) -> Tensor:
+    """[T, 4] of an image's special tokens and its patches [rows, columns, ...]."""
+    place = torch.cartesian_prod(*(torch.arange(n, device=cells.device) for n in cells.shape[:2]))
+    before = torch.arange(-special, 0, device=cells.device)[:, None].expand(special, 2)
+    where = torch.cat((before, place))
+    return torch.cat((where, torch.tensor(cells.shape[:2], device=cells.device).expand_as(where)), -1)
