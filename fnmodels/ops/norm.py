@@ -29,7 +29,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """F.rms_norm over the last dimension; `_RMSNorm` for large fp32 tensors on a CPU, and written out under
+    """F.rms_norm over the last dimension; `_RMSNorm` for large tensors on a CPU, and written out under
     `torch.func.linearize`.
 
     Torch 2.13 decomposes F.rms_norm there, folds what does not depend on the tangents into constants, and adds eps to
@@ -50,24 +50,29 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 
 def _use_function(x: Tensor, weight: Tensor) -> bool:
-    wide = x.dtype is weight.dtype is torch.float32
-    large = wide and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
+    if torch.compiler.is_compiling():  # exported graphs have sizes that must not be compared
+        return False
+    known = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype in (x.dtype, torch.float32)
+    large = known and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
     return large and alone(x, weight) and not rows_are_invariant()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """F.rms_norm with half the passes over memory, and half the time, of torch's several operations on a CPU.
+    """RMSNorm with half the passes over memory, and half the time, of torch's several operations on a CPU.
 
-    It saves x and s = 1 / rms(x). With p = grad_output * x and n elements in a row, grad_weight is the sum of s p over
-    the rows, and grad_x = s grad_output weight - (s^3 / n) (p . weight) x.
+    x is normalized in fp32, rounded to the weight's dtype, multiplied by the weight, and cast back. It saves x and
+    s = 1 / rms(x), nothing in fp32 of a narrower x. With p = grad_output * x and n elements in a row, grad_weight is
+    the sum of s p over the rows, and grad_x = s grad_output weight - (s^3 / n) (p . weight) x, in fp32.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        return (x * scale).mul_(weight), scale
+        wide = upcast(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = wide * scale if wide is x else wide.mul_(scale)
+        return unit.to(weight.dtype).mul_(weight).to(x.dtype), scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -79,19 +84,22 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, _: None) -> tuple[Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        scale_tangent = scale.pow(3) * (x * x_tangent).mean(-1, keepdim=True)
-        return (x_tangent * scale - x * scale_tangent) * weight + x * scale * weight_tangent, None
+        wide, x_tangent = upcast(x), upcast(x_tangent)
+        scale_tangent = scale.pow(3) * (wide * x_tangent).mean(-1, keepdim=True)
+        tangent = (x_tangent * scale - wide * scale_tangent) * weight + wide * scale * weight_tangent
+        return tangent.to(x.dtype), None
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        wide, grad, factors = upcast(x), upcast(grad_output), upcast(weight)
         if torch.is_grad_enabled():  # double backward: recompute the scale as part of the graph
-            scale = _scale(x, ctx.eps)
-        products = grad_output * x
-        along = (products @ weight)[..., None]
+            scale = _scale(wide, ctx.eps)
+        products = grad * wide
+        along = (products @ factors)[..., None]
         grad_weight = scale.reshape(-1) @ products.reshape(-1, x.shape[-1])
-        grad_x = torch.addcmul(x * (along * scale.pow(3) / -x.shape[-1]), grad_output * weight, scale)
-        return grad_x, grad_weight, None
+        grad_x = torch.addcmul(wide * (along * scale.pow(3) / -x.shape[-1]), grad * factors, scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -188,6 +196,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     """
     if weight is not None and (found := _watched(x, weight, eps)):
         return found[1](found[2], found[0].to(x.dtype) * weight)
+    if weight is not None and _use_function(x, weight):
+        large: Tensor = _RMSNorm.apply(x, weight, eps)[0]
+        return large
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)
@@ -198,7 +209,10 @@ def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """`rms_norm` with the weight multiplied in fp32, before the cast back (OLMo 2, gpt-oss)."""
     if found := _watched(x, weight, eps):
         return found[1](found[2], (found[0] * upcast(weight)).to(x.dtype))
-    return _fused(upcast(x), upcast(weight), eps).to(x.dtype)
+    if _use_function(x, wide := upcast(weight)):
+        large: Tensor = _RMSNorm.apply(x, wide, eps)[0]
+        return large
+    return _fused(upcast(x), wide, eps).to(x.dtype)
 
 
 def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

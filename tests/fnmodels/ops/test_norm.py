@@ -1,5 +1,6 @@
 """Norms against their formula in plain operations, and where each kind rounds."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,29 @@ def test_large_rows_as_one_function_and_its_derivatives() -> None:
     assert torch.equal(grad(lambda x: norm(x, w).sum())(x), grad(lambda x: F.rms_norm(x, w.shape, w, EPS).sum())(x))
     with pytest.raises(RuntimeError, match="normalized_shape"):
         rms_norm(x, w[:1], eps=EPS)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered])
+def test_large_bfloat16_rows_round_where_small_ones_do(norm: Callable[..., Tensor]) -> None:
+    """Large rows against the same rows a few at a time, and gradients against exact ones; no fp32 copies are saved."""
+    torch.manual_seed(1)
+    x, w, grad_output = (torch.randn(shape).bfloat16() for shape in ((2, 512, 256), (256,), (2, 512, 256)))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y = norm(x, w, eps=EPS)
+    assert all(t.dtype is torch.bfloat16 or t.numel() <= x.shape[0] * x.shape[1] for t in kept)
+    by_rows = torch.cat([norm(rows, w, eps=EPS) for rows in x.detach().split(64, 1)], 1)
+    assert (y != by_rows).float().mean() < 1e-3  # the sums of squares differ in the last bit of fp32
+    torch.testing.assert_close(y, by_rows, rtol=2**-6, atol=0)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    shift = 1 if norm is rms_norm_zero_centered else 0
+    of = functools.partial(torch.autograd.grad, retain_graph=True)
+    want = of((unit(exact[0]) * (shift + exact[1])), exact, grad_output.double())
+    twice = [torch.stack(of(y, t, torch.stack((grad_output, grad_output)), is_grads_batched=True))[0, 1] for t in (x, w)]
+    for found in (of(y, (x, w), grad_output), of(y, (x, w), grad_output, create_graph=True), twice):
+        for got, one in zip(found, want, strict=True):
+            assert got.dtype is torch.bfloat16 and (got - one).norm() <= 4e-3 * one.norm()
 
 
 def test_large_layer_norms_as_one_function_and_their_derivatives() -> None:
