@@ -212,15 +212,6 @@ def _cos_sin(table: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _signed(sin: Tensor) -> Tensor:
-    """(-sin, sin) [..., 2, R/2]."""
-    if not torch.compiler.is_compiling():
-        return torch.stack((-sin, sin), dim=-2)
-    # Compiled code fuses a product with its reader, but stores a stack: a step of decoding had one per layer, q and k.
-    signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)
-    return sin.unsqueeze(-2) * signs[:, None]
-
-
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
     """Rotate the pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half-split layout.
 
@@ -231,10 +222,16 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
     if half == 0:
         return x
     cos, sin = _cos_sin(table)
-    # Both halves at once, with contiguous sines: half the time of four products of slices on a CPU.
-    halves = x[..., : 2 * half].unflatten(-1, (2, half))
-    rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), _signed(sin))
-    rotated = rotated.flatten(-2).to(x.dtype)
+    # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
+    whole = x[..., : 2 * half]
+    if torch.compiler.is_compiling():
+        # Inductor fuses these with their reader, but stores concatenations: a step of decoding had two per layer.
+        signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)[:, None]
+        halves = whole.unflatten(-1, (2, half))
+        rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), sin.unsqueeze(-2) * signs).flatten(-2)
+    else:
+        rotated = torch.addcmul(whole * torch.cat((cos, cos), -1), whole.roll(half, -1), torch.cat((-sin, sin), -1))
+    rotated = rotated.to(x.dtype)
     return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
