@@ -80,10 +80,11 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: 
         hi = min(lo + size, length)
         tile, grad_tile = _rows(q5[:, :, :, lo:hi] * scale), _rows(grad_output5[:, :, :, lo:hi])
         p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
-        dv[:, :hi] += torch.bmm(p.mT, grad_tile)  # in fp32; baddbmm_ would take the matrices one by one
+        # add_, for += on a slice copies it onto itself; in fp32; baddbmm_ would take the matrices one by one
+        dv[:, :hi].add_(torch.bmm(p.mT, grad_tile))
         dp = torch.bmm(grad_tile, values[:, :hi].mT)
         ds = softmax_backward(dp, p, q.dtype)
-        dk[:, :hi] += torch.bmm(ds.mT, tile)
+        dk[:, :hi].add_(torch.bmm(ds.mT, tile))
         dq_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
         torch.mul(dq_tile, scale, out=dq5[:, :, :, lo:hi])
     return dq, _unheads(dk, k), _unheads(dv, v)
