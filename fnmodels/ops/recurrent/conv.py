@@ -51,15 +51,15 @@ def short_conv(
         return _next_token(x, weight, bias, segment_ids, tail, last, silu)
     if last is not None and (tail is not None or before is not None):
         segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
-    sources, run = _sources(segment_ids, K)
-    ends = _tail_index(segment_ids, sources, run, K)
+    near = _near(segment_ids, K)
+    ends = _tail_index(segment_ids, *_sources(segment_ids, K), K) if near is None else _ends(near)
     if before is not None:
         own, slots = _taken(x, ends - (K - 1)), torch.arange(K - 1, device=x.device)
         tail = before.state(upcast((ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and last is not None:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     after = _taken(x, ends)
-    return _convolved(x, weight, bias, segment_ids, sources, silu, overwrite, kernel)[:, x.shape[1] - S :], after
+    return _convolved(x, weight, bias, segment_ids, near, silu, overwrite, kernel)[:, x.shape[1] - S :], after
 
 
 def _next_token(
@@ -76,6 +76,28 @@ def _next_token(
         y = y + wide[:, -j] * taps[-j] if exact else torch.addcmul(y, wide[:, -j], taps[-j])  # as in `_convolved`
     y = y[:, None].to(x.dtype)
     return elementwise(F.silu, y) if silu else y, window[:, 1:].where(valid, held)
+
+
+def _near(segment_ids: Tensor, K: int) -> Tensor | None:
+    """bool [K - 1, B, S]: whether the token j places before each is of its document, for j from 1 to K - 1.
+
+    A fifth of the operations of `_sources`. None for rows with padding, and where values cannot be read.
+    """
+    if not alone(segment_ids) or not segment_ids.numel() or not bool((segment_ids > 0).all()):
+        return None
+    near = segment_ids.new_zeros((K - 1, *segment_ids.shape), dtype=torch.bool)
+    if K > 1:
+        near[0, :, 1:] = segment_ids[:, 1:] == segment_ids[:, :-1]
+    for j in range(1, K - 1):
+        near[j, :, j:] = near[j - 1, :, j:] & near[0, :, : near.shape[2] - j]
+    return near
+
+
+def _ends(near: Tensor) -> Tensor:
+    """`_tail_index` for rows without padding."""
+    count, B, S = near.shape
+    index = torch.arange(S - count, S, device=near.device).expand(B, count)
+    return index.where(torch.cat((near[: count - 1, :, -1].flip(0).t(), near.new_ones(B, min(count, 1))), 1), -1)
 
 
 def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:
@@ -115,22 +137,23 @@ def _convolved(
     weight: Tensor,
     bias: Tensor | None,
     segment_ids: Tensor,
-    sources: list[Tensor],
+    near: Tensor | None,
     silu: bool,
     overwrite: bool,
     kernel: Any,
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
-    if kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids):
-        index = torch.arange(x.shape[1])
-        read = torch.stack([source >= 0 for source in sources])
-        shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
-        if bool(((shifts == index) | ~read).all()):  # no padding inside of a document
-            if not torch.is_grad_enabled():
-                return _by_blocks(x, weight, bias, read.flatten(1), silu, overwrite)
-            y: Tensor = _ShortConv.apply(x, weight, bias, read.flatten(1), silu)
-            return y
+    by_blocks, sources = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids), None
+    if by_blocks and near is None:
+        sources = _sources(segment_ids, weight.shape[1])[0]
+        near = _near_sources(sources)
+    if by_blocks and near is not None:
+        if not torch.is_grad_enabled():
+            return _by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
+        y: Tensor = _ShortConv.apply(x, weight, bias, near.flatten(1), silu)
+        return y
+    sources = _sources(segment_ids, weight.shape[1])[0] if sources is None else sources
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
@@ -141,6 +164,14 @@ def _convolved(
         y = y + read * tap if exact else torch.addcmul(y, read, tap)  # the same bits as `_block`
     y = y.to(x.dtype)
     return elementwise(F.silu, y) if silu else y
+
+
+def _near_sources(sources: list[Tensor]) -> Tensor | None:
+    """`_near` of sources; None if one is not j places before its token, for padding is inside of a document."""
+    index = torch.arange(sources[0].shape[1])
+    read = torch.stack([source >= 0 for source in sources])
+    shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
+    return read if bool(((shifts == index) | ~read).all()) else None
 
 
 class _ShortConv(torch.autograd.Function):
@@ -204,12 +235,12 @@ def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, sil
     y = flat if overwrite else torch.empty_like(flat)
     for start, stop in reversed(_blocks(flat)):
         part = y[start:stop]
-        if overwrite or x.dtype is not taps.dtype:
+        if silu:
+            torch.ops.aten.silu.out(_block(flat, taps, bias, read, start, stop).to(x.dtype), out=part)
+        elif overwrite or x.dtype is not taps.dtype:
             part.copy_(_block(flat, taps, bias, read, start, stop))
         else:
             _block(flat, taps, bias, read, start, stop, out=part)
-        if silu:
-            F.silu(part, inplace=True)
     return y.view(x.shape)
 
 
