@@ -68,6 +68,11 @@ class Packed(LinearOnly):
             return onednn_linear(rows, self.layout, bias)
         return onednn_linear(rows.expand(LEAST_ROWS, -1), self.layout, bias)[:1]
 
+    def linear_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        """`fnmodels.ops.linear.linear_gelu` with this weight."""
+        rows = x.reshape(-1, x.shape[-1])
+        return onednn_linear(rows, self.layout, bias, approximate).unflatten(0, x.shape[:-1])
+
 
 @tree.pytree
 @dataclass(frozen=True, eq=False)

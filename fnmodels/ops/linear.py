@@ -20,8 +20,8 @@ from torch import Tensor
 from fnmodels.inputs.values import batched_gradient
 
 from .invariant import invariant_linear, rows_are_invariant
-from .onednn import product
-from .torch_internals import alone, in_graph
+from .onednn import dense, product
+from .torch_internals import alone, in_graph, onednn_linear
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
 _ONEDNN = torch.backends.mkldnn.is_available()
@@ -50,6 +50,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    """F.gelu(linear(x, weight, bias), approximate=approximate) without gradients, on a CPU in one pass over the result.
+
+    A weight may be a form that has a product with gelu of its own (`params.packed`).
+    """
+    own = getattr(weight, "linear_gelu", None)
+    if own is not None and alone(x):
+        found: Tensor = own(x, bias, approximate)
+        return found
+    if _use_onednn(x, weight, bias) and not torch.compiler.is_compiling() and _is_onednn(x):
+        return onednn_linear(dense(x), dense(weight), bias, approximate)
+    y = linear(x, weight, bias)
+    return torch.ops.aten.gelu_(y, approximate=approximate) if alone(y) else F.gelu(y, approximate=approximate)
+
+
+def _is_onednn(x: Tensor) -> bool:
+    """Whether `product` of x, and of a weight that is not transposed, is one product of oneDNN in x's dtype."""
+    from . import product_table  # here, for its import measures
+
+    return not product_table.WIDENS if x.dtype is torch.bfloat16 else (False, False) in product_table.ONEDNN
 
 
 def _one_row(x: Tensor, weight: Tensor) -> bool:
@@ -94,21 +116,26 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == weight.shape[1]
         and (not compiled or x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS)
         and (compiled or alone(*tensors))  # late, because it takes longer
-        and ((not compiled and _UNREAD.get()) or _gains(x, weight))
+        and ((not compiled and _UNREAD.get()) or _gains(x, weight, bias is not None and not compiled))
     )
 
 
-def _gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether this large product is faster than torch's own on this machine."""
+def _gains(x: Tensor, weight: Tensor, biased: bool) -> bool:
+    """Whether this large product is faster than torch's own on this machine.
+
+    biased: with a bias, in eager mode, where torch first copies the bias into each row of a bf16 result, which takes up
+    to half as long as the product with AMX.
+    """
     from . import product_table  # here, for its import measures
 
     if x.dtype is torch.float32:
         return bool(product_table.ONEDNN)
     if not product_table.BF16:
         return x.numel() >= _MIN_WIDENED_ROWS * x.shape[-1]
+    if not product_table.WIDENS:
+        return biased
     return (
-        product_table.WIDENS
-        and x.numel() >= _MIN_WIDENED_SIDE * x.shape[-1]
+        x.numel() >= _MIN_WIDENED_SIDE * x.shape[-1]
         and weight.shape[0] >= _MIN_WIDENED_SIDE
         and weight.shape[1] >= _MIN_WIDENED_SIDE
     )

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from fnmodels.options import Tap, untapped
 
-from .invariant import elementwise
-from .linear import linear
+from .invariant import elementwise, rows_are_invariant
+from .linear import linear, linear_gelu
 from .norm import upcast
-from .torch_internals import alone
 
 # By Hugging Face's names; further ones are added with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,13 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Those that `plain_mlp` computes in place where nothing reads their argument again: a second tensor of the width of an
-# MLP costs a tenth of an encoder's forward pass.
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.ops.aten.gelu_,
-    "gelu_pytorch_tanh": functools.partial(torch.ops.aten.gelu_, approximate="tanh"),
-    "gelu_new": functools.partial(torch.ops.aten.gelu_, approximate="tanh"),
-}
+# `approximate` of those that `plain_mlp` computes with the product where nothing reads their argument again: a second
+# tensor of the width of an MLP costs a tenth of an encoder's forward pass.
+_GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
 
 
 def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
@@ -58,9 +53,11 @@ def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: T
 
     tap: called with "mlp.pre", up(x), and "mlp.neurons", what `down` reads, both [..., F].
     """
-    up = tap("mlp.pre", linear(x, layer["up_proj"], layer.get("up_bias")))
-    unread = tap is untapped and activation in _IN_PLACE and not torch.is_grad_enabled() and alone(up)
-    neurons = tap("mlp.neurons", elementwise((_IN_PLACE if unread else ACTIVATIONS)[activation], up))
+    given = x, layer["up_proj"], layer.get("up_bias")
+    if tap is untapped and activation in _GELU and not torch.is_grad_enabled() and not rows_are_invariant():
+        neurons = linear_gelu(*given, approximate=_GELU[activation])
+    else:
+        neurons = tap("mlp.neurons", elementwise(ACTIVATIONS[activation], tap("mlp.pre", linear(*given))))
     return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 

@@ -14,10 +14,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     A weight in oneDNN's own layout (`params.packed`) is multiplied by oneDNN as it is.
     """
+    from . import product_table  # here, for its import measures
+
     if weight.is_mkldnn:
         return onednn_linear(x, weight, bias)
     if x.dtype is torch.float32:
         return _fp32(x, weight, bias)
+    if not product_table.WIDENS:
+        return onednn_linear(dense(x), dense(weight), bias)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = x.new_empty(rows.shape[0], weight.shape[0])
     wide_bias = None if bias is None else bias.float()
@@ -34,7 +38,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from . import product_table  # here, for its import measures
 
-    x, weight = _dense(x), _dense(weight)
+    x, weight = dense(x), dense(weight)
     if (_transposed(x), _transposed(weight)) in product_table.ONEDNN:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -44,7 +48,7 @@ def _transposed(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """x, copied unless its rows or columns follow each other: other strides take oneDNN a hundred times as long.
 
     Slices have such strides, and the gradient of a sum.

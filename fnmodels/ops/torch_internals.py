@@ -137,10 +137,13 @@ def has_bf16_products() -> bool:
     return supported is None or bool(supported())
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, not differentiable."""
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+    """F.linear by oneDNN, not differentiable. gelu: "none" or "tanh", to apply F.gelu with this `approximate` too."""
     product = PRIVATE["ops.mkldnn._linear_pointwise"]
-    found: Tensor = F.linear(x, weight, bias) if product is None else product(x, weight, bias, "none", [], "")
+    if product is None:
+        y = F.linear(x, weight, bias)
+        return y if gelu is None else F.gelu(y, approximate=gelu)
+    found: Tensor = product(x, weight, bias, "none", [], "") if gelu is None else product(x, weight, bias, "gelu", [], gelu)
     return found
 
 

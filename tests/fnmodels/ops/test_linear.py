@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
+from params import weight_forms
+from fnmodels.ops import linear as ops_linear
 from fnmodels.ops import onednn, product_table
-from fnmodels.ops.linear import _Times, linear
+from fnmodels.ops.linear import _Times, linear, linear_gelu
 from fnmodels.ops.torch_internals import onednn_linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
@@ -79,6 +81,49 @@ def test_bf16_is_widened_where_that_is_faster(
     few = 127 if native else 15
     assert not ours(linear(leaves[0][:1, :few], leaves[1].repeat(10, 1)))
     assert ours(linear(leaves[0][:1, : few + 1], leaves[1].repeat(10, 1)))
+
+
+def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
+    """torch's own product copies the bias into each row of the result first; without a bias it is the same product."""
+    leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
+    assert ours(y := linear(*leaves)) and not ours(linear(*leaves[:2]))
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want, grad_output = F.linear(*exact), torch.randn_like(y)
+    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-3)
+    found = torch.autograd.grad(y, leaves, grad_output)
+    for got, one in zip(found, torch.autograd.grad(want, exact, grad_output.double()), strict=True):
+        assert got.dtype is torch.bfloat16 and (got - one).norm() <= 4e-3 * one.norm()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("bias", [None, BIAS])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "packed", "one slice", "torch's own", "small"])
+def test_gelu_with_its_product(
+    form: str, bias: Tensor | None, approximate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against exact arithmetic; in one product of oneDNN but where that is not the faster one, and for few numbers."""
+    calls: list[str | None] = []
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+        calls.append(gelu)
+        return onednn_linear(x, weight, bias, gelu)
+
+    for module in (ops_linear, weight_forms):
+        monkeypatch.setattr(module, "onednn_linear", recorded)
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    x, weight, added = (None if t is None else t.to(dtype) for t in (X, W / IN**0.5, bias))
+    assert x is not None and weight is not None
+    x = torch.cat((x, x), -1)[..., :IN] if form == "one slice" else x[:1, :8] if form == "small" else x
+    if form == "torch's own":
+        monkeypatch.setattr(product_table, "ONEDNN", frozenset())
+    given: Any = P.packed({"w": weight})["w"] if form == "packed" else weight
+    with torch.no_grad():
+        got = linear_gelu(x, given, added, approximate=approximate)
+    want = F.gelu(F.linear(*(None if t is None else t.double() for t in (x, weight, added))), approximate=approximate)
+    bound = 2**-7 if form == "bf16" else 1e-5
+    torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound)
+    alone = form == "bf16" and bias is None  # torch's own product is the same one
+    assert calls == ([] if alone or form in ("torch's own", "small") else [approximate])
 
 
 def test_each_form_takes_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
