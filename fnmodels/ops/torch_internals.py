@@ -143,7 +143,8 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | No
     if product is None:
         y = F.linear(x, weight, bias)
         return y if gelu is None else F.gelu(y, approximate=gelu)
-    found: Tensor = product(x, weight, bias, "none", [], "") if gelu is None else product(x, weight, bias, "gelu", [], gelu)
+    attribute: tuple[Any, ...] = ("none", [], "") if gelu is None else ("gelu", [], gelu)
+    found: Tensor = product(x, weight, bias, *attribute)
     return found
 
 

@@ -53,6 +53,6 @@ def test_results_are_those_of_the_paths_of_small_tensors(
     wanted = results(case, taps=taps)
     for name, bound in BOUNDS.items():
         monkeypatch.setattr(name, bound)
-    monkeypatch.setattr("fnmodels.ops.linear._gains", lambda x, weight, biased: True)  # whatever is faster on this machine
+    monkeypatch.setattr("fnmodels.ops.linear._gains", lambda x, weight, biased: True)  # whatever is faster here
     found = results(case, taps=taps)
     assert off({str(i): part for i, part in enumerate(found)}, {str(i): part for i, part in enumerate(wanted)}) < 5e-5

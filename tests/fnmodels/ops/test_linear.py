@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
-from params import weight_forms
 from fnmodels.ops import linear as ops_linear
 from fnmodels.ops import onednn, product_table
 from fnmodels.ops.linear import _Times, linear, linear_gelu
 from fnmodels.ops.torch_internals import onednn_linear
+from params import weight_forms
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
 X, W, BIAS = torch.randn(2, ROWS // 2, IN), torch.randn(OUT, IN), torch.randn(OUT)
@@ -86,7 +86,8 @@ def test_bf16_is_widened_where_that_is_faster(
 def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
     """torch's own product copies the bias into each row of the result first; without a bias it is the same product."""
     leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
-    assert ours(y := linear(*leaves)) and not ours(linear(*leaves[:2]))
+    y = linear(*leaves)
+    assert ours(y) and not ours(linear(*leaves[:2]))
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want, grad_output = F.linear(*exact), torch.randn_like(y)
     torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-3)

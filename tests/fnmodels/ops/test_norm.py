@@ -77,7 +77,8 @@ def test_large_bfloat16_rows_round_where_small_ones_do(norm: Callable[..., Tenso
     shift = 1 if norm is rms_norm_zero_centered else 0
     of = functools.partial(torch.autograd.grad, retain_graph=True)
     want = of((unit(exact[0]) * (shift + exact[1])), exact, grad_output.double())
-    twice = [torch.stack(of(y, t, torch.stack((grad_output, grad_output)), is_grads_batched=True))[0, 1] for t in (x, w)]
+    two = torch.stack((grad_output, grad_output))
+    twice = [of(y, t, two, is_grads_batched=True)[0][1] for t in (x, w)]
     for found in (of(y, (x, w), grad_output), of(y, (x, w), grad_output, create_graph=True), twice):
         for got, one in zip(found, want, strict=True):
             assert got.dtype is torch.bfloat16 and (got - one).norm() <= 4e-3 * one.norm()
