@@ -103,11 +103,11 @@ def embed_documents(
 ) -> Tensor:
     """[N, width]: one vector per document of token ids, in their order, without gradients.
 
-    Documents are packed unsplit, the shortest first, so that attention takes those of one length together, into rows of
-    `row` tokens (or of the longest document), by default one row per forward pass. About `batch` tokens are one forward
-    pass, by default 2,048, and 8,192 of 16-bit parameters. options: as in `fnmodels.forward`. ValueError for an empty
-    document, for one that is longer than the embedder's max_length, and for a config with a head, which
-    `load_pretrained(..., head="none")` leaves out.
+    Documents are packed unsplit into rows of at most `row` tokens (or of the longest document), those of one length
+    side by side, which attention takes together. About `batch` tokens are one forward pass: None for 2,048, and for
+    8,192 of 16-bit parameters. row: None for one row per forward pass. options: as in `fnmodels.forward`.
+    ValueError for an empty document, for one that is longer than the embedder's max_length, and for a config with a
+    head, which `load_pretrained(..., head="none")` leaves out.
     """
     if (head := field_of(config, "head")) != "none":
         raise ValueError(f'The model has the head {head!r}; embeddings need it without: load it with head="none".')
@@ -120,19 +120,20 @@ def embed_documents(
     if not texts:
         raise ValueError("There are no documents to embed.")
     table = params["embed_tokens"]
-    device, batch = table.device, batch or BATCH.get(table.element_size(), BATCH[4])
+    device, batch = table.device, BATCH.get(table.element_size(), BATCH[4]) if batch is None else batch
     order = torch.tensor(lengths, device=device).argsort(stable=True)
-    packed = pack([texts[i] for i in order.tolist()], max(row or batch, *lengths), method="first_fit", split=False)
-    found, rows = [], max(1, batch // packed.tokens.shape[1])
+    width = max(batch if row is None else row, *lengths)
+    packed = pack([texts[i] for i in order.tolist()], width, method="first_fit", split=False)
+    found, rows = [], max(1, batch // width)
     for first in range(0, len(packed.tokens), rows):
-        part: dict[str, Any] = {
-            name: getattr(packed, name)[first : first + rows].to(device) for name in ("positions", "segment_ids")
-        }
-        inputs, masks, freqs_cis = prepare(config, packed.tokens[first : first + rows].to(device), **part)
+        some = slice(first, first + rows)
+        here = some, slice(int((packed.segment_ids[some] > 0).sum(1).max()))  # without padding of all of its rows
+        part: dict[str, Any] = {name: getattr(packed, name)[here].to(device) for name in ("positions", "segment_ids")}
+        inputs, masks, freqs_cis = prepare(config, packed.tokens[here].to(device), **part)
         given: ForwardKwargs = {"layout": layout(masks), **options}
         hidden = forward(params, inputs, masks, freqs_cis, config=config, **given)
-        here = documents(part["segment_ids"], part["positions"])
-        found.append(embeddings(params, hidden, here, embedder=embedder))
+        each = documents(part["segment_ids"], part["positions"])
+        found.append(embeddings(params, hidden, each, embedder=embedder))
     vectors = torch.cat(found)
     out = torch.empty_like(vectors)
     out[order[packed.pieces[:, 0].to(device)]] = vectors  # pieces are sorted by row and place in it, as `documents` are

@@ -42,8 +42,7 @@ class LinearOnly:
         return args[1].linear(args[0], *args[2:], **(kwargs or {}))
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("A weight in a form for decoding has no gradient: compute under torch.no_grad().")
+        _check_gradients(x)
         return self.product(x.reshape(-1, x.shape[-1]), bias).unflatten(0, x.shape[:-1])
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,6 +69,7 @@ class Packed(LinearOnly):
 
     def linear_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """`fnmodels.ops.linear.linear_gelu` with this weight."""
+        _check_gradients(x)
         rows = x.reshape(-1, x.shape[-1])
         return onednn_linear(rows, self.layout, bias, approximate).unflatten(0, x.shape[:-1])
 
@@ -102,6 +102,11 @@ class Int4(LinearOnly):
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return _plus(int4_linear(_bf16(rows), self.codes, self.group, self.scales), bias)
+
+
+def _check_gradients(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("A weight in a form for decoding has no gradient: compute under torch.no_grad().")
 
 
 def _plus(out: Tensor, bias: Tensor | None) -> Tensor:

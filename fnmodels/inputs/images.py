@@ -101,10 +101,9 @@ def patch_rows(
     The k-th of n special tokens is at row and column k - n and has zeros for pixels, which are not read.
     ValueError for an image that does not fit in a row, and without images.
     """
-    if not images:
+    special, cells = config.special_tokens, [_checked_cells(image, config) for image in images]
+    if not cells:
         raise ValueError("patch_rows needs at least one image.")
-    special = config.special_tokens
-    cells = [_checked_cells(image, config) for image in images]
     places, shape = places_in_rows([special + len(one) * one.shape[1] for one in cells], length, "Image")
     width = cells[0].shape[2:].numel()
     patches = cells[0].new_empty(*shape, width)  # each image is copied once, right here

@@ -20,7 +20,7 @@ from torch import Tensor
 from fnmodels.inputs.values import batched_gradient
 
 from .invariant import invariant_linear, rows_are_invariant
-from .onednn import dense, product
+from .onednn import dense, product, transposed
 from .torch_internals import alone, in_graph, onednn_linear
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
@@ -61,17 +61,21 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: 
     if own is not None and alone(x):
         found: Tensor = own(x, bias, approximate)
         return found
-    if _use_onednn(x, weight, bias) and not torch.compiler.is_compiling() and _is_onednn(x):
-        return onednn_linear(dense(x), dense(weight), bias, approximate)
+    if _use_onednn(x, weight, bias) and not torch.compiler.is_compiling():
+        x, weight = dense(x), dense(weight)
+        if _is_onednn(x, weight):
+            return onednn_linear(x, weight, bias, approximate)
     y = linear(x, weight, bias)
     return torch.ops.aten.gelu_(y, approximate=approximate) if alone(y) else F.gelu(y, approximate=approximate)
 
 
-def _is_onednn(x: Tensor) -> bool:
-    """Whether `product` of x, and of a weight that is not transposed, is one product of oneDNN in x's dtype."""
+def _is_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` of these is one product of oneDNN in their dtype."""
     from . import product_table  # here, for its import measures
 
-    return not product_table.WIDENS if x.dtype is torch.bfloat16 else (False, False) in product_table.ONEDNN
+    if x.dtype is torch.bfloat16:
+        return not product_table.WIDENS
+    return (transposed(x), transposed(weight)) in product_table.ONEDNN
 
 
 def _one_row(x: Tensor, weight: Tensor) -> bool:
@@ -114,6 +118,7 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
         and all(isinstance(t, Tensor) and t.dtype is x.dtype for t in tensors)
         and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
         and (not compiled or x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS)
         and (compiled or alone(*tensors))  # late, because it takes longer
         and ((not compiled and _UNREAD.get()) or _gains(x, weight, bias is not None and not compiled))

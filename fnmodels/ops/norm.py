@@ -200,7 +200,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     """
     if weight is not None and (found := _watched(x, weight, eps)):
         return found[1](found[2], found[0].to(x.dtype) * weight)
-    if weight is not None and _use_function(x, weight):
+    if weight is not None and weight.dtype is x.dtype and _use_function(x, weight):
         large: Tensor = _RMSNorm.apply(x, weight, eps)[0]
         return large
     if x.dtype is torch.float32 or x.dtype is torch.float64:

@@ -39,12 +39,12 @@ def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from . import product_table  # here, for its import measures
 
     x, weight = dense(x), dense(weight)
-    if (_transposed(x), _transposed(weight)) in product_table.ONEDNN:
+    if (transposed(x), transposed(weight)) in product_table.ONEDNN:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _transposed(x: Tensor) -> bool:
+def transposed(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 

@@ -140,6 +140,7 @@ def has_bf16_products() -> bool:
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
     """F.linear by oneDNN, not differentiable. gelu: "none" or "tanh", to apply F.gelu with this `approximate` too."""
     product = PRIVATE["ops.mkldnn._linear_pointwise"]
+    bias = None if bias is None else bias.contiguous()  # oneDNN reads it without its strides
     if product is None:
         y = F.linear(x, weight, bias)
         return y if gelu is None else F.gelu(y, approximate=gelu)

@@ -167,7 +167,9 @@ def _convolved(
 
 
 def _near_sources(sources: list[Tensor]) -> Tensor | None:
-    """`_near` of sources; None if one is not j places before its token, for padding is inside of a document."""
+    """`_near` of sources; None without any, or if one is not j places before its token, for padding lies between."""
+    if not sources:
+        return None
     index = torch.arange(sources[0].shape[1])
     read = torch.stack([source >= 0 for source in sources])
     shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])

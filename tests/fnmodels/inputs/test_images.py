@@ -1,6 +1,7 @@
 """Images become the pixels that transformers' processors make, and patches hold every pixel once."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.image_sizes import fit_area, fit_edge, fit_patches, pan_and_scan, tiles
-from fnmodels.inputs.images import center_crop, normalized, patches_of, resize, shortest_edge
+from fnmodels.inputs.images import center_crop, normalized, patch_rows, patches_of, resize, shortest_edge
 from tests.support.wrappers import merged_patches
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
@@ -143,6 +144,39 @@ def test_patches_are_where_they_were() -> None:
     assert torch.equal(cells[1, 2].view(2, 3, 3), image[:, 3:6, 6:9])
     last = patches_of(image, 3, channels_last=True)
     assert torch.equal(last[1, 2].view(3, 3, 2).permute(2, 0, 1), image[:, 3:6, 6:9])
+
+
+@dataclass(frozen=True)
+class Patches:
+    special_tokens: int
+    patch_size: int = 4
+    num_channels: int = 3
+    channels_last: bool = False
+
+
+@pytest.mark.parametrize("special", [0, 2])
+def test_rows_hold_each_image_once(special: int) -> None:
+    """A stacked tensor is a list of images; special tokens and padding have zeros for pixels, and gradients arrive."""
+    config, images = Patches(special), torch.randn(3, 3, 8, 12).requires_grad_()
+    tokens = special + 6
+    rows = patch_rows(images, config, length=2 * tokens + 1)
+    patches, positions, ids = rows
+    assert all(
+        torch.equal(a, b) for a, b in zip(rows, patch_rows(list(images), config, length=2 * tokens + 1), strict=True)
+    )
+    assert patches.shape == (2, 2 * tokens + 1, 48) and ids.tolist()[1] == [1] * tokens + [0] * (tokens + 1)
+    for image, (row, start) in zip(images, ((0, 0), (0, tokens), (1, 0)), strict=True):
+        own = patches[row, start : start + tokens]
+        assert torch.equal(own[special:], patches_of(image, 4).flatten(0, 1)) and not own[:special].any()
+        grid = [[row, column, 2, 3] for row in range(2) for column in range(3)]
+        before = [[k - special, k - special, 2, 3] for k in range(special)]
+        assert positions[row, start : start + tokens].tolist() == before + grid
+    assert not patches[ids == 0].any() and not positions[ids == 0].any()
+    (gradient,) = torch.autograd.grad(patches.sum(), images)
+    assert torch.equal(gradient, torch.ones_like(images))
+    for none in ([], images[:0]):
+        with pytest.raises(ValueError, match="at least one image"):
+            patch_rows(none, config)
 
 
 def test_pixels_are_normalized_per_channel() -> None:

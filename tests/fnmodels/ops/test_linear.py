@@ -98,7 +98,9 @@ def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("bias", [None, BIAS])
-@pytest.mark.parametrize("form", ["fp32", "bf16", "packed", "one slice", "torch's own", "small"])
+@pytest.mark.parametrize(
+    "form", ["fp32", "bf16", "packed", "one slice", "torch's own", "widened", "transposed", "small"]
+)
 def test_gelu_with_its_product(
     form: str, bias: Tensor | None, approximate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,25 +108,44 @@ def test_gelu_with_its_product(
     calls: list[str | None] = []
 
     def recorded(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
-        calls.append(gelu)
+        calls.extend(() if gelu is None else (gelu,))
+        assert x.is_contiguous() or gelu is None  # oneDNN takes a hundred times as long with other strides
         return onednn_linear(x, weight, bias, gelu)
 
     for module in (ops_linear, weight_forms):
         monkeypatch.setattr(module, "onednn_linear", recorded)
-    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    dtype = torch.bfloat16 if form in ("bf16", "widened") else torch.float32
+    monkeypatch.setattr(product_table, "WIDENS", form == "widened")
     x, weight, added = (None if t is None else t.to(dtype) for t in (X, W / IN**0.5, bias))
     assert x is not None and weight is not None
     x = torch.cat((x, x), -1)[..., :IN] if form == "one slice" else x[:1, :8] if form == "small" else x
     if form == "torch's own":
         monkeypatch.setattr(product_table, "ONEDNN", frozenset())
+    if form == "transposed":
+        weight = weight.t().contiguous().t()
+        monkeypatch.setattr(product_table, "ONEDNN", frozenset({(False, False), (True, True)}))
     given: Any = P.packed({"w": weight})["w"] if form == "packed" else weight
     with torch.no_grad():
         got = linear_gelu(x, given, added, approximate=approximate)
     want = F.gelu(F.linear(*(None if t is None else t.double() for t in (x, weight, added))), approximate=approximate)
-    bound = 2**-7 if form == "bf16" else 1e-5
+    bound = 1e-5 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound)
     alone = form == "bf16" and bias is None  # torch's own product is the same one
-    assert calls == ([] if alone or form in ("torch's own", "small") else [approximate])
+    assert calls == ([] if alone or form in ("torch's own", "widened", "transposed", "small") else [approximate])
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "packed"])
+def test_a_bias_may_have_any_strides(form: str) -> None:
+    """oneDNN reads past the memory of a bias with other strides."""
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    x, weight = X.to(dtype), (W / IN**0.5).to(dtype)
+    given: Any = P.packed({"w": weight})["w"] if form == "packed" else weight
+    for bias in (torch.randn(1).expand(OUT), torch.randn(2 * OUT)[::2], torch.randn(OUT, 4)[:, 1]):
+        want, added = F.linear(x, weight).double() + bias.to(dtype).double(), bias.to(dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(linear(x, given, added).double(), want, rtol=2**-7, atol=2**-6)
+            got = linear_gelu(x, given, added, approximate="none")
+        torch.testing.assert_close(got.double(), F.gelu(want), rtol=2**-7, atol=2**-6)
 
 
 def test_each_form_takes_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ def test_formulas(activation: str, biased: bool) -> None:
     torch.testing.assert_close(gated_mlp(layer, x, activation=activation), want)
     want = act(up) @ layer["down_proj"].T + layer.get("down_bias", zero)
     torch.testing.assert_close(plain_mlp(layer, x, activation=activation), want)
+    with torch.no_grad():
+        torch.testing.assert_close(plain_mlp(layer, x, activation=activation), want)
 
 
 def _shapes(biased: bool) -> dict[str, tuple[int, ...]]:

@@ -89,7 +89,7 @@ def test_embeddings_and_files(values: dict[str, Any], pooling: Any, tmp_path: Pa
     assert (embedder.max_length, embedder.lower_case, config.head) == (24, True, "none")
     assert tree.flatten(params).keys() == tree.flatten(embedder.spec(config)).keys()
     wanted = loop(values, folder, (pooling,) if isinstance(pooling, str) else tuple(pooling))
-    for row, batch in ((12, 12), (64, 4096)):
+    for row, batch in ((12, 12), (64, 4096), (None, 12), (None, None)):
         got = fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder, row=row, batch=batch)
         assert_close(got, wanted)
     P.save_embedder(tmp_path / "ours", config, params, embedder)
@@ -108,6 +108,16 @@ def test_other_folders(tmp_path: Path) -> None:
     config, params, embedder = P.load_embedder(folder)
     assert embedder == fnmodels.Embedder(("first", "mean"), (), normalize=False)
     assert fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder).shape == (6, 64)
+    lengths: list[int] = []
+
+    def recorded(config: Any, tokens: torch.Tensor, **given: Any) -> Any:
+        lengths.append(tokens.numel())
+        return fnmodels.prepare(config, tokens, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fnmodels.embedding.prepare", recorded)
+        fnmodels.embed_documents(params, [[3], [4, 5]], config=config, embedder=embedder)
+        assert lengths == [3]  # a query is not padded to the tokens of a forward pass
     with pytest.raises(ValueError, match="Document 1 has 0 tokens"):
         fnmodels.embed_documents(params, [[3], []], config=config, embedder=embedder)
     with pytest.raises(ValueError, match="There are no documents"):

@@ -301,6 +301,32 @@ def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, m
     assert torch.equal(asked[0], wanted[0]) and torch.equal(given, x)
 
 
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_a_short_convolution_reads_in_random_rows(taps: int, padded: bool) -> None:
+    """Values and tails are those of the written-out form: last documents shorter than the tail, ids that come back."""
+    draw = torch.Generator().manual_seed(taps)
+    for length in (1, 2, 3, 5, 17):
+        for first in (None, torch.tensor([1, 3])):
+            ids = torch.randint(1, 4, (2, length), generator=draw).repeat_interleave(1 + length // 9, 1)[:, :length]
+            ids = ids * (torch.rand(2, length, generator=draw) > 0.2) if padded else ids
+            x, weight = normal(2, length, 6), normal(6, taps)
+            before = (None, None) if first is None else (normal(2, taps - 1, 6), first)
+            with torch.no_grad():
+                found, wanted = (conv.short_conv(x, weight, None, ids, *before, kernel=k) for k in ("auto", "math"))
+            real = (ids > 0)[..., None]
+            close(found[0] * real, wanted[0] * real)
+            assert torch.equal(found[1], wanted[1])
+
+
+def test_tails_of_rows_without_padding_are_the_last_inputs_of_their_document() -> None:
+    x, ids = normal(3, 4, 2), torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2], [2, 1, 1, 2]])
+    tail = conv.short_conv(x, normal(2, 4), None, ids)[1]
+    zero = torch.zeros(2, dtype=x.dtype)
+    want = torch.stack([x[0, 1:], torch.stack([zero, *x[1, 2:]]), torch.stack([zero, zero, x[2, 3]])])
+    assert torch.equal(tail, want)
+
+
 @pytest.mark.parametrize(("elements", "grad"), [(1 << 17, True), (16, False)], ids=["whole", "blocks"])
 def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones work by blocks of rows where no gradient is needed, here two rows and one."""
