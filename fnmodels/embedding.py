@@ -36,6 +36,7 @@ ACTIVATIONS = {
 # {bytes per element: tokens of a forward pass}: on a CPU more of them leave the cache; products of bf16 with AMX are so
 # fast that the time of a call counts more.
 BATCH = {4: 2048, 2: 8192}
+STEP = 128  # lengths of rows above it are multiples of it: a kernel that is compiled per length sees few of them
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def embed_documents(
     found, rows = [], max(1, batch // width)
     for first in range(0, len(packed.tokens), rows):
         some = slice(first, first + rows)
-        here = some, slice(int((packed.segment_ids[some] > 0).sum(1).max()))  # without padding of all of its rows
+        used = int((packed.segment_ids[some] > 0).sum(1).max())  # the rest is padding of all of these rows
+        here = some, slice(used if used <= STEP else -(-used // STEP) * STEP)
         part: dict[str, Any] = {name: getattr(packed, name)[here].to(device) for name in ("positions", "segment_ids")}
         inputs, masks, freqs_cis = prepare(config, packed.tokens[here].to(device), **part)
         given: ForwardKwargs = {"layout": layout(masks), **options}

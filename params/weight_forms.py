@@ -19,6 +19,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
+from fnmodels.ops.onednn import dense
 from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear
 from fnmodels.tree import Tree, static
 
@@ -64,13 +65,13 @@ class Packed(LinearOnly):
 
             return packed_linear(rows, self.layout, bias)
         if not rows_are_invariant() or len(rows) != 1:
-            return onednn_linear(rows, self.layout, bias)
+            return onednn_linear(dense(rows), self.layout, bias)
         return onednn_linear(rows.expand(LEAST_ROWS, -1), self.layout, bias)[:1]
 
     def linear_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """`fnmodels.ops.linear.linear_gelu` with this weight."""
         _check_gradients(x)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = dense(x.reshape(-1, x.shape[-1]))
         return onednn_linear(rows, self.layout, bias, approximate).unflatten(0, x.shape[:-1])
 
 

@@ -194,7 +194,7 @@ def _watched(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tap,
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype (arXiv 1910.07467; Llama).
+    """x / rms(x) over the last dimension, cast back, then times `weight`, whose dtype is x's (arXiv 1910.07467; Llama).
 
     x [..., D]; weight [D], or None to apply none.
     """

@@ -17,7 +17,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from . import product_table  # here, for its import measures
 
     if weight.is_mkldnn:
-        return onednn_linear(x, weight, bias)
+        return onednn_linear(dense(x), weight, bias)
     if x.dtype is torch.float32:
         return _fp32(x, weight, bias)
     if not product_table.WIDENS:

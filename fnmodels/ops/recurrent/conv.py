@@ -88,7 +88,7 @@ def _near(segment_ids: Tensor, K: int) -> Tensor | None:
     near = segment_ids.new_zeros((K - 1, *segment_ids.shape), dtype=torch.bool)
     if K > 1:
         near[0, :, 1:] = segment_ids[:, 1:] == segment_ids[:, :-1]
-    for j in range(1, K - 1):
+    for j in range(1, min(K - 1, near.shape[2])):
         near[j, :, j:] = near[j - 1, :, j:] & near[0, :, : near.shape[2] - j]
     return near
 

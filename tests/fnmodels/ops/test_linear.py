@@ -15,7 +15,7 @@ import params as P
 from fnmodels.ops import linear as ops_linear
 from fnmodels.ops import onednn, product_table
 from fnmodels.ops.linear import _Times, linear, linear_gelu
-from fnmodels.ops.torch_internals import onednn_linear
+from fnmodels.ops.torch_internals import onednn_layout, onednn_linear
 from params import weight_forms
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
@@ -99,7 +99,7 @@ def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("bias", [None, BIAS])
 @pytest.mark.parametrize(
-    "form", ["fp32", "bf16", "packed", "one slice", "torch's own", "widened", "transposed", "small"]
+    "form", ["fp32", "bf16", "packed", "one slice", "packed slice", "torch's own", "widened", "transposed", "small"]
 )
 def test_gelu_with_its_product(
     form: str, bias: Tensor | None, approximate: str, monkeypatch: pytest.MonkeyPatch
@@ -118,15 +118,18 @@ def test_gelu_with_its_product(
     monkeypatch.setattr(product_table, "WIDENS", form == "widened")
     x, weight, added = (None if t is None else t.to(dtype) for t in (X, W / IN**0.5, bias))
     assert x is not None and weight is not None
-    x = torch.cat((x, x), -1)[..., :IN] if form == "one slice" else x[:1, :8] if form == "small" else x
+    x = torch.cat((x, x), -1)[..., :IN] if "slice" in form else x[:1, :8] if form == "small" else x
     if form == "torch's own":
         monkeypatch.setattr(product_table, "ONEDNN", frozenset())
     if form == "transposed":
         weight = weight.t().contiguous().t()
         monkeypatch.setattr(product_table, "ONEDNN", frozenset({(False, False), (True, True)}))
-    given: Any = P.packed({"w": weight})["w"] if form == "packed" else weight
+    given: Any = weight_forms.Packed(onednn_layout(weight)) if "packed" in form else weight
     with torch.no_grad():
         got = linear_gelu(x, given, added, approximate=approximate)
+    if "packed" in form:
+        with pytest.raises(ValueError, match="has no gradient"):
+            linear_gelu(x.clone().requires_grad_(), given, added, approximate=approximate)
     want = F.gelu(F.linear(*(None if t is None else t.double() for t in (x, weight, added))), approximate=approximate)
     bound = 1e-5 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound)
@@ -139,13 +142,16 @@ def test_a_bias_may_have_any_strides(form: str) -> None:
     """oneDNN reads past the memory of a bias with other strides."""
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     x, weight = X.to(dtype), (W / IN**0.5).to(dtype)
-    given: Any = P.packed({"w": weight})["w"] if form == "packed" else weight
+    given: Any = weight_forms.Packed(onednn_layout(weight)) if form == "packed" else weight
     for bias in (torch.randn(1).expand(OUT), torch.randn(2 * OUT)[::2], torch.randn(OUT, 4)[:, 1]):
         want, added = F.linear(x, weight).double() + bias.to(dtype).double(), bias.to(dtype)
         with torch.no_grad():
             torch.testing.assert_close(linear(x, given, added).double(), want, rtol=2**-7, atol=2**-6)
             got = linear_gelu(x, given, added, approximate="none")
         torch.testing.assert_close(got.double(), F.gelu(want), rtol=2**-7, atol=2**-6)
+    if form != "packed":  # shapes that F.linear takes too
+        for bias in (torch.randn(1, dtype=dtype), torch.randn(ROWS // 2, OUT, dtype=dtype)):
+            assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
 
 
 def test_each_form_takes_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

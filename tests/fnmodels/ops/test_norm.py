@@ -73,6 +73,10 @@ def test_large_bfloat16_rows_round_where_small_ones_do(norm: Callable[..., Tenso
     by_rows = torch.cat([norm(rows, w, eps=EPS) for rows in x.detach().split(64, 1)], 1)
     assert (y != by_rows).float().mean() < 1e-3  # the sums of squares differ in the last bit of fp32
     torch.testing.assert_close(y, by_rows, rtol=2**-6, atol=0)
+    mixed = norm(x.detach(), w.float(), eps=EPS)
+    parts = [norm(rows, w.float(), eps=EPS) for rows in x.detach().split(64, 1)]
+    assert mixed.dtype is parts[0].dtype
+    torch.testing.assert_close(mixed, torch.cat(parts, 1), rtol=2**-6, atol=0)
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     shift = 1 if norm is rms_norm_zero_centered else 0
     of = functools.partial(torch.autograd.grad, retain_graph=True)

@@ -89,7 +89,7 @@ def test_embeddings_and_files(values: dict[str, Any], pooling: Any, tmp_path: Pa
     assert (embedder.max_length, embedder.lower_case, config.head) == (24, True, "none")
     assert tree.flatten(params).keys() == tree.flatten(embedder.spec(config)).keys()
     wanted = loop(values, folder, (pooling,) if isinstance(pooling, str) else tuple(pooling))
-    for row, batch in ((12, 12), (64, 4096), (None, 12), (None, None)):
+    for row, batch in ((12, 12), (12, 4096), (64, 4096), (None, 12), (None, None)):
         got = fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder, row=row, batch=batch)
         assert_close(got, wanted)
     P.save_embedder(tmp_path / "ours", config, params, embedder)
