@@ -36,8 +36,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     a constant in place in every call of the linearized function, so that the second call would be silently wrong.
     """
     if weight is not None and _use_function(x, weight):
-        normed: Tensor = _RMSNorm.apply(x, weight, eps)[0]
-        return normed
+        return _large(x, weight, eps)
     if torch.compiler.is_compiling() or get_proxy_mode() is None:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     normed = x * _scale(x, eps)
@@ -55,6 +54,11 @@ def _use_function(x: Tensor, weight: Tensor) -> bool:
     known = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype in (x.dtype, torch.float32)
     large = known and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
     return large and alone(x, weight) and not rows_are_invariant()
+
+
+def _large(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed: Tensor = _RMSNorm.apply(x, weight, eps)[0]
+    return normed
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -201,8 +205,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     if weight is not None and (found := _watched(x, weight, eps)):
         return found[1](found[2], found[0].to(x.dtype) * weight)
     if weight is not None and weight.dtype is x.dtype and _use_function(x, weight):
-        large: Tensor = _RMSNorm.apply(x, weight, eps)[0]
-        return large
+        return _large(x, weight, eps)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)
@@ -214,8 +217,7 @@ def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     if found := _watched(x, weight, eps):
         return found[1](found[2], (found[0] * upcast(weight)).to(x.dtype))
     if _use_function(x, wide := upcast(weight)):
-        large: Tensor = _RMSNorm.apply(x, wide, eps)[0]
-        return large
+        return _large(x, wide, eps)
     return _fused(upcast(x), wide, eps).to(x.dtype)
 
 

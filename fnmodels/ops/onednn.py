@@ -14,12 +14,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     A weight in oneDNN's own layout (`params.packed`) is multiplied by oneDNN as it is.
     """
-    from . import product_table  # here, for its import measures
-
     if weight.is_mkldnn:
         return onednn_linear(dense(x), weight, bias)
     if x.dtype is torch.float32:
         return _fp32(x, weight, bias)
+    from . import product_table  # here, for its import measures
+
     if not product_table.WIDENS:
         return onednn_linear(dense(x), dense(weight), bias)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

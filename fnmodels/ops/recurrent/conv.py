@@ -51,15 +51,19 @@ def short_conv(
         return _next_token(x, weight, bias, segment_ids, tail, last, silu)
     if last is not None and (tail is not None or before is not None):
         segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
-    near = _near(segment_ids, K)
-    ends = _tail_index(segment_ids, *_sources(segment_ids, K), K) if near is None else _ends(near)
+    reads: Tensor | list[Tensor] | None = _near(segment_ids, K)
+    if isinstance(reads, Tensor):
+        ends = _ends(reads)
+    else:
+        reads, run = _sources(segment_ids, K)
+        ends = _tail_index(segment_ids, reads, run, K)
     if before is not None:
         own, slots = _taken(x, ends - (K - 1)), torch.arange(K - 1, device=x.device)
         tail = before.state(upcast((ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and last is not None:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     after = _taken(x, ends)
-    return _convolved(x, weight, bias, segment_ids, near, silu, overwrite, kernel)[:, x.shape[1] - S :], after
+    return _convolved(x, weight, bias, segment_ids, reads, silu, overwrite, kernel)[:, x.shape[1] - S :], after
 
 
 def _next_token(
@@ -137,23 +141,21 @@ def _convolved(
     weight: Tensor,
     bias: Tensor | None,
     segment_ids: Tensor,
-    near: Tensor | None,
+    reads: Tensor | list[Tensor],
     silu: bool,
     overwrite: bool,
     kernel: Any,
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
-    by_blocks, sources = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids), None
-    if by_blocks and near is None:
-        sources = _sources(segment_ids, weight.shape[1])[0]
-        near = _near_sources(sources)
-    if by_blocks and near is not None:
+    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids)
+    near = None if not by_blocks else reads if isinstance(reads, Tensor) else _near_sources(reads)
+    if near is not None:
         if not torch.is_grad_enabled():
             return _by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
         y: Tensor = _ShortConv.apply(x, weight, bias, near.flatten(1), silu)
         return y
-    sources = _sources(segment_ids, weight.shape[1])[0] if sources is None else sources
+    sources = _sources(segment_ids, weight.shape[1])[0] if isinstance(reads, Tensor) else reads
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
