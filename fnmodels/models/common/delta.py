@@ -18,6 +18,7 @@ from fnmodels.ops import ACTIVATIONS, project_out, split_heads, upcast
 from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
+from fnmodels.ops.recurrent.conv_reads import reads_of
 from fnmodels.ops.recurrent.delta_rule import delta_rule
 from fnmodels.ops.recurrent.gated_norm import norm_then_silu
 from fnmodels.tree import Tree
@@ -100,16 +101,18 @@ def delta_mixer(
     last, taps = state.get("segment"), [weights[f"{name}_conv"][:, 0] for name in "qkv"]
     tails = state["conv"].split([len(tap) for tap in taps], -1) if state else [None] * 3
 
+    reads = reads_of(ids.expand(x.shape[:2]), taps[0].shape[1], last, kernel) if x.shape[1] > 1 else None
+    how: dict[str, Any] = {"silu": silu, "overwrite": True, "reads": reads, "kernel": kernel}
+
     def mixed(name: str, tap: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:  # its projection lives no longer
-        projected = linear(x, weights[f"{name}_proj"])
-        y, after = short_conv(projected, tap, None, ids, tail, last, silu=silu, overwrite=True, kernel=kernel)
+        y, after = short_conv(linear(x, weights[f"{name}_proj"]), tap, None, ids, tail, last, **how)
         return y if silu else elementwise(ACTIVATIONS[activation], y), after
 
     found, kept = zip(*map(mixed, "qkv", taps, tails), strict=True)
     dk, dv = widths
     q, k, v = (split_heads(t, size) for t, size in zip(found, (dk, dk, dv), strict=True))
-    before = state.get("state")
-    o, S = delta_rule(q, k, v, g, beta, ids, before, last, scale=dk**-0.5, normalize=True, kernel=kernel)
+    given = q, k, v, g, beta, ids, state.get("state"), last
+    o, S = delta_rule(*given, scale=dk**-0.5, normalize=True, overwrite=True, kernel=kernel)
     ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
     return o
 
@@ -125,4 +128,4 @@ def gated_delta_net(
     widths = config.linear_key_head_dim, config.linear_value_head_dim
     o = delta_mixer(weights, x, mask, g, beta, widths=widths, activation=config.hidden_act, ctx=ctx)
     z = split_heads(linear(x, weights["z_proj"]), widths[1])
-    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps))
+    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps, overwrite=True))

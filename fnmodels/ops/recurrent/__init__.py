@@ -1,6 +1,6 @@
 """Layers with a state that flows along the sequence, as functions (tensors, segment ids, state) -> (y, state).
 
-conv            short causal depthwise convolution
+conv            short causal depthwise convolution; conv_reads: which tokens it reads
 delta_rule      gated delta rule: Gated DeltaNet (a decay per head), Kimi Delta Attention (a decay per key channel)
 delta_per_head  a chunk of it for a decay per head, and its gradient, by hand
 ssd             state space duality: Mamba 2; ssd_chunk: a chunk of it, and its gradient, by hand

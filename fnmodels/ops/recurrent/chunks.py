@@ -4,7 +4,7 @@ The backward pass recomputes each chunk from the state before it, which is all t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,33 @@ InPlace = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor], Ten
 # (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
 # the constants, in this order; None for integers
 Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
-ByHand = tuple[InPlace, Gradient]
+
+
+class ByHand(NamedTuple):
+    """A step and its gradient, and the name and options under which `scan_op` finds them."""
+
+    step: InPlace
+    gradient: Gradient
+    name: str
+    options: list[float]
 
 
 @torch.no_grad()
 def scan_forward(
-    step: InPlace, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
+    step: InPlace,
+    chunk: int,
+    state: Tensor,
+    along: tuple[Tensor, ...],
+    constants: tuple[Tensor, ...],
+    *,
+    keep: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the last state, the states before each chunk [chunks, ...], or none of them)."""
-    length, y, last = along[0].shape[1], None, torch.empty_like(state)
+    """(y, the last state, the states before each chunk [chunks, ...], or none of them).
+
+    into: where y goes, by default a new tensor; it may be one of `along`.
+    """
+    length, y, last = along[0].shape[1], into, torch.empty_like(state)
     chunks = -(-length // chunk)
     states = state.new_empty((chunks if keep else 0, *state.shape))
     if keep:

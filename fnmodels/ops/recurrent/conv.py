@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.order import runs
-from fnmodels.inputs.segments import previous
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.invariant import elementwise, rows_are_invariant
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 
 from .before import before_of
+from .conv_reads import Reads, reads_of
 
 _ELEMENTS = 1 << 18  # of a block of tokens: larger ones leave the cache, in smaller ones the calls take longer
 
@@ -30,6 +29,7 @@ def short_conv(
     *,
     silu: bool = False,
     overwrite: bool = False,
+    reads: Reads | None = None,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, C], tail [B, K-1, C]): y_t = bias + sum over j of weight[:, K-1-j] x_(t-j), over t's own document.
@@ -39,31 +39,24 @@ def short_conv(
     before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
     overwrite: the caller does not read x again, so that y may be written into it where no gradient is needed, which
         saves the page faults of a new tensor.
+    reads: what `reads_of` returns for the same tokens, for several convolutions of them.
     kernel: "math" for all transforms; one with an attribute `before` takes the tail from other processes.
     """
     B, S, _ = x.shape
     K = weight.shape[1]
     before = before_of(kernel, tail)
-    if before is not None:
-        last, kernel = before.segment(segment_ids), before.kernel
-    segment_ids = segment_ids.expand(B, S)
     if S == 1 and before is None and tail is not None and last is not None:
-        return _next_token(x, weight, bias, segment_ids, tail, last, silu)
-    if last is not None and (tail is not None or before is not None):
-        segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
-    reads: Tensor | list[Tensor] | None = _near(segment_ids, K)
-    if isinstance(reads, Tensor):
-        ends = _ends(reads)
-    else:
-        reads, run = _sources(segment_ids, K)
-        ends = _tail_index(segment_ids, reads, run, K)
+        return _next_token(x, weight, bias, segment_ids.expand(B, S), tail, last, silu)
+    if reads is None:
+        reads = reads_of(segment_ids.expand(B, S), K, None if tail is None else last, kernel)
     if before is not None:
-        own, slots = _taken(x, ends - (K - 1)), torch.arange(K - 1, device=x.device)
-        tail = before.state(upcast((ends[..., None] == slots).to(x.dtype)), upcast(own))
-    if tail is not None and last is not None:
+        kernel = before.kernel
+        own, slots = _taken(x, reads.ends - (K - 1)), torch.arange(K - 1, device=x.device)
+        tail = before.state(upcast((reads.ends[..., None] == slots).to(x.dtype)), upcast(own))
+    if tail is not None and reads.goes_on:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
-    after = _taken(x, ends)
-    return _convolved(x, weight, bias, segment_ids, reads, silu, overwrite, kernel)[:, x.shape[1] - S :], after
+    after = _taken(x, reads.ends)
+    return _convolved(x, weight, bias, reads, silu, overwrite, kernel)[:, x.shape[1] - S :], after
 
 
 def _next_token(
@@ -82,52 +75,6 @@ def _next_token(
     return elementwise(F.silu, y) if silu else y, window[:, 1:].where(valid, held)
 
 
-def _near(segment_ids: Tensor, K: int) -> Tensor | None:
-    """bool [K - 1, B, S]: whether the token j places before each is of its document, for j from 1 to K - 1.
-
-    A fifth of the operations of `_sources`. None for rows with padding, and where values cannot be read.
-    """
-    if not alone(segment_ids) or not segment_ids.numel() or not bool((segment_ids > 0).all()):
-        return None
-    near = segment_ids.new_zeros((K - 1, *segment_ids.shape), dtype=torch.bool)
-    if K > 1:
-        near[0, :, 1:] = segment_ids[:, 1:] == segment_ids[:, :-1]
-    for j in range(1, min(K - 1, near.shape[2])):
-        near[j, :, j:] = near[j - 1, :, j:] & near[0, :, : near.shape[2] - j]
-    return near
-
-
-def _ends(near: Tensor) -> Tensor:
-    """`_tail_index` for rows without padding."""
-    count, B, S = near.shape
-    index = torch.arange(S - count, S, device=near.device).expand(B, count)
-    return index.where(torch.cat((near[: count - 1, :, -1].flip(0).t(), near.new_ones(B, min(count, 1))), 1), -1)
-
-
-def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:
-    """(for j from 1 to K - 1 the index of the j-th token before each in its document or -1, [B, S]; run [B, S])."""
-    valid, (run, _) = segment_ids > 0, runs(segment_ids)
-    index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
-    before = previous(index, valid, first=-1)
-    before = before.where((run.gather(1, before.clamp(min=0)) == run) & valid, -1)
-    sources = [before]
-    for _ in range(K - 2):
-        at = sources[-1]
-        sources.append(before.gather(1, at.clamp(min=0)).where(at >= 0, -1))
-    return sources[: K - 1], run
-
-
-def _tail_index(segment_ids: Tensor, sources: list[Tensor], run: Tensor, K: int) -> Tensor:
-    """The indices of the last K - 1 tokens of the last document, -1 where it has fewer, int64 [B, K-1]."""
-    if not segment_ids.shape[1] or K == 1:
-        return segment_ids.new_full((segment_ids.shape[0], K - 1), -1)
-    valid = segment_ids > 0
-    last = (valid.long().cumsum(1) * valid).argmax(1, keepdim=True)
-    last = last.where(valid.any(1, keepdim=True), -1)
-    places = [last, *(s.gather(1, last.clamp(min=0)).where(last >= 0, -1) for s in sources[: K - 2])]
-    return torch.cat(places[::-1], dim=1)
-
-
 def _taken(x: Tensor, index: Tensor) -> Tensor:
     """x [B, S, C] at `index` [B, N], zeros where that is negative: [B, N, C]."""
     index = index[..., None]
@@ -140,42 +87,30 @@ def _convolved(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    segment_ids: Tensor,
-    reads: Tensor | list[Tensor],
+    reads: Reads,
     silu: bool,
     overwrite: bool,
     kernel: Any,
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
-    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, segment_ids)
-    near = None if not by_blocks else reads if isinstance(reads, Tensor) else _near_sources(reads)
+    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, reads.ends)
+    near = reads.near() if by_blocks else None
     if near is not None:
         if not torch.is_grad_enabled():
             return _by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
         y: Tensor = _ShortConv.apply(x, weight, bias, near.flatten(1), silu)
         return y
-    sources = _sources(segment_ids, weight.shape[1])[0] if isinstance(reads, Tensor) else reads
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
-    for j, source in enumerate(sources, 1):
+    for j, source in enumerate(reads.sources(), 1):
         at = source[..., None]
         read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
         tap = upcast(weight)[:, -1 - j]
         y = y + read * tap if exact else torch.addcmul(y, read, tap)  # the same bits as `_block`
     y = y.to(x.dtype)
     return elementwise(F.silu, y) if silu else y
-
-
-def _near_sources(sources: list[Tensor]) -> Tensor | None:
-    """`_near` of sources; None without any, or if one is not j places before its token, for padding lies between."""
-    if not sources:
-        return None
-    index = torch.arange(sources[0].shape[1])
-    read = torch.stack([source >= 0 for source in sources])
-    shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
-    return read if bool(((shifts == index) | ~read).all()) else None
 
 
 class _ShortConv(torch.autograd.Function):

@@ -29,7 +29,8 @@ def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
     apart = (cum[..., :, None] - cum[..., None, :]).to(dtype)
     if torch.is_grad_enabled() or not alone(apart, same):
         return decay_of(apart).where(same, 0)
-    return torch.threshold_(apart.clamp_(max=0), _least(dtype), -torch.inf).exp_().mul_(same)
+    lowest = _least(dtype) - 1  # not -inf, on which exp takes several times as long
+    return torch.threshold_(apart.clamp_(lowest, 0).exp_(), negligible(dtype), 0).mul_(same.to(dtype))
 
 
 def decay_of(log: Tensor) -> Tensor:
@@ -39,6 +40,11 @@ def decay_of(log: Tensor) -> Tensor:
     a hundred times as long.
     """
     return F.threshold(log.clamp(max=0), _least(log.dtype), -torch.inf).exp()
+
+
+def negligible(dtype: torch.dtype) -> float:
+    """The largest factor that is taken as 0."""
+    return math.exp(_least(dtype))
 
 
 def _least(dtype: torch.dtype) -> float:

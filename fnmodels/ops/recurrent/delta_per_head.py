@@ -11,12 +11,13 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.norm import upcast
 
 from .chunks import ByHand
-from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document, negligible
 
 # The arguments along the sequence: q, k, v, g, beta, run, before.
 Along = tuple[Tensor, ...]
@@ -71,28 +72,30 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     norm_q, norm_k, decay = _norm(q, normalize, scale), _norm(k, normalize, 1.0), decay.flatten(0, 1)
     beta, across = _column(upcast(beta)), k.transpose(1, 2)
     paired = decay * norm_k.transpose(1, 2)
-    keys, queries = ((x @ across).mul_(paired).mul_(norm) for x, norm in ((k, norm_k), (q, norm_q)))
+    keys, queries = (torch.bmm(x, across).mul_(paired).mul_(norm) for x, norm in ((k, norm_k), (q, norm_q)))
     identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).expand_as(keys)
-    # The solver does not read the diagonal of the system and the elements above it.
-    inverse = torch.linalg.solve_triangular(keys * beta, identity, upper=False, unitriangular=True)
-    # Sums of products of decays from j to i, so in proportion to decay_ij: without this, subnormal where that is cut.
-    inverse.masked_fill_(decay == 0, 0)
-    errors = torch.addcmul(v, k @ state, norm_k * since, value=-1)
-    corrections = (inverse * beta.transpose(1, 2)) @ errors
+    # The solver does not read the diagonal of the system and the elements above it; it makes columns, here of the
+    # transposed inverse, because all else reads rows.
+    columns = torch.linalg.solve_triangular((keys * beta).mT, identity, upper=True, unitriangular=True)
+    # Sums of products of decays from j to i: without this, subnormal where those are long.
+    inverse = F.hardshrink(columns.mT, negligible(k.dtype))
+    errors = torch.addcmul(v, torch.bmm(k, state), norm_k * since, value=-1)
+    corrections = torch.bmm(inverse * beta.transpose(1, 2), errors)
     return _Solved(q, k, norm_q, norm_k, beta, since, until, decay, keys, queries, inverse, errors, corrections)
 
 
 def by_hand(normalize: float, scale: float) -> ByHand:
     """A chunk and its gradient; normalize: 0 or 1, whether queries and keys are divided by their lengths."""
     options: Any = {"normalize": bool(normalize), "scale": scale}
-    return functools.partial(_chunk, **options), functools.partial(_gradient, **options)
+    step, gradient = functools.partial(_chunk, **options), functools.partial(_gradient, **options)
+    return ByHand(step, gradient, "delta_per_head", [normalize, scale])
 
 
 def _chunk(state: Tensor, along: Along, _: Any, after: Tensor, *, normalize: bool, scale: float) -> Tensor:
     """o [B, C, H, dv] without gradients; the state after the chunk goes to `after`, which may be `state`."""
     flat = state.flatten(0, 1)
     c = _solved(flat, along, normalize, scale)
-    o = (c.q @ flat).mul_(c.norm_q * c.since).baddbmm_(c.queries, c.corrections)
+    o = torch.bmm(c.q, flat).mul_(c.norm_q * c.since).baddbmm_(c.queries, c.corrections)
     torch.mul(flat, c.since[:, -1:], out=after.flatten(0, 1))
     after.flatten(0, 1).baddbmm_(c.k.transpose(1, 2), c.corrections.mul_(c.norm_k * c.until))
     return o.unflatten(0, state.shape[:2]).transpose(1, 2).to(along[2].dtype)

@@ -47,6 +47,7 @@ def delta_rule(
     scale: float = 1.0,
     normalize: bool = False,
     chunk: int = 64,
+    overwrite: bool = False,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o [B, S, Hv, dv] in v's dtype, state [B, Hv, dk, dv] in fp32 or wider).
@@ -55,7 +56,8 @@ def delta_rule(
     g: log decay, at most 0, [B, S, Hv] or, per key channel, [B, S, Hv, dk]. beta: [B, S, Hv], from 0 to 2.
     segment_ids: [B or 1, S] int64. state, last: those of the tokens before these, and their last segment id [B].
     normalize: divide q and k by sqrt(sum of squares + 1e-6) first. scale: of q.
-    chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms;
+    chunk: tokens per step of the loop; it does not change the function. overwrite: the caller does not read v again, so
+        that o may be written into it where no gradient is needed. kernel: "math" for all transforms;
         one with an attribute `before` takes the state from other processes.
     """
     B, S, heads, width = v.shape
@@ -80,11 +82,9 @@ def delta_rule(
         return scan(step, state, along, chunk=chunk, kernel=kernel)
     if S == 1:
         return _token(state, along, (), normalize=normalize, scale=scale)
-    if g.ndim == 4:
-        return scan(_by_chunk(chunk, normalize, scale), state, along, chunk=chunk, kernel=kernel)
-    options = [float(normalize), scale]
-    step, by_hand = _by_chunk(chunk, normalize, scale), delta_per_head.by_hand(*options)
-    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("delta_per_head", options))
+    step, into = _by_chunk(chunk, normalize, scale), v if overwrite else None
+    by_hand = delta_per_head.by_hand(float(normalize), scale) if g.ndim == 3 else None
+    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, into=into)
 
 
 def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:

@@ -1,4 +1,7 @@
-"""RMSNorms with a gate, which follow a recurrence; they differ in the order of norm and gate, and in rounding."""
+"""RMSNorms with a gate, which follow a recurrence; they differ in the order of norm and gate, and in rounding.
+
+overwrite: the caller does not read x again, so that the result may be written into it where no gradient is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,19 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 _ELEMENTS = 1 << 17  # of a block of rows, whose intermediate results stay in the cache
 
 
-def norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+def norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, overwrite: bool = False) -> Tensor:
     """rms_norm(x) * silu(gate), the product in fp32 (Gated DeltaNet). x, gate: [..., D]; weight: [D]."""
-    return _norm_then_gate(x, gate, weight, eps, True)
+    return _norm_then_gate(x, gate, weight, eps, True, overwrite)
 
 
-def norm_then_sigmoid(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+def norm_then_sigmoid(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, overwrite: bool = False) -> Tensor:
     """rms_norm(x) * sigmoid(gate), all in fp32 (Kimi Delta Attention). x, gate: [..., D]; weight: [D]."""
-    return _norm_then_gate(x, gate, weight, eps, False)
+    return _norm_then_gate(x, gate, weight, eps, False, overwrite)
 
 
-def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
+def silu_then_group_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, overwrite: bool = False
+) -> Tensor:
     """rms_norm over each of `groups` of x * silu(gate), times weight, all in fp32 (Mamba 2); in x's dtype.
 
     x, gate: [..., D]; weight: [D].
@@ -40,10 +45,12 @@ def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
     def gated(x: Tensor, gate: Tensor) -> Tensor:
         return _group_norm(upcast(x) * elementwise(F.silu, upcast(gate)), weight, eps, groups)
 
-    return _without_gradients(gated, x, gate, weight)
+    return _without_gradients(gated, x, gate, weight, overwrite)
 
 
-def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
+def group_norm_then_silu(
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, overwrite: bool = False
+) -> Tensor:
     """rms_norm over each of `groups` of x, times weight, times silu(gate), all in fp32 (Falcon-H1); in x's dtype.
 
     x, gate: [..., D]; weight: [D].
@@ -52,7 +59,7 @@ def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
     def gated(x: Tensor, gate: Tensor) -> Tensor:
         return _group_norm(upcast(x), weight, eps, groups) * elementwise(F.silu, upcast(gate))
 
-    return _without_gradients(gated, x, gate, weight)
+    return _without_gradients(gated, x, gate, weight, overwrite)
 
 
 def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -61,17 +68,18 @@ def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
     return rms_norm(x.unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2) * upcast(weight)
 
 
-def _norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
+def _norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, overwrite: bool) -> Tensor:
     if torch.is_grad_enabled() and _fits_blocks(x, gate, weight):
         y: Tensor = _NormThenGate.apply(x, gate, weight, eps, silu)
         return y
-    return _without_gradients(functools.partial(_gated, weight=weight, eps=eps, silu=silu), x, gate, weight)
+    gated = functools.partial(_gated, weight=weight, eps=eps, silu=silu)
+    return _without_gradients(gated, x, gate, weight, overwrite)
 
 
-def _without_gradients(gated: Gated, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+def _without_gradients(gated: Gated, x: Tensor, gate: Tensor, weight: Tensor, overwrite: bool) -> Tensor:
     """gated(x, gate) in x's dtype, by blocks of rows where that is possible and no gradient is needed."""
     by_blocks = not torch.is_grad_enabled() and _fits_blocks(x, gate, weight)
-    return _by_blocks(gated, x, gate) if by_blocks else gated(x, gate).to(x.dtype)
+    return _by_blocks(gated, x, gate, overwrite) if by_blocks else gated(x, gate).to(x.dtype)
 
 
 def _fits_blocks(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
@@ -98,7 +106,7 @@ class _NormThenGate(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
-        return _by_blocks(functools.partial(_gated, weight=weight, eps=eps, silu=silu), x, gate)
+        return _by_blocks(functools.partial(_gated, weight=weight, eps=eps, silu=silu), x, gate, overwrite=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -150,9 +158,9 @@ def _gradient(
     return by_unit.addcmul_(unit, mean, value=-1).mul_(s), by_gate, by_weight
 
 
-def _by_blocks(gated: Gated, x: Tensor, gate: Tensor) -> Tensor:
-    """gated(x, gate) in x's dtype, a block of rows at a time, into one new tensor instead of four."""
-    y = _like(x)
+def _by_blocks(gated: Gated, x: Tensor, gate: Tensor, overwrite: bool) -> Tensor:
+    """gated(x, gate) in x's dtype, a block of rows at a time, into a new tensor, or into x if that has no gaps."""
+    y = x if overwrite and x.is_contiguous() else _like(x)
     for into, *given in _blocks(y, x, gate):
         into.copy_(gated(*given))
     return y

@@ -28,28 +28,29 @@ def scan(
     chunk: int,
     kernel: Any = "auto",
     by_hand: ByHand | None = None,
-    node: tuple[str, list[float]] | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    by_hand: the step and its gradient; by default `step`, and autograd's. node: the name and the options under which
-    `scan_op` finds the same, so that the loop is one node of a compiled graph.
+    by_hand: the step and its gradient, with which the loop is one node of a compiled graph; by default `step`, and
+    autograd's. into: one of `along`, of y's shape and dtype, that the caller does not read again: y may be written
+    there where no gradient is needed.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
         return step(state, along, constants)
-    if kernel != "math" and node is not None and torch.compiler.is_compiling() and in_graph(*tensors):
+    if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors):
         from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
 
-        y, last, _ = compiled_scan(*node, chunk, len(along), list(tensors))
+        y, last, _ = compiled_scan(by_hand.name, by_hand.options, chunk, len(along), list(tensors))
         return y, last
     if kernel == "math" or not alone(*tensors):
         return _written_out(step, chunk, state, along, constants)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
         return y, last
-    y, last, _ = scan_forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False)
+    y, last, _ = scan_forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False, into=into)
     return y, last
 
 
@@ -64,7 +65,7 @@ def _written_out(
 
 
 def _in_place(step: Step, by_hand: ByHand | None) -> InPlace:
-    return functools.partial(_copied, step) if by_hand is None else by_hand[0]
+    return functools.partial(_copied, step) if by_hand is None else by_hand.step
 
 
 def _copied(
@@ -99,7 +100,7 @@ class _Scan(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
             return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
-        gradient = functools.partial(_by_autograd, ctx.step, needed) if ctx.by_hand is None else ctx.by_hand[1]
+        gradient = functools.partial(_by_autograd, ctx.step, needed) if ctx.by_hand is None else ctx.by_hand.gradient
         grads = scan_backward(gradient, ctx.chunk, ctx.count, tensors, states, needed, (grad_y, grad_last))
         return None, None, None, None, *grads
 

@@ -23,14 +23,14 @@ def compiled_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, the last state, the states before each chunk). tensors: the state, `count` along the sequence, constants."""
     along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
-    return scan_forward(_BY_HAND[name](*options)[0], chunk, tensors[0], along, constants, keep=True)
+    return scan_forward(_BY_HAND[name](*options).step, chunk, tensors[0], along, constants, keep=True)
 
 
 @compiled_scan.register_fake
 def _(name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     state, first, constants = tensors[0], tuple(t[:, :1] for t in tensors[1 : 1 + count]), tuple(tensors[1 + count :])
     length = tensors[1].shape[1]
-    y = _BY_HAND[name](*options)[0](state, first, constants, torch.empty_like(state))
+    y = _BY_HAND[name](*options).step(state, first, constants, torch.empty_like(state))
     return (
         y.new_empty(y.shape[0], length, *y.shape[2:]),
         state.new_empty(state.shape),
@@ -50,7 +50,7 @@ def backward_scan(
     grads: list[Tensor],
 ) -> list[Tensor]:
     """The gradients of those tensors that are `needed`."""
-    gradient = _BY_HAND[name](*options)[1]
+    gradient = _BY_HAND[name](*options).gradient
     found = scan_backward(gradient, chunk, count, tensors, states, needed, grads)
     return [grad.contiguous() for grad in found if grad is not None]
 

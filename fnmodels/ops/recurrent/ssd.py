@@ -66,8 +66,7 @@ def ssd(
         return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel)
     if S == 1:
         return _token(state, along, constants)
-    by_hand = ssd_chunk.by_hand()
-    return scan(ssd_chunk.chunk, state, along, constants, chunk=chunk, kernel=kernel, by_hand=by_hand, node=("ssd", []))
+    return scan(ssd_chunk.chunk, state, along, constants, chunk=chunk, kernel=kernel, by_hand=ssd_chunk.by_hand())
 
 
 def _continued(

@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from fnmodels.inputs import order
 from fnmodels.ops.norm import watched_norms
-from fnmodels.ops.recurrent import conv, decay, delta_rule, gated_norm, scan, ssd
+from fnmodels.ops.recurrent import conv, conv_reads, decay, delta_rule, gated_norm, scan, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 
@@ -283,24 +283,6 @@ def test_normalized_queries_and_keys() -> None:
     close(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tail", [False, True])
-def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gradients the result may take the argument's place, block by block: bits and tail stay what they are."""
-    monkeypatch.setattr(conv, "_ELEMENTS", 5 * 6)  # blocks of 5 tokens
-    ids = ROWS[[0, 2]]
-    x, weight, bias = (t.to(dtype) for t in (normal(2, 27, 6), normal(6, 4), normal(6)))
-    before = (normal(2, 3, 6).to(dtype), torch.tensor([1, 5])) if tail else (None, None)
-    with torch.no_grad():
-        wanted = conv.short_conv(x, weight, bias, ids, *before, silu=True)
-        given = x.clone()
-        found = conv.short_conv(given, weight, bias, ids, *before, silu=True, overwrite=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    assert torch.equal(given, x) == tail  # a tail is joined with a copy
-    asked = conv.short_conv(given := x.clone().requires_grad_(), weight, bias, ids, *before, silu=True, overwrite=True)
-    assert torch.equal(asked[0], wanted[0]) and torch.equal(given, x)
-
-
 @pytest.mark.parametrize("taps", [1, 2, 4, 6])
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_a_short_convolution_reads_in_random_rows(taps: int, padded: bool) -> None:
@@ -314,7 +296,7 @@ def test_what_a_short_convolution_reads_in_random_rows(taps: int, padded: bool) 
             before = (None, None) if first is None else (normal(2, taps - 1, 6), first)
             with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
                 found = conv.short_conv(x, weight, None, ids, *before)
-                patch.setattr(conv, "_near", lambda ids, taps: None)
+                patch.setattr(conv_reads, "_near", lambda ids, taps: None)
                 wanted = conv.short_conv(x, weight, None, ids, *before, kernel="math")
             real = (ids > 0)[..., None]
             close(found[0] * real, wanted[0] * real)
@@ -428,7 +410,7 @@ BUGS = {
     "delta: the state of another document goes on": (OPS["delta"], delta_rule, "runs", wrong_handover),
     "ssd: the state is not reset": (OPS["ssd"], ssd, "runs", no_reset),
     "ssd: the state of another document goes on": (OPS["ssd"], ssd, "runs", wrong_handover),
-    "conv: taps across documents": (OPS["conv"], conv, "_sources", taps_across),
+    "conv: taps across documents": (OPS["conv"], conv_reads, "_sources", taps_across),
     "conv: no tail": (OPS["conv"], conv, "_taken", zero_tail),
     "delta: decays of pairs ignored": (
         OPS["delta_channels"],
