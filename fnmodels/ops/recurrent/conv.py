@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,10 @@ from .before import before_of
 from .conv_reads import Reads, reads_of
 
 _ELEMENTS = 1 << 18  # of a block of tokens: larger ones leave the cache, in smaller ones the calls take longer
+_STRETCHES = 8  # documents in a block; masks of its tokens are faster for more
+
+# bool [K - 1, tokens]: whether each token reads the one j places before it; and the first tokens of documents
+_Reading = tuple[Tensor, list[int]]
 
 
 def short_conv(
@@ -134,22 +139,24 @@ class _ShortConv(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative
             return _differentiable(x, weight, bias, read, ctx.silu, grad_y, ctx.needs_input_grad)
         flat, grads, taps = x.flatten(0, 1), grad_y.flatten(0, 1), upcast(weight).t().contiguous()
-        K, grad_x = len(taps), torch.empty_like(flat)
+        K, grad_x, reads = len(taps), torch.empty_like(flat), (read, _starts(read))
         grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(taps.shape[1])
         for start, stop in _blocks(flat):
             more = min(stop + K - 1, len(flat))  # the tokens that read this block
             outer = upcast(grads[start:more])
             if ctx.silu:
-                before = upcast(_block(flat, taps, bias, read, start, more).to(x.dtype))
+                before = upcast(_block(flat, taps, bias, reads, start, more).to(x.dtype))
                 sigmoid = before.sigmoid()
                 outer = (before.mul_(1 - sigmoid).add_(1)).mul_(sigmoid).mul_(outer)
             own, block = outer[: stop - start], upcast(flat[start:stop])
             into = own * taps[-1]
             grad_taps[-1] += (own * block).sum(0)
             for j in range(1, K):
-                read_by = _masked(outer[j : j + stop - start], read[j - 1, start + j : min(stop + j, more)])
-                into[: len(read_by)].addcmul_(read_by, taps[-1 - j])
-                grad_taps[-1 - j] += (read_by * block[: len(read_by)]).sum(0)
+                for low, high, keep in _stretches(reads, j, start + j, min(stop + j, more)):
+                    of, by = slice(low - j - start, high - j - start), slice(low - start, high - start)
+                    outward = _masked(outer[by], keep)
+                    into[of].addcmul_(outward, taps[-1 - j])
+                    grad_taps[-1 - j] += (outward * block[of]).sum(0)
             grad_x[start:stop] = into
             if bias is not None:
                 grad_bias += own.sum(0)
@@ -170,16 +177,16 @@ def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, sil
 
     The last block comes first, for a block reads tokens of the one before.
     """
-    flat, taps = x.flatten(0, 1), upcast(weight).t().contiguous()
+    flat, taps, reads = x.flatten(0, 1), upcast(weight).t().contiguous(), (read, _starts(read))
     y = flat if overwrite else torch.empty_like(flat)
     for start, stop in reversed(_blocks(flat)):
         part = y[start:stop]
         if silu:
-            torch.ops.aten.silu.out(_block(flat, taps, bias, read, start, stop).to(x.dtype), out=part)
+            torch.ops.aten.silu.out(_block(flat, taps, bias, reads, start, stop).to(x.dtype), out=part)
         elif overwrite or x.dtype is not taps.dtype:
-            part.copy_(_block(flat, taps, bias, read, start, stop))
+            part.copy_(_block(flat, taps, bias, reads, start, stop))
         else:
-            _block(flat, taps, bias, read, start, stop, out=part)
+            _block(flat, taps, bias, reads, start, stop, out=part)
     return y.view(x.shape)
 
 
@@ -189,7 +196,7 @@ def _blocks(flat: Tensor) -> list[tuple[int, int]]:
 
 
 def _block(
-    flat: Tensor, taps: Tensor, bias: Tensor | None, read: Tensor, start: int, stop: int, out: Tensor | None = None
+    flat: Tensor, taps: Tensor, bias: Tensor | None, reads: _Reading, start: int, stop: int, out: Tensor | None = None
 ) -> Tensor:
     """The convolution of the tokens from start to stop, in fp32 or wider; into `out` if it is given."""
     first = max(0, start - len(taps) + 1)
@@ -198,15 +205,30 @@ def _block(
     if bias is not None:
         y += bias
     for j in range(1, len(taps)):
-        low = max(start, j)
-        if low < stop:
-            before = wide[low - j - first : stop - j - first]
-            y[low - start :].addcmul_(_masked(before, read[j - 1, low:stop]), taps[-1 - j])
+        for low, high, keep in _stretches(reads, j, start, stop):
+            before = _masked(wide[low - j - first : high - j - first], keep)
+            y[low - start : high - start].addcmul_(before, taps[-1 - j])
     return y
 
 
-def _masked(rows: Tensor, keep: Tensor) -> Tensor:
-    return rows if bool(keep.all()) else rows * keep[:, None]
+def _starts(read: Tensor) -> list[int]:
+    """The tokens that do not read the one before: a token reads j places before it if none of these stands between."""
+    return (~read[0]).nonzero().flatten().tolist() if len(read) else []
+
+
+def _stretches(reads: _Reading, j: int, low: int, high: int) -> list[tuple[int, int, Tensor | None]]:
+    """Ranges of tokens from low to high that read the one j places before; or one, with the mask of those that do."""
+    read, starts = reads
+    inside = starts[max(bisect_right(starts, low) - 1, 0) : bisect_left(starts, high)]
+    if len(inside) > _STRETCHES:
+        low = max(low, j)
+        return [(low, high, read[j - 1, low:high])] if low < high else []
+    ranges = ((max(a + j, low), b) for a, b in zip(inside, (*inside[1:], high), strict=True))
+    return [(a, b, None) for a, b in ranges if a < b]
+
+
+def _masked(rows: Tensor, keep: Tensor | None) -> Tensor:
+    return rows if keep is None else rows * keep[:, None]
 
 
 def _differentiable(

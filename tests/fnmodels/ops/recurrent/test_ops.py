@@ -285,8 +285,13 @@ def test_normalized_queries_and_keys() -> None:
 
 @pytest.mark.parametrize("taps", [1, 2, 4, 6])
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_a_short_convolution_reads_in_random_rows(taps: int, padded: bool) -> None:
-    """Values are those of the written-out form, and tails those of `_sources`: short documents, ids that come back."""
+@pytest.mark.parametrize("stretches", [0, 8])
+def test_what_a_short_convolution_reads_in_random_rows(
+    taps: int, padded: bool, stretches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, tails and gradients are those of the written-out form: short documents, ids that come back."""
+    monkeypatch.setattr(conv, "_STRETCHES", stretches)
+    monkeypatch.setattr(conv, "_ELEMENTS", 7 * 6)  # blocks of 7 tokens
     draw = torch.Generator().manual_seed(taps)
     for length in (1, 2, 3, 5, 17):
         for first in (None, torch.tensor([1, 3])):
@@ -294,13 +299,18 @@ def test_what_a_short_convolution_reads_in_random_rows(taps: int, padded: bool) 
             ids = ids * (torch.rand(2, length, generator=draw) > 0.2) if padded else ids
             x, weight = normal(2, length, 6), normal(6, taps)
             before = (None, None) if first is None else (normal(2, taps - 1, 6), first)
-            with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-                found = conv.short_conv(x, weight, None, ids, *before)
+            given, leaves = (ids, *before), (x.requires_grad_(), weight.requires_grad_())
+            got = _values_and_gradients(leaves, given, "auto")
+            with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(conv_reads, "_near", lambda ids, taps: None)
-                wanted = conv.short_conv(x, weight, None, ids, *before, kernel="math")
-            real = (ids > 0)[..., None]
-            close(found[0] * real, wanted[0] * real)
-            assert torch.equal(found[1], wanted[1])
+                close(got, _values_and_gradients(leaves, given, "math"))
+            with torch.no_grad():
+                close(conv.short_conv(*leaves, None, *given)[0][ids > 0], got[0])
+
+
+def _values_and_gradients(leaves: Any, given: Any, kernel: str) -> list[Any]:
+    y, tail = outputs = conv.short_conv(*leaves, None, *given, kernel=kernel)
+    return [y[given[0] > 0], tail, *torch.autograd.grad(weighted(outputs, given[0] > 0), leaves)]
 
 
 def test_tails_of_rows_without_padding_are_the_last_inputs_of_their_document() -> None:
