@@ -7,9 +7,10 @@ derived from params and neither trained nor saved: `params.save_pretrained` refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from fnmodels.tree import Tree, static
 
 from .lora import is_linear, map_leaves
 
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # weights of the same input
 GROUP = 32  # inputs that share a scale in int4
 
 
@@ -73,6 +75,31 @@ class Packed(LinearOnly):
         _check_gradients(x)
         rows = dense(x.reshape(-1, x.shape[-1]))
         return onednn_linear(rows, self.layout, bias, approximate).unflatten(0, x.shape[:-1])
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class Joined(LinearOnly):
+    """Some outputs of a weight in oneDNN's layout that several weights of the same input are: rows start to stop.
+
+    Each of them holds the whole layout, which is one tensor. `fnmodels.ops.linear.linears` multiplies by it once; a
+    product with one of them alone is a part of the whole product.
+    """
+
+    layout: Tensor
+    start: int = static()
+    stop: int = static()
+    invariant: ClassVar[bool] = True
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return _plus(Packed(self.layout).product(rows, None)[:, self.start : self.stop], bias)
+
+    def linears(self, x: Tensor, given: list[tuple[Any, Tensor | None]]) -> tuple[Tensor, ...] | None:
+        """The products of x with weights and biases, or None if these are not all of one layout."""
+        if not all(isinstance(weight, Joined) and weight.layout is self.layout for weight, _ in given):
+            return None
+        whole = Packed(self.layout).linear(x)
+        return tuple(_plus(whole[..., weight.start : weight.stop], bias) for weight, bias in given)
 
 
 @tree.pytree
@@ -127,15 +154,39 @@ def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
     """`params` with linear weights in oneDNN's layout, where that is a form of decoding; nothing else changes.
 
     fp32 on a CPU; other weights stay as they are, as do those whose path matches a shell pattern in `skip`, and what
-    latent attention reads apart (kv_b_proj). Results are those of oneDNN's products: equal to unpacked ones with
-    kernel="invariant", and up to rounding otherwise.
+    latent attention reads apart (kv_b_proj). Queries, keys and values of an attention are one product, and so are gate
+    and up projections. Results are those of oneDNN's products: equal to unpacked ones with kernel="invariant", and up
+    to rounding otherwise.
     """
+    given: dict[str, Any] = {}
+    map_leaves(given.__setitem__, params)
+    weights = {path: leaf.detach() for path, leaf in given.items() if _is_fp32(leaf) and _chosen(path, leaf, skip)}
+    forms: dict[str, LinearOnly] = {}
+    for first, *others in JOINED:
+        for path in weights:
+            parent = path.removesuffix(first)
+            group = [path, *(parent + name for name in others)]
+            if parent != path and weights.keys() >= set(group) and not _differ(parent, group, given):
+                forms |= _joined({member: weights[member] for member in group})
+    forms |= {path: Packed(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
+    return map_leaves(lambda path, leaf: forms.get(path, leaf), params)
 
-    def form(path: str, leaf: Any) -> Any:
-        fits = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.dtype is torch.float32
-        return Packed(onednn_layout(leaf.detach())) if fits and _chosen(path, leaf, skip) else leaf
 
-    return map_leaves(form, params)
+def _is_fp32(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.dtype is torch.float32
+
+
+def _differ(parent: str, group: list[str], given: Mapping[str, Any]) -> bool:
+    """Whether the group's inputs differ (cross attention), or its outputs are made one by one (before convolutions)."""
+    widths = {given[path].shape[1] for path in group}
+    return len(widths) > 1 or parent.endswith("cross_attention.") or f"{parent}q_conv" in given
+
+
+def _joined(weights: Mapping[str, Tensor]) -> dict[str, LinearOnly]:
+    layout = onednn_layout(torch.cat([*weights.values()]))
+    stops = [*accumulate(len(weight) for weight in weights.values())]
+    starts = [0, *stops[:-1]]
+    return {path: Joined(layout, *span) for path, *span in zip(weights, starts, stops, strict=True)}
 
 
 def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str, ...] = ("lm_head",)) -> Tree:

@@ -16,7 +16,7 @@ from fnmodels.models.common.mamba import Mamba, hybrid_names, mamba, mamba_from_
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, project_out, project_qkv, rms_norm
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.mlp import glu
 from fnmodels.tree import Tree
 
@@ -177,7 +177,7 @@ def _attention(
 
 
 def _mlp(weights: Tree, x: Tensor, config: Config, ctx: Context) -> Tensor:
-    gate = ctx.tap("mlp.pre", linear(x, weights["gate_proj"], weights.get("gate_bias")) * config.mlp_gate_multiplier)
-    inner = glu(gate, linear(x, weights["up_proj"], weights.get("up_bias")), activation=config.hidden_act)
-    inner = ctx.tap("mlp.neurons", inner)
+    gate, up = linears(x, weights, ("gate", "up"))
+    gate = ctx.tap("mlp.pre", gate * config.mlp_gate_multiplier)
+    inner = ctx.tap("mlp.neurons", glu(gate, up, activation=config.hidden_act))
     return linear(inner, weights["down_proj"], weights.get("down_bias")) * config.mlp_down_multiplier

@@ -37,7 +37,7 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, look_up, project_out, rotary_table, split_heads
 from fnmodels.ops.invariant import elementwise
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree, flatten
@@ -309,7 +309,7 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Confi
     """Attention of x [B, S, D], whose scores are not scaled."""
     H, norms = weights["q_norm"].shape[-1], {"eps": config.rms_norm_eps}
     own = [name for name in "qkv" if f"{name}_proj" in weights]
-    heads = {n: split_heads(linear(x, weights[f"{n}_proj"], weights.get(f"{n}_bias")), H) for n in own}
+    heads = {n: split_heads(t, H) for n, t in zip(own, linears(x, weights, own), strict=True)}
     q = apply_rotary(rms_norm_fp32_weight(heads["q"], weights["q_norm"], **norms), freqs)
     if source_kind(kind):
         return project_out(weights, ctx.attend_borrowed(q, mask, scale=1.0))

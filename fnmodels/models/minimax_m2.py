@@ -21,7 +21,7 @@ from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, rms_norm, split_heads
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linears
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -99,7 +99,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     eps, weights, mlp = config.rms_norm_eps, layer["attention"], layer["mlp"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    q, k, v = (linear(normed, weights[f"{name}_proj"]) for name in "qkv")
+    q, k, v = linears(normed, weights, "qkv")
     q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)  # over all heads together
     q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)

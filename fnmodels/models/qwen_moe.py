@@ -28,7 +28,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, rms_norm, split_heads
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linears
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -152,7 +152,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    q, k, v = (linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = linears(normed, weights, "qkv")
     if config.qk_norm_full:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     if config.clip_qkv is not None:

@@ -8,7 +8,7 @@ custom operator (`linear_op`). Widened bf16 arguments are converted a part at a 
 `torch.backends.mkldnn.flags(enabled=False)` switches back to torch's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -50,6 +50,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
+
+
+def linears(x: Tensor, weights: Mapping[str, Tensor], names: Iterable[str]) -> tuple[Tensor, ...]:
+    """`linear` of x with the weights `name`_proj and biases `name`_bias, which are optional, for each name.
+
+    It is one product where a form of the weights has joined them (`params.packed`).
+    """
+    given = [(weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in names]
+    joined = getattr(given[0][0], "linears", None)
+    found: tuple[Tensor, ...] | None = None if joined is None else joined(x, given)
+    return tuple(linear(x, *each) for each in given) if found is None else found
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:

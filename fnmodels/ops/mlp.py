@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels.options import Tap, untapped
 
 from .invariant import elementwise, rows_are_invariant
-from .linear import linear, linear_gelu
+from .linear import linear, linear_gelu, linears
 from .norm import upcast
 
 # By Hugging Face's names; further ones are added with the families that use them.
@@ -42,9 +42,8 @@ def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: T
 
     tap: called with "mlp.pre", gate(x), and "mlp.neurons", what `down` reads, both [..., F].
     """
-    gate = tap("mlp.pre", linear(x, layer["gate_proj"], layer.get("gate_bias")))
-    up = linear(x, layer["up_proj"], layer.get("up_bias"))
-    neurons = tap("mlp.neurons", glu(gate, up, activation=activation))
+    gate, up = linears(x, layer, ("gate", "up"))
+    neurons = tap("mlp.neurons", glu(tap("mlp.pre", gate), up, activation=activation))
     return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 

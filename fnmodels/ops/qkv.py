@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .linear import linear
+from .linear import linear, linears
 
 
 def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, S, N, H], k and v [B, S, G, H] of x [B, S, D]; the biases are optional leaves."""
-    q, k, v = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = linears(x, weights, "qkv")
     return split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
 
 

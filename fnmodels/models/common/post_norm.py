@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, rms_norm_fp32_weight, split_heads
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linears
 from fnmodels.tree import Tree
 
 from .context import Context
@@ -26,7 +26,7 @@ def post_norm_leaves(config: Any) -> Tree:
 def post_norm_layer(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
     weights, eps = layer["attention"], config.rms_norm_eps
-    q, k, v = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = linears(x, weights, "qkv")
     q = rms_norm_fp32_weight(q, weights["q_norm"], eps=eps)  # over all heads together
     k = rms_norm_fp32_weight(k, weights["k_norm"], eps=eps)
     q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 from fnmodels.ops.invariant import elementwise
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 from fnmodels.options import Experts, Tap, untapped
@@ -121,7 +121,7 @@ def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:
 def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     """The output of the shared expert, which every token passes through; in Qwen 2 it is scaled by a sigmoid gate."""
     shared = layer["shared_expert"]
-    inner = act(*(linear(x, shared[f"{name}_proj"]) for name in inputs_of(shared)))
+    inner = act(*linears(x, shared, inputs_of(shared)))
     y = linear(inner, shared["down_proj"])
     gate = layer.get("shared_expert_gate")
     if gate is None:
