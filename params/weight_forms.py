@@ -20,13 +20,14 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
+from fnmodels.ops.linear import linear
 from fnmodels.ops.onednn import dense
 from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear
 from fnmodels.tree import Tree, static
 
 from .lora import is_linear, map_leaves
 
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # weights of the same input
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # weights of the same input
 GROUP = 32  # inputs that share a scale in int4
 
 
@@ -48,6 +49,11 @@ class LinearOnly:
         _check_gradients(x)
         return self.product(x.reshape(-1, x.shape[-1]), bias).unflatten(0, x.shape[:-1])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations have."""
+        return torch.bfloat16
+
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows [n, in] and bias [out] -> [n, out]; each form has its own."""
         raise NotImplementedError
@@ -60,6 +66,10 @@ class Packed(LinearOnly):
 
     layout: Tensor
     invariant: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -82,14 +92,19 @@ class Packed(LinearOnly):
 class Joined(LinearOnly):
     """Some outputs of a weight in oneDNN's layout that several weights of the same input are: rows start to stop.
 
-    Each of them holds the whole layout, which is one tensor. `fnmodels.ops.linear.linears` multiplies by it once; a
-    product with one of them alone is a part of the whole product.
+    Each of them holds the whole layout, which is one tensor. `fnmodels.ops.linear.linears` multiplies by it once; its
+    results are views of the whole product. A product with one of them alone is the whole one too, as are those with
+    copies of them, whose layouts are no longer one tensor.
     """
 
     layout: Tensor
     start: int = static()
     stop: int = static()
     invariant: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return _plus(Packed(self.layout).product(rows, None)[:, self.start : self.stop], bias)
@@ -98,7 +113,8 @@ class Joined(LinearOnly):
         """The products of x with weights and biases, or None if these are not all of one layout."""
         if not all(isinstance(weight, Joined) and weight.layout is self.layout for weight, _ in given):
             return None
-        whole = Packed(self.layout).linear(x)
+        form: Any = Packed(self.layout)
+        whole = linear(x, form)
         return tuple(_plus(whole[..., weight.start : weight.stop], bias) for weight, bias in given)
 
 
@@ -153,16 +169,17 @@ def _bf16(rows: Tensor) -> Tensor:
 def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
     """`params` with linear weights in oneDNN's layout, where that is a form of decoding; nothing else changes.
 
-    fp32 on a CPU; other weights stay as they are, as do those whose path matches a shell pattern in `skip`, and what
-    latent attention reads apart (kv_b_proj). Queries, keys and values of an attention are one product, and so are gate
-    and up projections. Results are those of oneDNN's products: equal to unpacked ones with kernel="invariant", and up
+    fp32 on a CPU; other weights stay as they are, as do those whose path matches a shell pattern in `skip`, what latent
+    attention reads apart (kv_b_proj), and patch_proj, which may be a convolution's. Queries, keys and values of an
+    attention are one product, and so are gate and up projections, where all of them are packed, read the same input and
+    have no convolution. Results are those of oneDNN's products: equal to unpacked ones with kernel="invariant", and up
     to rounding otherwise.
     """
     given: dict[str, Any] = {}
     map_leaves(given.__setitem__, params)
     weights = {path: leaf.detach() for path, leaf in given.items() if _is_fp32(leaf) and _chosen(path, leaf, skip)}
     forms: dict[str, LinearOnly] = {}
-    for first, *others in JOINED:
+    for first, *others in SAME_INPUT:
         for path in weights:
             parent = path.removesuffix(first)
             group = [path, *(parent + name for name in others)]
@@ -177,9 +194,11 @@ def _is_fp32(leaf: Any) -> bool:
 
 
 def _differ(parent: str, group: list[str], given: Mapping[str, Any]) -> bool:
-    """Whether the group's inputs differ (cross attention), or its outputs are made one by one (before convolutions)."""
-    widths = {given[path].shape[1] for path in group}
-    return len(widths) > 1 or parent.endswith("cross_attention.") or f"{parent}q_conv" in given
+    """Whether the group's inputs differ, or its products are made one by one: before convolutions, between limits."""
+    if len({given[path].shape[1] for path in group}) > 1 or parent.endswith(("cross_attention.", "pooler.attention.")):
+        return True
+    limits = {f"{path.removesuffix('_proj')}_limits.input_min" for path in group}
+    return not given.keys().isdisjoint(limits | {f"{parent}q_conv"})
 
 
 def _joined(weights: Mapping[str, Tensor]) -> dict[str, LinearOnly]:
@@ -212,7 +231,7 @@ def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str,
 
 
 def _chosen(path: str, leaf: Tensor, skip: tuple[str, ...]) -> bool:
-    named = is_linear(path, leaf) and not path.endswith("kv_b_proj")
+    named = is_linear(path, leaf) and not path.endswith(("kv_b_proj", "patch_proj"))
     return named and not any(fnmatchcase(path, pattern) for pattern in skip)
 
 

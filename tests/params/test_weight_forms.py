@@ -15,6 +15,7 @@ from fnmodels.ops import torch_internals
 from params.lora import is_linear, map_leaves
 from params.weight_forms import GROUP, Int4, Int8, Joined, LinearOnly, Packed
 from tests.support.cases import Case, batch_of, generic_params, off, richest, segments
+from tests.support.encoder_losses import SETTINGS, weights_of
 
 WIDE = fnmodels.llama.Config(
     vocab_size=61,
@@ -42,14 +43,65 @@ def dequantized(form: Any) -> Tensor:
         return form.product(torch.eye(width, dtype=torch.bfloat16), None).float().T
 
 
+def alone(*_: Any) -> Tensor:
+    raise AssertionError("A family multiplies by joined weights one by one: take fnmodels.ops.linear.linears.")
+
+
 @pytest.mark.parametrize("case", richest(), ids=str)
 def test_packed_weights_are_the_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     params = generic_params(case.config)
     packed = P.packed(params)
     assert any(isinstance(leaf, Packed) for leaf in _leaves(packed))
     assert off(logits(packed, case.config), logits(params, case.config)) < 2e-5
-    monkeypatch.setattr(Joined, "product", None)  # all of a family's products of joined weights are whole ones
+    monkeypatch.setattr(Joined, "product", alone)
     logits(packed, case.config)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_packed_encoders_towers_and_readers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of each, whose joined weights are multiplied as one."""
+    config, loss, halves = SETTINGS[name]()
+    batch = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
+    params, batch = tree.map(_narrow, weights_of(config)), tree.map(_narrow, batch)
+    packed = P.packed(params)
+    assert any(isinstance(leaf, LinearOnly) for leaf in _leaves(packed))
+    monkeypatch.setattr(Joined, "product", alone)
+    with torch.no_grad():
+        assert off(loss(packed, batch)[0], loss(params, batch)[0]) < 2e-5
+
+
+def _narrow(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.is_floating_point() else leaf
+
+
+def test_joined_weights_are_the_same_one_by_one() -> None:
+    """Copies are no longer one tensor, and a weight that `skip` leaves out keeps the others apart."""
+    params = generic_params(WIDE)
+    packed = P.packed(params)
+    attention, mlp = packed["layers"][0]["attention"], packed["layers"][0]["mlp"]
+    assert (
+        len({attention[f"{name}_proj"].layout for name in "qkv"})
+        == 1
+        == len({mlp["gate_proj"].layout, mlp["up_proj"].layout})
+    )
+
+    def copied(_: str, leaf: Any) -> Any:
+        return dataclasses.replace(leaf, layout=leaf.layout.clone()) if isinstance(leaf, Joined) else leaf
+
+    skipping = P.packed(params, skip=("*.k_proj",))
+    assert isinstance(skipping["layers"][0]["attention"]["q_proj"], Packed)
+    for given in (map_leaves(copied, packed), skipping):
+        assert off(logits(given, WIDE), logits(packed, WIDE)) < 2e-6
+
+
+def test_a_joined_weight_with_wrong_rows_is_found() -> None:
+    """The planted bug: a projection that begins or ends at a row of its neighbour."""
+    packed = P.packed(generic_params(WIDE))
+    attention = packed["layers"][0]["attention"]
+    key = attention["k_proj"]
+    assert (key.start, key.stop) == (64, 96)
+    attention["k_proj"] = dataclasses.replace(key, start=key.start - 1, stop=key.stop - 1)
+    assert off(logits(packed, WIDE), logits(P.packed(generic_params(WIDE)), WIDE)) > 1e-3
 
 
 def _leaves(params: Any) -> list[Any]:

@@ -101,7 +101,7 @@ def delta_mixer(
     last, taps = state.get("segment"), [weights[f"{name}_conv"][:, 0] for name in "qkv"]
     tails = state["conv"].split([len(tap) for tap in taps], -1) if state else [None] * 3
     # x may be a part of the tokens (sequence parallelism), which its projections gather
-    reads = reads_of(ids.expand(x.shape[0], -1), taps[0].shape[1], last, kernel) if ids.shape[1] > 1 else None
+    reads = reads_of(ids, taps[0].shape[1], x.shape[0], last, kernel) if ids.shape[1] > 1 else None
     how: dict[str, Any] = {"silu": silu, "overwrite": True, "reads": reads, "kernel": kernel}
 
     def mixed(name: str, tap: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:  # its projection lives no longer

@@ -6,7 +6,7 @@ read and return to limits of their own.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import Constant, Leaf, Normal, attention_leaves, gated_mlp_leaves, norm, weight
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, look_up, split_heads
-from fnmodels.ops.linear import linear
+from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.ops.rotary import Rope, frequencies
@@ -162,7 +162,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         return rms_norm_fp32_weight(x, layer[name], eps=eps)
 
     x_in = normed(x, "input_layernorm")
-    q, k, v = (split_heads(_linear(weights, name, x_in), config.head_dim) for name in "qkv")
+    q, k, v = (split_heads(t, config.head_dim) for t in _linears(weights, "qkv", x_in))
     q = _rotated(rms_norm_fp32_weight(q, weights["q_norm"], eps=eps), freqs)
     k = _rotated(rms_norm_fp32_weight(k, weights["k_norm"], eps=eps), freqs)
     mixed = ctx.attend(q, k, rms_norm(v, None, eps=eps), mask, scale=1.0)
@@ -173,8 +173,15 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def _mlp(weights: Tree, x: Tensor, activation: str, ctx: Context) -> Tensor:
-    gate = ctx.tap("mlp.pre", _linear(weights, "gate", x))
-    return _linear(weights, "down", ctx.tap("mlp.neurons", glu(gate, _linear(weights, "up", x), activation=activation)))
+    gate, up = _linears(weights, ("gate", "up"), x)
+    neurons = ctx.tap("mlp.neurons", glu(ctx.tap("mlp.pre", gate), up, activation=activation))
+    return _linear(weights, "down", neurons)
+
+
+def _linears(weights: Mapping[str, Any], names: Sequence[str], x: Tensor) -> tuple[Tensor, ...]:
+    if any(f"{name}_limits" in weights for name in names):
+        return tuple(_linear(weights, name, x) for name in names)
+    return linears(x, weights, names)
 
 
 def _linear(weights: Mapping[str, Any], name: str, x: Tensor) -> Tensor:

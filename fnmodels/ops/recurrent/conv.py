@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 18  # of a block of tokens: larger ones leave the cache, in sma
 _STRETCHES = 8  # documents in a block; masks of its tokens are faster for more
 
 # bool [K - 1, tokens]: whether each token reads the one j places before it; and the first tokens of documents
-_Reading = tuple[Tensor, list[int]]
+_Marks = tuple[Tensor, list[int]]
 
 
 def short_conv(
@@ -53,7 +53,7 @@ def short_conv(
     if S == 1 and before is None and tail is not None and last is not None:
         return _next_token(x, weight, bias, segment_ids.expand(B, S), tail, last, silu)
     if reads is None:
-        reads = reads_of(segment_ids.expand(B, S), K, None if tail is None else last, kernel)
+        reads = reads_of(segment_ids, K, B, None if tail is None else last, kernel)
     if before is not None:
         kernel = before.kernel
         own, slots = _taken(x, reads.ends - (K - 1)), torch.arange(K - 1, device=x.device)
@@ -100,7 +100,7 @@ def _convolved(
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
     by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, reads.ends)
-    near = reads.near() if by_blocks else None
+    near = reads.near if by_blocks else None
     if near is not None:
         if not torch.is_grad_enabled():
             return _by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
@@ -109,7 +109,7 @@ def _convolved(
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
-    for j, source in enumerate(reads.sources(), 1):
+    for j, source in enumerate(reads.sources, 1):
         at = source[..., None]
         read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
         tap = upcast(weight)[:, -1 - j]
@@ -139,20 +139,20 @@ class _ShortConv(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative
             return _differentiable(x, weight, bias, read, ctx.silu, grad_y, ctx.needs_input_grad)
         flat, grads, taps = x.flatten(0, 1), grad_y.flatten(0, 1), upcast(weight).t().contiguous()
-        K, grad_x, reads = len(taps), torch.empty_like(flat), (read, _starts(read))
+        K, grad_x, marks = len(taps), torch.empty_like(flat), (read, _starts(read))
         grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(taps.shape[1])
         for start, stop in _blocks(flat):
             more = min(stop + K - 1, len(flat))  # the tokens that read this block
             outer = upcast(grads[start:more])
             if ctx.silu:
-                before = upcast(_block(flat, taps, bias, reads, start, more).to(x.dtype))
+                before = upcast(_block(flat, taps, bias, marks, start, more).to(x.dtype))
                 sigmoid = before.sigmoid()
                 outer = (before.mul_(1 - sigmoid).add_(1)).mul_(sigmoid).mul_(outer)
             own, block = outer[: stop - start], upcast(flat[start:stop])
             into = own * taps[-1]
             grad_taps[-1] += (own * block).sum(0)
             for j in range(1, K):
-                for low, high, keep in _stretches(reads, j, start + j, min(stop + j, more)):
+                for low, high, keep in _stretches(marks, j, start + j, min(stop + j, more)):
                     of, by = slice(low - j - start, high - j - start), slice(low - start, high - start)
                     outward = _masked(outer[by], keep)
                     into[of].addcmul_(outward, taps[-1 - j])
@@ -177,16 +177,16 @@ def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, sil
 
     The last block comes first, for a block reads tokens of the one before.
     """
-    flat, taps, reads = x.flatten(0, 1), upcast(weight).t().contiguous(), (read, _starts(read))
+    flat, taps, marks = x.flatten(0, 1), upcast(weight).t().contiguous(), (read, _starts(read))
     y = flat if overwrite else torch.empty_like(flat)
     for start, stop in reversed(_blocks(flat)):
         part = y[start:stop]
         if silu:
-            torch.ops.aten.silu.out(_block(flat, taps, bias, reads, start, stop).to(x.dtype), out=part)
+            torch.ops.aten.silu.out(_block(flat, taps, bias, marks, start, stop).to(x.dtype), out=part)
         elif overwrite or x.dtype is not taps.dtype:
-            part.copy_(_block(flat, taps, bias, reads, start, stop))
+            part.copy_(_block(flat, taps, bias, marks, start, stop))
         else:
-            _block(flat, taps, bias, reads, start, stop, out=part)
+            _block(flat, taps, bias, marks, start, stop, out=part)
     return y.view(x.shape)
 
 
@@ -196,7 +196,7 @@ def _blocks(flat: Tensor) -> list[tuple[int, int]]:
 
 
 def _block(
-    flat: Tensor, taps: Tensor, bias: Tensor | None, reads: _Reading, start: int, stop: int, out: Tensor | None = None
+    flat: Tensor, taps: Tensor, bias: Tensor | None, marks: _Marks, start: int, stop: int, out: Tensor | None = None
 ) -> Tensor:
     """The convolution of the tokens from start to stop, in fp32 or wider; into `out` if it is given."""
     first = max(0, start - len(taps) + 1)
@@ -205,7 +205,7 @@ def _block(
     if bias is not None:
         y += bias
     for j in range(1, len(taps)):
-        for low, high, keep in _stretches(reads, j, start, stop):
+        for low, high, keep in _stretches(marks, j, start, stop):
             before = _masked(wide[low - j - first : high - j - first], keep)
             y[low - start : high - start].addcmul_(before, taps[-1 - j])
     return y
@@ -216,9 +216,9 @@ def _starts(read: Tensor) -> list[int]:
     return (~read[0]).nonzero().flatten().tolist() if len(read) else []
 
 
-def _stretches(reads: _Reading, j: int, low: int, high: int) -> list[tuple[int, int, Tensor | None]]:
+def _stretches(marks: _Marks, j: int, low: int, high: int) -> list[tuple[int, int, Tensor | None]]:
     """Ranges of tokens from low to high that read the one j places before; or one, with the mask of those that do."""
-    read, starts = reads
+    read, starts = marks
     inside = starts[max(bisect_right(starts, low) - 1, 0) : bisect_left(starts, high)]
     if len(inside) > _STRETCHES:
         low = max(low, j)

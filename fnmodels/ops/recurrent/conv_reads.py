@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +25,24 @@ class Reads:
     found: Tensor | list[Tensor]  # `_near`, or `_sources` where that is None
     ends: Tensor  # int64 [B, K - 1]: the indices of the last tokens of the last document, -1 where it has fewer
 
+    @functools.cached_property
     def near(self) -> Tensor | None:
         """bool [K - 1, B, L]: whether a token reads the one j places before it, j from 1; None if it reads others."""
         return self.found if isinstance(self.found, Tensor) else _near_sources(self.found)
 
+    @functools.cached_property
     def sources(self) -> list[Tensor]:
         """For j from 1 to K - 1 the index of the j-th token before each in its document or -1, int64 [B, L]."""
         return self.found if isinstance(self.found, list) else _sources(self.segment_ids, len(self.found) + 1)[0]
 
 
-def reads_of(segment_ids: Tensor, K: int, last: Tensor | None = None, kernel: Any = "auto") -> Reads:
-    """What a convolution of K taps reads. segment_ids: [B, S]; last [B] and kernel: as for `short_conv`."""
+def reads_of(segment_ids: Tensor, K: int, rows: int, last: Tensor | None = None, kernel: Any = "auto") -> Reads:
+    """What a convolution of K taps reads in `rows` rows B. segment_ids, last, kernel: as for `short_conv`."""
     if (before := before_of(kernel, last)) is not None:
-        last = before.segment(segment_ids)
+        last = before.segment(segment_ids)  # of this very tensor, by which processes know that they have agreed before
+    segment_ids = segment_ids.expand(rows, -1)
     if last is not None:
-        segment_ids = torch.cat((last[:, None].expand(-1, K - 1), segment_ids), dim=1)
+        segment_ids = torch.cat((last[:, None].expand(rows, K - 1), segment_ids), dim=1)
     if (near := _near(segment_ids, K)) is not None:
         return Reads(segment_ids, last is not None, near, _ends(near))
     sources, run = _sources(segment_ids, K)

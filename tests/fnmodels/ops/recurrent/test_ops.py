@@ -313,6 +313,22 @@ def _values_and_gradients(leaves: Any, given: Any, kernel: str) -> list[Any]:
     return [y[given[0] > 0], tail, *torch.autograd.grad(weighted(outputs, given[0] > 0), leaves)]
 
 
+def test_processes_are_asked_for_segments_by_one_tensor() -> None:
+    """They remember by its identity what they have agreed on, so that all layers of a batch communicate once."""
+    asked = []
+
+    def segment(ids: Tensor) -> Tensor:
+        asked.append(ids)
+        return ids.new_zeros(len(ids))
+
+    before = types.SimpleNamespace(kernel="auto", segment=segment, state=lambda transition, own: torch.zeros_like(own))
+    kernel, ids, x = types.SimpleNamespace(before=before), torch.tensor([[1, 1, 2]]), normal(2, 3, 4)
+    for y in (conv.short_conv(x, normal(4, 3), None, ids, kernel=kernel) for _ in range(2)):
+        assert y[0].shape == x.shape
+    conv_reads.reads_of(ids, 3, 2, kernel=kernel)
+    assert len(asked) == 3 and all(each is ids for each in asked)
+
+
 def test_tails_of_rows_without_padding_are_the_last_inputs_of_their_document() -> None:
     x, ids = normal(3, 4, 2), torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2], [2, 1, 1, 2]])
     tail = conv.short_conv(x, normal(2, 4), None, ids)[1]
