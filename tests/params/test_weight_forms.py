@@ -12,6 +12,8 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.ops import torch_internals
+from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.linear import linears
 from params.lora import is_linear, map_leaves
 from params.weight_forms import GROUP, Int4, Int8, Joined, LinearOnly, Packed
 from tests.support.cases import Case, batch_of, generic_params, off, richest, segments
@@ -72,6 +74,14 @@ def test_packed_encoders_towers_and_readers(name: str, monkeypatch: pytest.Monke
 
 def _narrow(leaf: Tensor) -> Tensor:
     return leaf.float() if leaf.is_floating_point() else leaf
+
+
+def test_joined_products_have_the_checks_of_the_invariant_kernel() -> None:
+    packed = P.packed({f"{name}_proj": torch.randn(8, 16) for name in "qkv"})
+    with torch.no_grad(), invariant_rows(True):
+        assert linears(torch.randn(2, 16), packed, "qkv")[0].shape == (2, 8)
+        with pytest.raises(NotImplementedError):
+            torch.vmap(lambda x: linears(x, packed, "qkv"))(torch.randn(3, 2, 16))
 
 
 def test_joined_weights_are_the_same_one_by_one() -> None:
