@@ -100,7 +100,7 @@ def _convolved(
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
     by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, reads.ends)
-    near = reads.near if by_blocks else None
+    near = reads.near() if by_blocks else None
     if near is not None:
         if not torch.is_grad_enabled():
             return _by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
@@ -109,7 +109,7 @@ def _convolved(
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
-    for j, source in enumerate(reads.sources, 1):
+    for j, source in enumerate(reads.sources(), 1):
         at = source[..., None]
         read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
         tap = upcast(weight)[:, -1 - j]

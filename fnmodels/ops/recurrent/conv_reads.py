@@ -1,8 +1,7 @@
-"""`Reads`: which tokens a short causal convolution reads, found once for all convolutions of the same tokens."""
+"""`Reads`: what short causal convolutions of the same tokens read, for rows without padding found only once."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,10 @@ class Reads:
     found: Tensor | list[Tensor]  # `_near`, or `_sources` where that is None
     ends: Tensor  # int64 [B, K - 1]: the indices of the last tokens of the last document, -1 where it has fewer
 
-    @functools.cached_property
     def near(self) -> Tensor | None:
         """bool [K - 1, B, L]: whether a token reads the one j places before it, j from 1; None if it reads others."""
         return self.found if isinstance(self.found, Tensor) else _near_sources(self.found)
 
-    @functools.cached_property
     def sources(self) -> list[Tensor]:
         """For j from 1 to K - 1 the index of the j-th token before each in its document or -1, int64 [B, L]."""
         return self.found if isinstance(self.found, list) else _sources(self.segment_ids, len(self.found) + 1)[0]
