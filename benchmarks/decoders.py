@@ -55,17 +55,18 @@ def installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def ours(params: Any, config: Any, start: Start, *, kernel: str = "auto", compiled: bool = False) -> Decoder:
-    """`decode_`, or `compiled_step`."""
-    cache = fnmodels.init_cache(config, 1, start.room, dtype=start.dtype)
+def ours(
+    params: Any, config: Any, start: Start, *, kernel: str = "auto", step: fnmodels.DecodingStep | None = None
+) -> Decoder:
+    """`decode_`, or `step` of `compiled_step` or `captured_step`."""
+    cache = fnmodels.init_cache(config, 1, start.room, dtype=start.dtype, device=start.context.device)
     prepared = fnmodels.prepare_step(config, start.context, cache)
     _, cache = fnmodels.decode_(params, *prepared, cache, config=config, at="last", kernel=kernel)
     held = [fnmodels.take(cache, [0] * start.rows)]
-    graph = fnmodels.compiled_step(config) if compiled else None
 
-    def step(tokens: Tensor) -> Tensor:
-        if graph is not None:
-            logits, held[0] = graph(params, tokens[:, None], held[0])
+    def decode(tokens: Tensor) -> Tensor:
+        if step is not None:
+            logits, held[0] = step(params, tokens[:, None], held[0])
             return logits[:, 0]
         prepared = fnmodels.prepare_step(config, tokens[:, None], held[0])
         logits, held[0] = fnmodels.decode_(params, *prepared, held[0], config=config, at="last", kernel=kernel)
@@ -77,7 +78,7 @@ def ours(params: Any, config: Any, start: Start, *, kernel: str = "auto", compil
         copied = first is not None
         held[0] = fnmodels.take(first, range(start.rows)) if copied else fnmodels.truncate(held[0], start.length)
 
-    return Decoder(step, rewind)
+    return Decoder(decode, rewind)
 
 
 def transformers(model: Any, start: Start, *, static: bool) -> Decoder:

@@ -38,6 +38,7 @@ from decoders import Decoder, Start, installed, litgpt, llama_cpp, ours, transfo
 from torch import Tensor
 from turns import Taken, give_back_memory, take_turns
 
+import fnmodels
 import params as P
 from fnmodels import llama, tree
 
@@ -114,12 +115,14 @@ def contenders(pair: Pair, start: Start, threads: int, folder: Path) -> dict[str
     forms = {"": params} | {f" {kind}": P.quantize(pair.params, config, kind=kind) for kind in kinds}
     for form, leaves in forms.items():
         found[f"fnmodels{form}"] = partial(ours, leaves, config, start)
-        found[f"fnmodels compiled{form}"] = partial(ours, leaves, config, start, compiled=True)
+        found[f"fnmodels compiled{form}"] = partial(ours, leaves, config, start, step=fnmodels.compiled_step(config))
     if dtype is torch.float32:
         params = P.packed(params)
         found["fnmodels packed"] = partial(ours, params, config, start)
         if start.rows > 1:  # one row's product is a loop in compiled code
-            found["fnmodels compiled, packed"] = partial(ours, params, config, start, compiled=True)
+            found["fnmodels compiled, packed"] = partial(
+                ours, params, config, start, step=fnmodels.compiled_step(config)
+            )
     return found
 
 

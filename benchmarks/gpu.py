@@ -176,7 +176,7 @@ def steps(options: argparse.Namespace) -> None:
     for size in options.sizes:
         config = config_of(size, options.layers)
         weights = P.init(config, 0, dtype=torch.bfloat16, device=options.device)
-        for rows in rows_of(options.quick):
+        for rows in [each for i, each in enumerate(rows_of(options.quick)) if i in options.rows]:
             batch = rows.batch(config.vocab_size, options.device)
             tokens = batch["tokens"].numel()
             flops = tokens * flops_per_token(config, llama.spec(config), int(rows.seen))
@@ -185,6 +185,8 @@ def steps(options: argparse.Namespace) -> None:
             print("| | tokens/s | MFU | peak memory | first loss |\n|---|---:|---:|---:|---:|")
             first: float | None = None
             for name, build in contenders(config, weights, batch).items():
+                if options.only and not any(word in name for word in options.only):
+                    continue
                 found = one_contender(build, options)
                 if isinstance(found, str):
                     print(f"| {name} | {found} | | | |", flush=True)
@@ -199,6 +201,7 @@ def steps(options: argparse.Namespace) -> None:
 def one_contender(build: Callable[[], Step], options: argparse.Namespace) -> tuple[float, float, float] | str:
     """(first loss, median seconds, MiB at the peak); or why there is none."""
     gc.collect()
+    torch.compiler.reset()  # contenders share code, and each has graphs of its own
     if options.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -209,8 +212,8 @@ def one_contender(build: Callable[[], Step], options: argparse.Namespace) -> tup
         seconds = timed(step, options.rounds)
     except torch.OutOfMemoryError:
         return "does not fit"
-    except (ValueError, NotImplementedError) as error:  # a kernel that has no such mask, dtype or backward
-        return str(error).partition(".")[0]
+    except (ValueError, NotImplementedError, RuntimeError) as error:  # a kernel without such a mask, dtype or backward
+        return f"{type(error).__name__}: {str(error).partition('.')[0][:200]}"
     memory = torch.cuda.max_memory_allocated() / 2**20 if options.device == "cuda" else float("nan")
     return loss, seconds, memory
 
@@ -351,6 +354,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["26M", "1B", "8B"])
     parser.add_argument("--layers", type=int, help="number of layers (default: that of the size)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[0, 1], help="0: 4 rows of 4,096; 1: a packed one of 32,768"
+    )
+    parser.add_argument("--only", nargs="+", help="contenders of `steps` whose name has one of these words")
     parser.add_argument("--peak", type=float, help="TFLOP/s of the device in bf16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--folder", help="where `load` makes its checkpoint (default: a temporary folder)")

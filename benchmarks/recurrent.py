@@ -2,6 +2,7 @@
 
     python benchmarks/recurrent.py             S from 512 to 16,384
     python benchmarks/recurrent.py --quick     short rows and one round, to check that everything runs
+    python benchmarks/recurrent.py --device cuda --layers gdn ssd
 
 gdn   the layer of Qwen3.5-0.8B: width 1024, 16 heads of keys and values of 128, kernel 4
 kda   the layer of Kimi Linear at the same sizes
@@ -11,6 +12,8 @@ One row of one document, and with "packed" the same row as documents of 100 toke
 "projections" are the layer's linear maps alone: no form of the recurrence makes the layer faster than these, and what
 a contender takes more is what it needs for the recurrence. transformers' KDA holds 64 numbers per token, head and
 channel, so rows above --longest are timed without transformers.
+On CUDA "compiled" is our layer by torch.compile; where flash-linear-attention is installed, "fla" is transformers'
+layer with its kernels, and "transformers" that with torch's operations.
 Contenders take turns; the report has medians of tokens per second and of the peak of memory above the start. Before a
 layer is timed, both must agree on its output and on the gradient of its input.
 """
@@ -18,13 +21,15 @@ layer is timed, both must agree on its output and on the gradient of its input.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from turns import give_back_memory, take_turns
+from turns import give_back_memory, take_turns, take_turns_on_cuda
 
 import fnmodels
 from fnmodels.models import kimi_linear, qwen3_next
@@ -38,7 +43,8 @@ from fnmodels.ops.recurrent.ssd import ssd
 from fnmodels.options import ForwardOptions
 
 Layer = Callable[[Tensor, Tensor], Tensor]  # (x, segment ids) -> y
-Layers = tuple[Layer, Layer, Layer]  # ours, transformers' with the same weights, our projections alone
+# ours, transformers' with the same weights, our projections alone, transformers' with fla's kernels if there are any
+Layers = tuple[Layer, Layer, Layer, Layer | None]
 
 
 def projections(inward: list[Tensor], outward: Tensor) -> Layer:
@@ -78,7 +84,26 @@ def gdn(dtype: torch.dtype) -> Layers:
         )
 
     inward = [weights[f"{name}_proj"] for name in "qkvzba"]
-    return ours, lambda x, _: theirs(x), projections(inward, weights["o_proj"])
+    return ours, *with_and_without_fla(theirs, modeling_qwen3_5, projections(inward, weights["o_proj"]))
+
+
+def with_and_without_fla(theirs: Any, modeling: Any, alone: Layer) -> tuple[Layer, Layer, Layer | None]:
+    """(transformers' layer by torch's operations, alone, the layer as it is where it found fla's kernels).
+
+    transformers takes fla's function where it is installed, in a wrapper of its own.
+    """
+    found = modeling.torch_chunk_gated_delta_rule
+
+    def by(rule: Callable[..., Any]) -> Layer:
+        def layer(x: Tensor, _: Tensor) -> Tensor:
+            modeling.torch_chunk_gated_delta_rule = rule
+            y: Tensor = theirs(x)
+            modeling.torch_chunk_gated_delta_rule = found
+            return y
+
+        return layer
+
+    return by(inspect.unwrap(found)), alone, by(found) if importlib.util.find_spec("fla") else None
 
 
 def kda(dtype: torch.dtype) -> Layers:
@@ -108,7 +133,7 @@ def kda(dtype: torch.dtype) -> Layers:
         return project_out(weights, mixed)
 
     inward = [weights[f"{name}_proj"] for name in ("q", "k", "v", "b", "f_a", "g_a")]
-    return ours, lambda x, _: theirs(x), projections(inward, weights["o_proj"])
+    return ours, lambda x, _: theirs(x), projections(inward, weights["o_proj"]), None
 
 
 def mamba2(dtype: torch.dtype) -> Layers:
@@ -129,15 +154,15 @@ def mamba2(dtype: torch.dtype) -> Layers:
         normed = silu_then_group_norm(y.flatten(2), z, w["norm.weight"], eps=1e-5, overwrite=True)
         return linear(normed.to(x.dtype), w["out_proj.weight"])
 
-    return ours, lambda x, _: theirs(x), projections([w["in_proj.weight"]], w["out_proj.weight"])
+    return ours, lambda x, _: theirs(x), projections([w["in_proj.weight"]], w["out_proj.weight"]), None
 
 
 LAYERS = {"gdn": (gdn, 1024), "kda": (kda, 1024), "ssd": (mamba2, 768)}  # {name: (maker, width)}
 
 
-def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype) -> None:
-    x = torch.randn(1, 300, width).to(dtype).requires_grad_()
-    one = torch.ones(1, 300, dtype=torch.long)
+def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(1, 300, width).to(device, dtype).requires_grad_()
+    one = torch.ones(1, 300, dtype=torch.long, device=device)
     y, wanted = ours(x, one), theirs(x, one)
     grads = []
     for out in (y, wanted):  # with the gradients of all weights, which then are there when peaks are measured
@@ -151,14 +176,21 @@ def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype) -> None:
         assert off < bound, f"Ours differs from transformers' by {off:.1e}, relative to its norm."
 
 
-def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int, layers: Layers, longest: int) -> None:
-    ours, theirs, alone = layers
-    x = torch.randn(1, length, width).to(dtype).requires_grad_()
-    one = torch.ones(1, length, dtype=torch.long)
-    many = torch.arange(length)[None] // 100 + 1
+def measure(name: str, length: int, dtype: torch.dtype, width: int, layers: Layers, args: argparse.Namespace) -> None:
+    ours, theirs, alone, fla = layers
+    rounds, device, cuda = 1 if args.quick else args.rounds, args.device, args.device == "cuda"
+    x = torch.randn(1, length, width).to(device, dtype).requires_grad_()
+    one = torch.ones(1, length, dtype=torch.long, device=device)
+    many = torch.arange(length, device=device)[None] // 100 + 1
     contenders = {"fnmodels": (ours, one), "fnmodels, packed": (ours, many), "projections": (alone, one)}
-    if length <= longest:
+    if cuda:
+        torch.compiler.reset()
+        compiled = torch.compile(ours)
+        contenders |= {"fnmodels, compiled": (compiled, one), "fnmodels, compiled, packed": (compiled, many)}
+    if length <= args.longest:
         contenders["transformers"] = (theirs, one)
+    if fla is not None:
+        contenders["fla"] = (fla, one)
 
     def forward(layer: Layer, ids: Tensor) -> None:
         with torch.no_grad():
@@ -169,7 +201,7 @@ def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int,
 
     for how, run in (("forward", forward), ("forward + backward", both)):
         runs = {who: lambda run=run, given=given: run(*given) for who, given in contenders.items()}
-        taken = take_turns(runs, rounds)
+        taken = (take_turns_on_cuda if cuda else take_turns)(runs, rounds)
         base = taken.get("transformers")
         for who, it in taken.items():
             speed, cpu, peak = (
@@ -192,12 +224,13 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16384, help="the longest row that transformers computes")
     parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
     give_back_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    lengths, rounds = ([64], 1) if args.quick else (args.lengths, args.rounds)
+    lengths = [64] if args.quick else args.lengths
     print(
         "| layer | dtype | S | pass | who | tokens/s | x of transformers | by CPU time | peak MiB | of transformers' |"
     )
@@ -205,10 +238,11 @@ def main() -> None:
     for name in args.layers:
         make, width = LAYERS[name]
         for dtype in (getattr(torch, each) for each in args.dtypes):
-            layers = make(dtype)
-            check(*layers[:2], width, dtype)
+            with torch.device(args.device):
+                layers = make(dtype)
+            check(*layers[:2], width, dtype, args.device)
             for length in lengths:
-                measure(name, length, dtype, rounds, width, layers, args.longest)
+                measure(name, length, dtype, width, layers, args)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from contenders import memory, reset_peak
 
 
@@ -48,6 +49,40 @@ def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[st
             result = run()
             taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             del result
+    return _medians(taken, peaks)
+
+
+def take_turns_on_cuda(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
+    """`take_turns` on the device: kernels are compiled and tuned in earlier runs, peaks are of device memory.
+
+    A contender for which there is no memory is left out.
+    """
+    peaks: dict[str, float] = {}
+    for name, run in contenders.items():
+        try:
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            peaks[name] = torch.cuda.max_memory_allocated() - held
+        except torch.OutOfMemoryError:
+            print(f"{name}: does not fit", file=sys.stderr)
+        torch.cuda.empty_cache()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peaks}
+    for _ in range(rounds):
+        for name, many in taken.items():
+            torch.cuda.synchronize()
+            wall, cpu = time.perf_counter(), time.process_time()
+            contenders[name]()
+            torch.cuda.synchronize()
+            many.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return _medians(taken, peaks)
+
+
+def _medians(taken: dict[str, list[tuple[float, float]]], peaks: dict[str, float]) -> dict[str, Taken]:
     return {
         name: Taken(*(statistics.median(kind) for kind in zip(*many, strict=True)), peak=peaks[name])
         for name, many in taken.items()

@@ -25,6 +25,7 @@ from fnmodels.cache import (
     Cache,
     DecodingStep,
     Slots,
+    captured_step,
     compiled_step,
     decode,
     decode_,
@@ -102,7 +103,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
 __all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_", "encode"]
-__all__ += ["DecodingStep", "compiled_step"]
+__all__ += ["DecodingStep", "captured_step", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
 __all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]

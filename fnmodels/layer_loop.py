@@ -282,11 +282,13 @@ class _Binding:
         more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
+        # Masks are ready, and only a caller's kernel reads the layout: compiled blocks would have a graph for each one.
+        layout = options.layout if callable(options.kernel) else None
         bound = functools.partial(
             self.family.block,
             config=self.config,
             kind=kind,
-            options=replace(options, layer_fn=None, edits=None),
+            options=replace(options, layer_fn=None, edits=None, layout=layout),
             taps=own,
             **more,
         )

@@ -9,6 +9,7 @@ is the family's rule on the positions and segments of the slots and of the new t
 padding and no count that could disagree with what is stored.
 """
 
+from .captured import captured_step
 from .compiled import DecodingStep, compiled_step
 from .encode import encode
 from .init import init_cache
@@ -21,6 +22,7 @@ __all__ = [
     "Cache",
     "DecodingStep",
     "Slots",
+    "captured_step",
     "compiled_step",
     "decode",
     "decode_",

@@ -20,6 +20,11 @@ def readable(tensor: Any) -> bool:
     return has_values(unwrapped(tensor))
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, in which values in memory cannot be read on the host, nor copied from it."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
 def unwrapped(tensor: Any) -> Any:
     """`tensor` without the wrappers of `torch.func.grad`, which wraps all arguments, also those without a gradient."""
     while isinstance(tensor, Tensor):

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fnmodels.ops.torch_internals import scaled_product
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 
 _SIDE = 16  # the hardware's products take sides that are multiples of it
-_SCALED_BY_TENSOR = F.ScalingType.TensorWise
 
 
 def float8_layers(block: Block) -> Block:
@@ -145,9 +145,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 def product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """left [M, K] right^T [K, N] of two results of `cast`, summed in fp32 and rounded to `dtype`."""
     (x, x_scale), (weight, weight_scale) = left, right
-    scales = (x_scale, _SCALED_BY_TENSOR, weight_scale, _SCALED_BY_TENSOR)
-    y: Tensor = F.scaled_mm(x, weight.t(), *scales, output_dtype=dtype)
-    return y
+    return scaled_product(x, weight.t(), (x_scale, weight_scale), dtype)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ fp32, and its rounding (6e-8 in cos or sin) is the total error.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fnmodels.inputs.values import capturing
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,15 @@ def attention_factor(rope: Rope) -> float:
     return yarn_scale(rope.factor)
 
 
-def frequencies(rope: Rope, dim: int, length: Tensor | None = None) -> Tensor:
+def frequencies(
+    rope: Rope, dim: int, length: Tensor | None = None, *, device: torch.device | str | None = None
+) -> Tensor:
     """Frequencies in radians per position, fp64 [dim / 2], or [B, dim / 2] if `length` is [B] (dynamic, longrope).
 
-    length: number of positions of the full sequence, 0-d or [B], for the kinds whose definition needs it. ValueError
-    if it is missing, and for an unknown kind.
+    length: number of positions of the full sequence, 0-d or [B], on `device`, for the kinds whose definition needs it.
+    They are computed on the device: a CUDA graph copies nothing from the host. ValueError if the length is missing, and
+    for an unknown kind.
     """
-    device = None if length is None else length.device
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     if rope.kind == "dynamic":
         return _dynamic(rope, dim, exponent, length)
@@ -129,11 +134,15 @@ def _yarn(rope: Rope, dim: int, base: Tensor) -> Tensor:
 def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
     if length is None:
         raise ValueError("The rope kind 'longrope' needs a length.")
-    short, long = (
-        torch.tensor(f, dtype=torch.float64, device=base.device) for f in (rope.short_factor, rope.long_factor)
-    )
+    short, long = (_constants(f, torch.float64, base.device) for f in (rope.short_factor, rope.long_factor))
     is_long = (length > rope.original_max_position_embeddings)[..., None]
     return base / torch.where(is_long, long, short)
+
+
+def _constants(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if capturing(device):
+        return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def query_temperature(positions: Tensor, *, beta: float, period: int) -> Tensor:
@@ -185,7 +194,8 @@ def mrope_table(
     if len(axis_of_pair) != pairs or any(axis_of_pair.count(axis) != count for axis, count in enumerate(sections)):
         order = "interleaved" if interleaved else "one after another"
         raise ValueError(f"The sections {sections}, {order}, do not divide the {pairs} pairs that rotate.")
-    return _table(rope, head_dim, positions[..., axis_of_pair], length)
+    chosen = positions.index_select(-1, _constants(axis_of_pair, torch.int64, positions.device))
+    return _table(rope, head_dim, chosen, length)
 
 
 def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
@@ -193,8 +203,11 @@ def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | 
     needs_length = rope.kind in ("dynamic", "longrope")
     if needs_length and length is None:
         length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no maximum
-    size = torch.as_tensor(length, device=positions.device) if needs_length else None
-    freqs = frequencies(rope, rope.dim(head_dim), size).to(positions.device)
+    size = None
+    if needs_length and length is not None:
+        on = positions.device
+        size = length.to(on) if isinstance(length, Tensor) else torch.full((), length, device=on)
+    freqs = frequencies(rope, rope.dim(head_dim), size, device=positions.device)
     if freqs.ndim == 2:  # one length per row
         freqs = freqs[:, None]
     angles = positions.double() * freqs

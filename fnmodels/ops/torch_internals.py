@@ -43,6 +43,7 @@ PRIVATE: dict[str, Any] = {
         "_C._len_torch_dispatch_stack",
         "_C._len_torch_function_stack",
         "_grouped_mm",
+        "_scaled_mm",
         "_softmax_backward_data",
         "Tensor._version",
         "_convert_weight_to_int4pack_for_cpu",
@@ -219,6 +220,16 @@ def varlen_attention(grouped: bool) -> Callable[..., Tensor]:
     needs_flag = grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters
     call: Any = functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
     return cast("Callable[..., Tensor]", call)
+
+
+def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """x [M, K] weight [K, N] in float8, each with one scale, in `dtype`. torch 2.11 cannot trace F.scaled_mm."""
+    (x_scale, weight_scale), by_tensor = scales, F.ScalingType.TensorWise
+    product = PRIVATE["_scaled_mm"]
+    if product is None:
+        return F.scaled_mm(x, weight, x_scale, by_tensor, weight_scale, by_tensor, output_dtype=dtype)
+    y: Tensor = product(x, weight, x_scale, weight_scale, out_dtype=dtype)
+    return y
 
 
 def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -18,10 +18,9 @@ from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
 from train.data.token_budget import rows_within, token_budget
 from train.generation.prompts import activations, empty_caches, prefilled, run_all
-from train.losses.lm_head import CHUNK
 from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores
-from train.losses.token_chunks import per_token
+from train.losses.token_chunks import chunk_of, per_token
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
 Row = tuple[list[int], int]  # the ids of a pair that fit, the number of continuation tokens
@@ -171,7 +170,7 @@ def _scored(
         return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
 
     labels, of = batch["labels"][valid], sequences.to(device)[valid]
-    logp, likeliest = per_token(one, (x[valid], labels), labels.shape, CHUNK)
+    logp, likeliest = per_token(one, (x[valid], labels), labels.shape, chunk_of("auto", config.vocab_size, device))
     wrong = torch.zeros(count, dtype=torch.int64, device=device).index_add(0, of, (~likeliest).long())
     return torch.zeros(count, dtype=torch.float64, device=device).index_add(0, of, logp.double()), wrong == 0
 

@@ -23,6 +23,7 @@ from .stop import Decodes
 
 SLOTS = 32
 Hook = Callable[[Tensor, list[list[int]]], Tensor]
+_STEPS = {"step": fnmodels.compiled_step, "graph": fnmodels.captured_step}
 
 
 class ServeKwargs(ForwardKwargs, total=False):
@@ -70,18 +71,21 @@ def serve(
     steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
     of half the size, see `init_cache`. compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a
     minute; a result of that function, made with the same config and options, which keeps its graphs for the next
-    call; or "none". logits_fn: see `generate`.
+    call; "graph" for steps by `fnmodels.captured_step`, on CUDA; or "none". logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
     `fnmodels.forward`. ValueError for a request that is empty or does not fit, and for options that no compiled step
     has.
     """
-    if not callable(compile) and compile not in ("none", "step"):
-        raise ValueError(f'compile is {compile!r}; it must be "none", "step" or a result of fnmodels.compiled_step.')
+    if not callable(compile) and compile not in ("none", *_STEPS):
+        raise ValueError(
+            f'compile is {compile!r}; it must be "none", "step", "graph" or a result of fnmodels.compiled_step or '
+            "fnmodels.captured_step."
+        )
     if callable(compile) and (options.get("kernel") == "invariant" or options.get("layer_fn") is not None):
         raise ValueError(
             'compile is a compiled step, which has no layer_fn and not kernel="invariant": leave compile out, or these.'
         )
-    step = compile if callable(compile) else fnmodels.compiled_step(config, **options) if compile == "step" else None
+    step = compile if callable(compile) else _STEPS[compile](config, **options) if compile in _STEPS else None
     dtype, device = activations(params, dtype)
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)

@@ -16,13 +16,13 @@ from fnmodels.tree import Tree
 from train.dist.dtensor import is_dtensor
 
 from .cross_entropy import counted, wide_of
-from .lm_head import CHUNK, head_logits, head_name
+from .lm_head import head_logits, head_name
 from .model_loss import beside
 from .moe_balance import Balance
 from .next_token import model_states
 from .policy import Sums, same_shape
 from .softmax_stats import check_temperature
-from .token_chunks import per_token
+from .token_chunks import chunk_of, per_token
 from .vocab_parallel import HEAD_BIAS, Part, opened
 
 DIRECTIONS = ("forward", "reverse")
@@ -37,7 +37,7 @@ def distill(
     teacher_config: Any = None,
     direction: str = "forward",
     temperature: float = 1.0,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
     balance: Balance | None = None,
     aux: bool = False,
@@ -76,7 +76,8 @@ def distill(
         divergence = token_divergence(student, wanted, direction=direction, temperature=temperature)
         return divergence, student.argmax(-1) == wanted.argmax(-1)
 
-    divergence, agree = per_token(one, (x, y), batch["labels"].shape, chunk)
+    size = chunk_of(chunk, config.vocab_size, x.device)
+    divergence, agree = per_token(one, (x, y), batch["labels"].shape, size)
     valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
     if weights is not None:
         divergence = divergence * torch.where(valid, weights, 0.0)

@@ -23,9 +23,8 @@ from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
 from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_grad, wide_of
+from .token_chunks import chunk_of
 from .vocab_parallel import opened
-
-CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
 
 Head = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -49,21 +48,21 @@ def head_loss(
     labels: Tensor,
     *,
     config: DecoderConfig,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
-    chunk: tokens whose logits exist at a time; None: all [B, S, V], in plain operations. With chunks all torch.func
+    chunk: tokens whose logits exist at a time, by default 512, on CUDA so many that they are 2^27 logits; None: all
+    [B, S, V], in plain operations. With chunks all torch.func
     transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much as
     chunk=None. Inside torch.compile the chunks are checkpointed instead. Where the head is a `Vocab` (tensor
     parallelism) each rank computes the logits of its vocabulary shard. weights, label_smoothing, z_loss and errors: as
     in `cross_entropy`.
     """
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
+    chunk = chunk_of(chunk, config.vocab_size, x.device)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     check_weights(weights, labels)

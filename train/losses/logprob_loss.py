@@ -9,7 +9,6 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .lm_head import CHUNK
 from .logprobs import token_logprobs
 from .output_loss import OutputLoss
 
@@ -19,7 +18,7 @@ def logprob_loss(
     *,
     config: DecoderConfig,
     temperature: float | str = 1.0,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     **options: Unpack[ForwardKwargs],
 ) -> OutputLoss:
     """The loss function(logp, entropy, batch) -> (sum, count[, aux]) of the log-probabilities of the labels.

@@ -22,11 +22,11 @@ from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels
-from .lm_head import CHUNK, head_logits, head_name
+from .lm_head import head_logits, head_name
 from .moe_balance import Balance
 from .next_token import model_states
 from .softmax_stats import Scores, check_temperature, scores
-from .token_chunks import per_token
+from .token_chunks import chunk_of, per_token
 from .vocab_parallel import opened
 
 
@@ -36,7 +36,7 @@ def token_logprobs(
     *,
     config: DecoderConfig,
     temperature: float | Tensor = 1.0,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +59,7 @@ def routed_logprobs(
     *,
     config: DecoderConfig,
     temperature: float | Tensor = 1.0,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
     balance: Balance | None = None,
     **options: Unpack[ForwardKwargs],
@@ -85,7 +85,7 @@ def head_logprobs(
     *,
     config: DecoderConfig,
     temperature: float | Tensor = 1.0,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S].
@@ -96,6 +96,7 @@ def head_logprobs(
     check_labels(labels, x.shape[:-1], "hidden states")
     each = (_per_token(temperature, labels),) if isinstance(temperature, Tensor) else ()
     check_temperature(each[0] if each else temperature)
+    chunk = chunk_of(chunk, config.vocab_size, x.device)
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor, *each: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class RunOptions:
     inner, outer: wrap the model's blocks, inside (compilation) or outside (all-gather, remat) of the loss's layer_fn.
     tensor: (block, around=those three) -> the block on tensor-parallel shards.
     layout: for a loss that passes none; None: computed here from the masks, where the host can read their values.
-    compiled: the blocks are compiled, so only layouts shared by all batches of one shape are used.
+    compiled: the blocks are compiled, so that on a CPU only layouts shared by all batches of one shape are used.
     counts: losses of models with experts return aux with counts even without aux=True.
     kernel, experts, balance: map the loss's own choice to one that works when other ranks hold other tokens.
     length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
@@ -135,7 +135,10 @@ class RunOptions:
         if self.kernel is not None:  # a layout does not apply to a shard of the positions
             return None
         made = readable_layout(masks)
-        return made if made is None or not self.compiled or is_one_per_shape(made) else None
+        if made is None or not self.compiled or is_one_per_shape(made):
+            return made
+        # "blocks" is planned for one layout; on CUDA documents are an argument of compiled blocks.
+        return made if all(leaf.is_cuda for leaf in tree.leaves(dict(masks))) else None
 
     def hidden(
         self,

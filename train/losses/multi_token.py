@@ -13,7 +13,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .lm_head import CHUNK, head_loss
+from .lm_head import head_loss
 from .model_loss import keywords
 from .moe_balance import Balance
 from .next_token import model_states
@@ -41,7 +41,7 @@ def mtp_loss(
     *,
     config: Any,
     weight: float = 0.3,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,

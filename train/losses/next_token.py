@@ -16,7 +16,7 @@ from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted
-from .lm_head import CHUNK, head_loss
+from .lm_head import head_loss
 from .model_loss import RouterTerms, RunOptions, check_entries, keywords, run_options
 from .moe_balance import Balance, balance_terms
 
@@ -28,7 +28,7 @@ def next_token_loss(
     batch: Mapping[str, Tensor],
     *,
     config: DecoderConfig,
-    chunk: int | None = CHUNK,
+    chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,

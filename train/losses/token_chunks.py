@@ -8,6 +8,21 @@ from torch.utils.checkpoint import checkpoint
 
 PerToken = Callable[..., tuple[Tensor, ...]]
 
+CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
+LOGITS = 2**27  # on CUDA, where the launches for a chunk of 512 tokens take longer than its work
+
+
+def chunk_of(chunk: int | str | None, vocabulary: int, device: torch.device) -> int | None:
+    """The number of tokens in a chunk: `chunk` itself, or for "auto" what suits the device and the vocabulary.
+
+    ValueError for anything but a number of at least 1, None or "auto".
+    """
+    if chunk == "auto":
+        return CHUNK if device.type != "cuda" else max(CHUNK, LOGITS // vocabulary)
+    if isinstance(chunk, str) or (chunk is not None and chunk < 1):
+        raise ValueError(f'chunk is {chunk!r}; it must be a number of tokens, at least 1, None or "auto".')
+    return chunk
+
 
 def per_token(
     function: PerToken, tensors: Sequence[Tensor], shape: torch.Size, chunk: int | None
@@ -16,12 +31,9 @@ def per_token(
 
     With gradients enabled each chunk is recomputed in the backward pass, so intermediates (logits) exist for one chunk
     at a time. chunk=None is one plain call, for torch.func transforms, which activation checkpointing does not support.
-    ValueError for a chunk below 1.
     """
     if chunk is None:
         return function(*tensors)
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
     flat = [t.flatten(0, len(shape) - 1) for t in tensors]
     again = torch.is_grad_enabled()
     each = zip(*(t.split(chunk) for t in flat), strict=True)

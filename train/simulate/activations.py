@@ -20,7 +20,8 @@ from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.losses.lm_head import CHUNK, head_loss, head_name
+from train.losses.lm_head import head_loss, head_name
+from train.losses.token_chunks import CHUNK
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.tree_split import ends
 from train.parallel.placement import rules_of

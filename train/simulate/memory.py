@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Mapping
 
-from train.losses.lm_head import CHUNK
+from train.losses.token_chunks import CHUNK
 from train.parallel.pipeline.timeline import peak
 
 from .facts import WIDE

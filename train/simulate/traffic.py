@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from train.losses.lm_head import CHUNK
+from train.losses.token_chunks import CHUNK
 from train.parallel.pipeline import tree_split
 
 from .facts import WIDE, Message

@@ -259,7 +259,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     """{kind: fp32 [B, S, H/2, 2]} of positions [B, S, 3]; each axis has its own dimensions and frequencies."""
     if positions.ndim != 3 or positions.shape[-1] != 3:
         raise ValueError(f"Positions are [B, S, 3], with row and column last, not {list(positions.shape)}.")
-    axes = [frequencies(Rope(), size).to(positions.device) for size in config.axes_dims_rope]
+    axes = [frequencies(Rope(), size, device=positions.device) for size in config.axes_dims_rope]
     angles = torch.cat([positions[..., i, None].double() * freqs for i, freqs in enumerate(axes)], -1)
     return dict.fromkeys(KINDS, torch.stack((angles.cos(), angles.sin()), -1).float())
 

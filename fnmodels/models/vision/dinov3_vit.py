@@ -117,7 +117,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     special tokens are not rotated.
     """
     centers = 2 * (positions[..., :2] + 0.5) / positions[..., 2:].clamp(min=1).double() - 1
-    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2).to(positions.device)
+    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
     angles = (2 * math.pi * centers[..., None] * freqs).flatten(-2).where(positions[..., :1] >= 0, 0)
     return {"full": torch.stack((angles.cos(), angles.sin()), -1).float()}
 

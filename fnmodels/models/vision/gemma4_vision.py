@@ -140,7 +140,7 @@ def hf_names(config: Config) -> dict[str, Any]:
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: of the first half of each head by the column, then of the second by the row."""
-    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2).to(positions.device)
+    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
     angles = torch.cat([positions[..., axis, None].double() * freqs for axis in (1, 0)], -1)
     return {"full": torch.stack((angles.cos(), angles.sin()), -1).float()}
 

@@ -107,7 +107,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
     The class token does not turn.
     """
-    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2).to(positions.device)
+    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
     angles = torch.cat([(positions[..., axis, None] + 1).clamp(min=0).double() * freqs for axis in (1, 0)], -1)
     return {"full": torch.stack((angles.cos(), angles.sin()), -1).float()}
 

@@ -83,7 +83,7 @@ def hf_names(config: Config) -> dict[str, str]:
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: the even frequencies turn with the row, then the odd ones with the column."""
-    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim).to(positions.device)
+    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim, device=positions.device)
     rows, columns = positions[..., :1].double() * freqs[::2], positions[..., 1:2].double() * freqs[1::2]
     angles = torch.cat((rows, columns), -1)
     return {"full": torch.stack((angles.cos(), angles.sin()), -1).float()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.block_mask import is_block_mask, to_block_mask
-from fnmodels.inputs.convert import shape_of, to_cu_seqlens, to_dense
+from fnmodels.inputs.convert import shape_of, to_dense
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.layout import layout as layout_of
 from fnmodels.inputs.mask import Mask, MaskLike
@@ -37,7 +37,7 @@ from .invariant import Tiles, invariant_attention, plan_tiles
 from .math import math_attention
 from .relative_bias import RelativeBias
 from .sdpa import sdpa_attention
-from .varlen import varlen_attention, varlen_window
+from .varlen import ByDocument, by_document, varlen_attention, varlen_window
 
 KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen", "invariant")
 
@@ -88,13 +88,13 @@ def attention(
         kernel, _ = _choose(mask, layout, q.device.type, q.dtype, asks, compiled)
     if bias is not None:
         _check_bias(kernel, softcap, sinks)
-    form = materialize(mask, kernel, layout)
+    form = materialize(mask, kernel, layout, device=q.device)
     _check_shapes(q, k, v, form if isinstance(form, Plan | Tiles) else mask)
     if kernel == "math":
         added = None if bias is None else bias.dense()
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks, bias=added, tap=tap)
     if kernel == "varlen":
-        return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
+        return _varlen(q, k, v, form, scale, softcap, sinks)
     q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")
     if kernel == "sdpa":
         if softcap is not None:
@@ -136,7 +136,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
     (batch, queries, heads), keys = q.shape[:3], k.shape[1]
     if isinstance(mask, ByIndex) and mask.rule != Everything() and queries != keys:
         raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
-    if isinstance(mask, Plan | ByIndex | Tiles):
+    if isinstance(mask, Plan | ByIndex | ByDocument | Tiles):
         return  # a plan is checked where it is used
     rows, per_head, *seen = shape_of(mask)
     if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
@@ -169,7 +169,7 @@ def materialize(
             f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}, and a function of your own "
             "(q, k, v, mask, *, scale, softcap, sinks, layout) -> [B, Q, N, Hv]."
         )
-    if isinstance(mask, Plan | ByIndex | Tiles):
+    if isinstance(mask, Plan | ByIndex | ByDocument | Tiles):
         return mask
     if isinstance(mask, Mask) and layout is not None:
         lengths = (mask.q_positions.shape[1], mask.kv_positions.shape[1])
@@ -190,7 +190,11 @@ def materialize(
     if kernel == "flex":
         return to_block_mask(mask)
     if kernel == "varlen":
-        return mask
+        mask, layout = _with_layout(mask, layout, kernel)
+        window = varlen_window(mask.rule)
+        if window is None:
+            raise ValueError(f'kernel="varlen" knows causality and windows, not {mask.rule}; kernel="flex" does.')
+        return by_document(layout, window, device)
     rule = by_index(mask, layout) if kernel == "sdpa" else None
     return to_dense(mask) if rule is None else ByIndex(rule)
 
@@ -244,8 +248,9 @@ class Asks:
 def _choose(
     mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, asks: Asks, compiled: bool
 ) -> tuple[str, str]:
-    if isinstance(mask, Plan | ByIndex):
-        return "blocks" if isinstance(mask, Plan) else "sdpa", "the mask was made ready for it"
+    for form, kernel in ((Plan, "blocks"), (ByIndex, "sdpa"), (ByDocument, "varlen")):
+        if isinstance(mask, form):
+            return kernel, "the mask was made ready for it"
     cuda = device == "cuda"
     if cuda and asks.bias:
         return "sdpa", "a relative position bias: one fused call that reads it"
@@ -292,19 +297,8 @@ def _with_layout(mask: MaskLike, layout: Layout | None, kernel: str) -> tuple[Ma
 
 
 def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskLike,
-    layout: Layout | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, documents: ByDocument, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    mask, layout = _with_layout(mask, layout, "varlen")
-    window = varlen_window(mask.rule)
-    if window is None:
-        raise ValueError(f'kernel="varlen" knows causality and windows, not {mask.rule}; kernel="flex" does.')
     if softcap is not None or sinks is not None:
         raise ValueError('kernel="varlen" has no softcap and no sinks; kernel="flex" has them.')
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
@@ -313,4 +307,4 @@ def _varlen(
             'kernel="blocks" does the same work there.'
         )
     q, k, v = first_order("varlen", q, k, v, vmap=False)
-    return varlen_attention(q, k, v, to_cu_seqlens(layout, device=q.device), window=window, scale=scale)
+    return varlen_attention(q, k, v, documents, scale=scale)

@@ -1,11 +1,43 @@
 """kernel="varlen": torch's variable-length flash attention over packed documents, on CUDA in fp16 and bf16."""
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.convert import Ragged
+from fnmodels import tree
+from fnmodels.inputs.convert import to_cu_seqlens
+from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
 from fnmodels.ops import torch_internals
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class ByDocument:
+    """The mask form of "varlen": the documents of a batch one after another, see `fnmodels.inputs.convert.Ragged`.
+
+    Compiled blocks take it as an argument, with symbols for the numbers of documents and tokens. longest: a bound of
+    the longest document, a power of two, so that few graphs are compiled. shape: the batch's, [B, S]. window: see
+    `varlen_window`.
+    """
+
+    offsets: Tensor
+    tokens: Tensor | None
+    longest: int = tree.static()
+    shape: tuple[int, int] = tree.static()
+    window: tuple[int, int] = tree.static()
+
+
+def by_document(layout: Layout, window: tuple[int, int], device: torch.device | str) -> ByDocument:
+    documents = to_cu_seqlens(layout, device=device)
+    if not torch.compiler.is_compiling():
+        for sizes in (documents.offsets, documents.tokens):
+            if sizes is not None and len(sizes) > 1:  # 0 and 1 are constants of a graph
+                torch_internals.mark_dynamic(sizes, 0)
+    longest = min(1 << (documents.longest - 1).bit_length(), layout.length) if documents.longest else 0
+    return ByDocument(documents.offsets, documents.tokens, longest, (len(layout.rows), layout.length), window)
 
 
 def varlen_window(rule: Rule) -> tuple[int, int] | None:
@@ -31,10 +63,13 @@ def _narrower(one: int, other: int) -> int:
     return other if one < 0 else one if other < 0 else min(one, other)
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Ragged, *, window: tuple[int, int], scale: float
-) -> Tensor:
-    """Shapes as in `ops.attention.select`; self-attention: queries and keys are the same tokens."""
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: ByDocument, *, scale: float) -> Tensor:
+    """Shapes as in `ops.attention.select`; self-attention: queries and keys are the same tokens.
+
+    ValueError for documents of another batch.
+    """
+    if q.shape[:2] != documents.shape:
+        raise ValueError(f"The documents are of a batch {list(documents.shape)}, and q is {list(q.shape)}.")
     if not documents.longest:  # The kernel needs a document. The empty sums keep the graph connected, with gradient 0.
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + sum(t[:0].sum() for t in (q, k, v))
     # The kernel needs one head dim, a multiple of 8. Zero padding does not change scores; the output is truncated.
@@ -45,7 +80,7 @@ def varlen_attention(
         flat = [t.index_select(0, documents.tokens) for t in flat]
     offsets, longest = documents.offsets, documents.longest
     call = torch_internals.varlen_attention(grouped=q.shape[-2] != k.shape[-2])
-    out = call(*flat, offsets, offsets, longest, longest, scale=scale, window_size=window)[..., :value_width]
+    out = call(*flat, offsets, offsets, longest, longest, scale=scale, window_size=documents.window)[..., :value_width]
     if documents.tokens is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, documents.tokens, out)
     return out.unflatten(0, q.shape[:2])

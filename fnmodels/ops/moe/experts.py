@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.values import readable
+from fnmodels.inputs.values import capturing, readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.invariant import invariant_linear
 from fnmodels.options import Experts
@@ -40,7 +40,7 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
 
     "auto" is "dense" in compiled graphs, and if values of x or the weights cannot be read (vmap, meta); else "grouped"
     if dtype and widths allow it, and "loop" otherwise; `few_experts` on a CPU without gradients for fewer tokens than
-    experts. ValueError for an unknown name.
+    experts; in CUDA graphs "grouped" in bf16 and "dense" otherwise. ValueError for an unknown name.
     """
     if not isinstance(experts, str):
         return experts
@@ -51,6 +51,10 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
             return few_experts
         else:
             experts = "loop" if x.dtype is torch.float64 or any(map(_misaligned, weights)) else "grouped"
+            if capturing(x.device) and (
+                experts == "loop" or x.dtype is not torch.bfloat16
+            ):  # these read counts on the host
+                experts = "dense"
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
     return _PATHS[experts]

@@ -42,7 +42,7 @@ from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.attention.tiled import tiles_are_faster
-from fnmodels.ops.attention.varlen import varlen_attention, varlen_window
+from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -496,7 +496,10 @@ def test_the_form_is_that_of_the_kernel_which_is_explained() -> None:
     assert materialize(block_mask, "auto", layout, device="cuda") is block_mask
     assert materialize(block_mask, "auto", layout, device="cpu").dtype == torch.bool
     half = {"device": "cuda", "dtype": torch.bfloat16}
-    assert materialize(mask, "auto", layout, **half) is mask  # varlen
+    assert explain_kernel(mask, layout=layout, **half)[0] == "varlen"
+    documents = materialize(mask, "varlen", layout)
+    assert (documents.offsets.tolist(), documents.longest, documents.window) == ([0, 100, 150, 250, 300], 128, (15, 0))
+    assert explain_kernel(documents)[0] == "varlen" and materialize(documents, "auto", None) is documents
     for how in ({"device": "cuda"}, {**half, "softcap": 2.0}):
         assert explain_kernel(mask, layout=layout, **how)[0] == "flex"
         assert type(materialize(mask, "auto", layout, **how)) is type(block_mask)
@@ -665,7 +668,7 @@ def test_arguments_of_variable_length_attention(
         window_size: tuple[int, int],
         enable_gqa: bool = False,
     ) -> Tensor:
-        assert enable_gqa and cu_seq_q is cu_seq_k and max_q == max_k == cu_seq_q.diff().max()
+        assert enable_gqa and cu_seq_q is cu_seq_k and max_q == max_k >= cu_seq_q.diff().max()
         assert query.shape[0] == key.shape[0] == value.shape[0] == cu_seq_q[-1]
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         out = []
@@ -682,7 +685,7 @@ def test_arguments_of_variable_length_attention(
     q, k, v = heads(len(ROWS[rows]), v_width=v_width)
     window = varlen_window(mask.rule)
     assert window is not None
-    out = varlen_attention(q, k, v, to_cu_seqlens(layout), window=window, scale=0.4)
+    out = varlen_attention(q, k, v, by_document(layout, window, "cpu"), scale=0.4)
     wanted = reference(q, k, v, mask.dense(), 0.4, None, None)
     assert worst([out], [wanted]) < 1e-5
     got = torch.autograd.grad(out.sum(), (q, k, v))
@@ -704,7 +707,7 @@ def test_variable_length_attention_over_padding_alone(length: int, monkeypatch: 
     shapes = ((4, 8), (2, 8), (2, 6))
     inputs = [torch.full((2, length, *shape), torch.nan).requires_grad_() for shape in shapes]
     q, k, v = inputs
-    out = varlen_attention(q, k, v, to_cu_seqlens(layout), window=(-1, 0), scale=0.4)
+    out = varlen_attention(q, k, v, by_document(layout, (-1, 0), "cpu"), scale=0.4)
     assert out.shape == (2, length, 4, 6) and not out.any()
     for tensor, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
         assert gradient.shape == tensor.shape and not gradient.any()

@@ -22,6 +22,8 @@ from fnmodels import tree
 from fnmodels.inputs.values import aside, batched_gradient, has_values, readable, unwrapped
 from fnmodels.ops import product_table, torch_internals
 from fnmodels.ops.attention.tiled import causal_tiles
+from fnmodels.ops.float8 import cast
+from fnmodels.ops.float8 import product as eighths
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import grouped_experts, loop_experts
@@ -45,6 +47,7 @@ NAMES = {
     "_C._len_torch_dispatch_stack",
     "_C._len_torch_function_stack",
     "_grouped_mm",
+    "_scaled_mm",
     "_softmax_backward_data",
     "Tensor._version",
     "_convert_weight_to_int4pack_for_cpu",
@@ -135,6 +138,9 @@ def test_without_one_of_them_results_stay_right(name: str, monkeypatch: pytest.M
     for one, other in zip(found, want, strict=True):
         assert other.any()
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3 * float(other.abs().max()))
+    eight = [cast(t, torch.float8_e4m3fn) for t in (X[0], W)]
+    wanted = (eight[0][0].float() * eight[0][1]) @ (eight[1][0].float() * eight[1][1]).T
+    torch.testing.assert_close(eighths(*eight, torch.float32), wanted, rtol=1e-4, atol=1e-3)
     each = vmap(grad(product), in_dims=(0, None))(X, W)
     torch.testing.assert_close(each, grad(plain_product)(X, W), rtol=1e-4, atol=1e-2)
     mask, other = rows_apart(24, 40), fnmodels.layout({"": rows_apart(40, 24)})

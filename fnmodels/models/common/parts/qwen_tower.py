@@ -102,7 +102,7 @@ def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> dict[str, 
 
 def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, H/2, 2]}: the first half of the angles turns with the row, the second with the column."""
-    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2).to(positions.device)
+    freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
     angles = torch.cat([positions[..., axis, None].double() * freqs for axis in (0, 1)], -1)
     table = torch.stack((angles.cos(), angles.sin()), -1).float()
     return dict.fromkeys(sorted(set(vision_kinds(config))), table)
