@@ -4,8 +4,6 @@
     python benchmarks/gpu.py steps --sizes 8B --layers 8
     python benchmarks/gpu.py --quick --device cpu     tiny models on a CPU, to check that everything runs
 
-It has run on CPUs only so far: no figure of a GPU in the docs comes from it.
-
 steps    forward, backward and AdamW in bf16 of Llamas with the proportions of 26M, 1B and 8B, on 4 rows of 4,096
          tokens and on one packed row of 32,768: fnmodels eager, with compiled blocks and with float8 in them, by the
          attention kernels that the device has; the same model as nn.Modules (gpu_twin.py), eager and with compiled
@@ -43,7 +41,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 import train
-from fnmodels import llama
+from fnmodels import llama, tree
 from fnmodels.ops.float8 import cast, product
 from train.job.flops import flops_per_token
 from train.simulate import MACHINES
@@ -131,7 +129,8 @@ def twin_step(config: llama.Config, weights: Any, batch: Batch, *, compiled: boo
     return module_step(model, lambda: model(batch["tokens"], batch["labels"], tables["full"], mask))
 
 
-def transformers_step(config: llama.Config, weights: Any, batch: Batch, *, attention: str) -> Step:
+def transformers_model(config: llama.Config, weights: Any, *, attention: str) -> Any:
+    """transformers' Llama with these weights."""
     import transformers
 
     names = llama.hf_names(config)
@@ -139,11 +138,15 @@ def transformers_step(config: llama.Config, weights: Any, batch: Batch, *, atten
     settings._attn_implementation = attention
     with torch.device("meta"):
         model: Any = transformers.LlamaForCausalLM(settings)
-    state = {names[path]: leaf.clone() for path, leaf in P.flatten(weights).items()}
-    model.load_state_dict(state, strict=True, assign=True)
-    device = batch["tokens"].device
-    with device:
+    flat = P.flatten(weights)
+    model.load_state_dict({names[path]: leaf for path, leaf in flat.items()}, strict=True, assign=True)
+    with next(iter(flat.values())).device:
         model.model.rotary_emb = type(model.model.rotary_emb)(settings)
+    return model
+
+
+def transformers_step(config: llama.Config, weights: Any, batch: Batch, *, attention: str) -> Step:
+    model = transformers_model(config, tree.map(Tensor.clone, weights), attention=attention)
     model.train()
 
     def loss_of() -> Tensor:

@@ -23,31 +23,15 @@ from typing import Any
 
 import torch
 from decoders import Decoder, Start, ours, transformers
-from gpu import SIZES, config_of, timed, waits
+from gpu import SIZES, config_of, timed, transformers_model, waits
 from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import llama, tree
+from fnmodels import tree
 
 STEPS = 32  # tokens of one turn
 APART = 0.1  # largest accepted difference of logits relative to their norm: bf16 keeps 8 bits
-
-
-def transformers_model(config: Any, params: Any, *, attention: str) -> Any:
-    """transformers' Llama with these parameters."""
-    import transformers
-
-    names = llama.hf_names(config)
-    settings = transformers.LlamaConfig(**{k: v for k, v in config.to_hf().items() if k != "model_type"})
-    settings._attn_implementation = attention
-    with torch.device("meta"):
-        model: Any = transformers.LlamaForCausalLM(settings)
-    flat = P.flatten(params)
-    model.load_state_dict({names[path]: leaf for path, leaf in flat.items()}, strict=True, assign=True)
-    with next(iter(flat.values())).device:
-        model.model.rotary_emb = type(model.model.rotary_emb)(settings)
-    return model
 
 
 def captured(params: Any, config: Any, start: Start) -> Decoder:

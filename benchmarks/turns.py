@@ -52,34 +52,28 @@ def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[st
     return _medians(taken, peaks)
 
 
-def take_turns_on_cuda(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
-    """`take_turns` on the device: kernels are compiled and tuned in earlier runs, peaks are of device memory.
-
-    A contender for which there is no memory is left out.
-    """
+def take_turns_on_cuda(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken | str]:
+    """`take_turns` on the device, with peaks of its memory; for a contender that does not run there, why."""
     peaks: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for name, run in contenders.items():
         try:
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-            run()
-            torch.cuda.synchronize()
-            peaks[name] = torch.cuda.max_memory_allocated() - held
+            peaks[name] = _peak_on_cuda(run)
         except torch.OutOfMemoryError:
-            print(f"{name}: does not fit", file=sys.stderr)
-        torch.cuda.empty_cache()
+            failed[name] = "does not fit"
+        except Exception as error:  # a kernel may not have this dtype, or no backward on this device
+            failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}".replace("|", "/")
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peaks}
     for _ in range(rounds):
         for name, many in taken.items():
+            gc.collect()
             torch.cuda.synchronize()
             wall, cpu = time.perf_counter(), time.process_time()
             contenders[name]()
             torch.cuda.synchronize()
             many.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return _medians(taken, peaks)
+    medians = _medians(taken, peaks)
+    return {name: failed.get(name) or medians[name] for name in contenders}
 
 
 def _medians(taken: dict[str, list[tuple[float, float]]], peaks: dict[str, float]) -> dict[str, Taken]:
@@ -96,3 +90,15 @@ def _peak(run: Callable[[], Any]) -> float:
     resident = memory("VmRSS")
     run()
     return memory("VmHWM") - resident
+
+
+def _peak_on_cuda(run: Callable[[], Any]) -> float:
+    for _ in range(3):  # kernels are compiled and tuned in the first runs, which takes memory too
+        run()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held

@@ -1,6 +1,6 @@
 """Reading tensor values on the host under transforms and modes, with public names of torch only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,6 +23,13 @@ def readable(tensor: Any) -> bool:
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured, in which values in memory cannot be read on the host, nor copied from it."""
     return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def constants(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values as a tensor [len(values)], made on the device where a CUDA graph is captured."""
+    if capturing(device):
+        return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def unwrapped(tensor: Any) -> Any:

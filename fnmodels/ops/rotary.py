@@ -9,13 +9,12 @@ fp32, and its rounding (6e-8 in cos or sin) is the total error.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.values import capturing
+from fnmodels.inputs.values import constants
 
 
 @dataclass(frozen=True)
@@ -134,15 +133,9 @@ def _yarn(rope: Rope, dim: int, base: Tensor) -> Tensor:
 def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
     if length is None:
         raise ValueError("The rope kind 'longrope' needs a length.")
-    short, long = (_constants(f, torch.float64, base.device) for f in (rope.short_factor, rope.long_factor))
+    short, long = (constants(f, torch.float64, base.device) for f in (rope.short_factor, rope.long_factor))
     is_long = (length > rope.original_max_position_embeddings)[..., None]
     return base / torch.where(is_long, long, short)
-
-
-def _constants(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if capturing(device):
-        return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def query_temperature(positions: Tensor, *, beta: float, period: int) -> Tensor:
@@ -194,7 +187,7 @@ def mrope_table(
     if len(axis_of_pair) != pairs or any(axis_of_pair.count(axis) != count for axis, count in enumerate(sections)):
         order = "interleaved" if interleaved else "one after another"
         raise ValueError(f"The sections {sections}, {order}, do not divide the {pairs} pairs that rotate.")
-    chosen = positions.index_select(-1, _constants(axis_of_pair, torch.int64, positions.device))
+    chosen = positions.index_select(-1, constants(axis_of_pair, torch.int64, positions.device))
     return _table(rope, head_dim, chosen, length)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.values import constants
 
 
 def buckets(count: int, max_distance: int, *, bidirectional: bool) -> list[int]:
@@ -37,7 +38,7 @@ def buckets(count: int, max_distance: int, *, bidirectional: bool) -> list[int]:
 def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Tensor:
     """[2 max_distance + 1, N]: the row of `table` [buckets, N] for each distance from -max_distance to max_distance."""
     found = buckets(table.shape[0], max_distance, bidirectional=bidirectional)
-    return table[torch.tensor(found, device=table.device)]
+    return table[constants(found, torch.int64, table.device)]
 
 
 @tree.pytree
