@@ -131,10 +131,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here; --quick --device cpu checks that the script runs.")
+    torch.set_num_threads(options.threads)
     if options.quick:
         options.sizes, options.context = ["tiny"], 16
     rate = bandwidth(options.device, options.quick)

@@ -151,6 +151,12 @@ def test_gpu(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_gpu_decode(output: Output) -> None:
+    out = output("gpu_decode.py", "--quick", "--device", "cpu")
+    assert out.count("\n| fnmodels |") == 2 and out.count("\n| transformers dynamic |") == 2, out
+
+
+@pytest.mark.slow
 def test_simulate(output: Output) -> None:
     out = output("simulate.py", "--quick")
     assert "\n| fsdp=2 | " in out and out.endswith("x |\n"), out
