@@ -7,9 +7,11 @@
 steps    forward, backward and AdamW in bf16 of Llamas with the proportions of 26M, 1B and 8B, on 4 rows of 4,096
          tokens and on one packed row of 32,768: fnmodels eager, with compiled blocks and with float8 in them, by the
          attention kernels that the device has; the same model as nn.Modules (gpu_twin.py), eager and with compiled
-         layers; transformers with SDPA or flash attention. All must agree on the first loss. --layers: how many; one
-         that does not fit is reported as such.
-experts  one layer of experts, forward and backward, by each of our ways, bf16, and its products alone in float8.
+         layers; transformers with SDPA or flash attention; torchtitan's Llama where it is installed
+         (gpu_torchtitan.py). All must agree on the first loss. --layers: how many; one that does not fit or compile
+         is reported as such.
+experts  one layer of experts, forward and backward, by each of our ways, bf16, and its products alone in float8,
+         casts included.
 launch   the step of the 26M Llama by each attention kernel on 4 rows of 4,096 tokens: seconds, and for how many of
          them the device computes; what is left are launches.
 load     seconds and GB/s of reading a checkpoint of bf16 straight to the device, beside a plain read of the files.
@@ -34,20 +36,21 @@ from typing import Any
 
 import torch
 from attention import packed_rows
-from gpu_twin import Twin
-from moe import BLOCK, block
+from gpu_torchtitan import folder, torchtitan_step
+from gpu_twin import Step, transformers_step, twin_step
 from torch import Tensor
 
-import fnmodels
 import params as P
 import train
 from fnmodels import llama, tree
+from fnmodels.models.common.spec import Constant
 from fnmodels.ops.float8 import cast, product
+from fnmodels.options import Kernel
 from train.job.flops import flops_per_token
 from train.simulate import MACHINES
 
 Batch = dict[str, Tensor]
-Step = Callable[[], float]
+Fresh = Callable[[], Any]  # draws the parameters
 SIZES: dict[str, dict[str, int]] = {
     "26M": {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
     | {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -85,7 +88,7 @@ def rows_of(quick: bool) -> list[Rows]:
     long = tuple(8 * length // unit for length in DOCUMENTS)
     length = sum(DOCUMENTS) // unit
     packed = Rows(f"packed, 1 row of {sum(long)}", 1, long)
-    return [packed] if quick else [Rows(f"4 rows of {length}", 4, (length,)), packed]
+    return [Rows(f"4 rows of {length}", 4, (length,)), packed]
 
 
 def config_of(size: str, layers: int | None) -> llama.Config:
@@ -94,83 +97,50 @@ def config_of(size: str, layers: int | None) -> llama.Config:
     return llama.Config.from_hf({**own, **more, "tie_word_embeddings": False})
 
 
-def our_step(config: llama.Config, weights: Any, batch: Batch, *, compile: str = "none", **options: Any) -> Step:
+def drawn(config: llama.Config, device: str) -> Any:
+    """Parameters in bf16, the same in every call. `P.init` draws on the CPU, which takes a minute for 8B."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(leaf: Any) -> Tensor:
+        made = torch.empty(leaf.shape, dtype=torch.bfloat16, device=device)
+        norm = isinstance(leaf.init, Constant)
+        return made.fill_(leaf.init.value) if norm else made.normal_(0, leaf.init.std, generator=generator)
+
+    return tree.map(draw, llama.spec(config))
+
+
+def our_step(config: llama.Config, fresh: Fresh, batch: Batch, *, compile: str = "none", **options: Any) -> Step:
     loss = functools.partial(train.next_token_loss, config=config, **options)
     optimizer = train.adamw(1e-5)
     step = train.make_step(loss, optimizer, compile=compile)
-    held = [train.init_state(weights, optimizer)]
+    held = [train.init_state(fresh(), optimizer, copy=False)]
 
     def run() -> float:
         held[0], metrics = step(held[0], batch)
-        return float(metrics["loss"])
+        return float(metrics["loss"])  # waits for the update too: all of it is in one stream
 
     return run
 
 
-def module_step(model: torch.nn.Module, loss_of: Callable[[], Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
-
-    def run() -> float:
-        loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    return run
-
-
-def twin_step(config: llama.Config, weights: Any, batch: Batch, *, compiled: bool) -> Step:
-    own = {name: batch[name] for name in ("positions", "segment_ids")}
-    _, masks, tables = fnmodels.prepare(config, batch["tokens"], **own)
-    single = bool((batch["segment_ids"] == 1).all())
-    mask = None if single else masks["full"].dense()
-    model = Twin(config, weights, compiled)
-    return module_step(model, lambda: model(batch["tokens"], batch["labels"], tables["full"], mask))
-
-
-def transformers_model(config: llama.Config, weights: Any, *, attention: str) -> Any:
-    """transformers' Llama with these weights."""
-    import transformers
-
-    names = llama.hf_names(config)
-    settings = transformers.LlamaConfig(**{k: v for k, v in config.to_hf().items() if k != "model_type"})
-    settings._attn_implementation = attention
-    with torch.device("meta"):
-        model: Any = transformers.LlamaForCausalLM(settings)
-    flat = P.flatten(weights)
-    model.load_state_dict({names[path]: leaf for path, leaf in flat.items()}, strict=True, assign=True)
-    with next(iter(flat.values())).device:
-        model.model.rotary_emb = type(model.model.rotary_emb)(settings)
-    return model
-
-
-def transformers_step(config: llama.Config, weights: Any, batch: Batch, *, attention: str) -> Step:
-    model = transformers_model(config, tree.map(Tensor.clone, weights), attention=attention)
-    model.train()
-
-    def loss_of() -> Tensor:
-        logits = model(input_ids=batch["tokens"], position_ids=batch["positions"], use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-
-    return module_step(model, loss_of)
-
-
-def contenders(config: llama.Config, weights: Any, batch: Batch) -> dict[str, Callable[[], Step]]:
+def contenders(config: llama.Config, fresh: Fresh, batch: Batch) -> dict[str, Callable[[], Step]]:
     """{name: a function that builds its step}, so that only one of them holds memory."""
-    ours = functools.partial(our_step, config, weights, batch)
+    ours = functools.partial(our_step, config, fresh, batch)
     found: dict[str, Callable[[], Step]] = {"fnmodels": ours}
     for kernel in KERNELS[batch["tokens"].device.type]:  # each compiled anew
         found[f"fnmodels {kernel}, compiled blocks"] = functools.partial(ours, kernel=kernel, compile="block")
     eight = {"layer_fn": train.float8_layers, "compile": "block"}
     found["fnmodels float8, compiled blocks"] = functools.partial(ours, **eight)
-    found["modules"] = functools.partial(twin_step, config, weights, batch, compiled=False)
-    found["modules, compiled layers"] = functools.partial(twin_step, config, weights, batch, compiled=True)
+    found["modules"] = functools.partial(twin_step, config, fresh, batch, compiled=False)
+    found["modules, compiled layers"] = functools.partial(twin_step, config, fresh, batch, compiled=True)
     if importlib.util.find_spec("transformers"):
         flash = importlib.util.find_spec("flash_attn") is not None
         attention = "flash_attention_2" if flash and batch["tokens"].is_cuda else "sdpa"
-        theirs = functools.partial(transformers_step, config, weights, batch, attention=attention)
+        theirs = functools.partial(transformers_step, config, fresh, batch, attention=attention)
         found[f"transformers {attention}"] = theirs
+    if folder():
+        theirs = functools.partial(torchtitan_step, config, fresh, batch)
+        found["torchtitan"] = functools.partial(theirs, compiled=False)
+        found["torchtitan, compiled layers"] = functools.partial(theirs, compiled=True)
     return found
 
 
@@ -178,7 +148,7 @@ def steps(options: argparse.Namespace) -> None:
     peak = peak_of(options)
     for size in options.sizes:
         config = config_of(size, options.layers)
-        weights = P.init(config, 0, dtype=torch.bfloat16, device=options.device)
+        fresh = functools.partial(drawn, config, options.device)
         for rows in [each for i, each in enumerate(rows_of(options.quick)) if i in options.rows]:
             batch = rows.batch(config.vocab_size, options.device)
             tokens = batch["tokens"].numel()
@@ -187,38 +157,56 @@ def steps(options: argparse.Namespace) -> None:
             print(f"\n{size}, {layers} layers, {millions:,.0f}M parameters, {rows.name}, bf16")
             print("| | tokens/s | MFU | peak memory | first loss |\n|---|---:|---:|---:|---:|")
             first: float | None = None
-            for name, build in contenders(config, weights, batch).items():
+            for name, build in contenders(config, fresh, batch).items():
                 if options.only and not any(word in name for word in options.only):
                     continue
-                found = one_contender(build, options)
+                found = attempt(functools.partial(one_contender, build, options))
                 if isinstance(found, str):
                     print(f"| {name} | {found} | | | |", flush=True)
                     continue
                 loss, seconds, memory = found
                 first = loss if first is None else first
-                assert abs(loss - first) < LOSS_APART, f"{name}: the first loss is {loss}, not {first}"
+                if not abs(loss - first) < LOSS_APART:
+                    print(f"| {name} | wrong: the first loss is not {first:.4f} | | | {loss:.4f} |", flush=True)
+                    continue
                 rate, share = tokens / seconds, flops / seconds / peak
                 print(f"| {name} | {rate:,.0f} | {share:.1%} | {memory:,.0f} MiB | {loss:.4f} |", flush=True)
 
 
-def one_contender(build: Callable[[], Step], options: argparse.Namespace) -> tuple[float, float, float] | str:
-    """(first loss, median seconds, MiB at the peak); or why there is none."""
-    gc.collect()
-    torch.compiler.reset()  # contenders share code, and each has graphs of its own
+def one_contender(build: Callable[[], Step], options: argparse.Namespace) -> tuple[float, float, float]:
+    """(first loss, median seconds, MiB at the peak)."""
+    clear(options.device)
     if options.device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    try:
-        step = build()
-        loss = step()
-        step()
-        seconds = timed(step, options.rounds)
-    except torch.OutOfMemoryError:
-        return "does not fit"
-    except (ValueError, NotImplementedError, RuntimeError) as error:  # a kernel without such a mask, dtype or backward
-        return f"{type(error).__name__}: {str(error).partition('.')[0][:200]}"
+    step = build()
+    loss = step()
+    step()
+    seconds = timed(step, options.rounds)
     memory = torch.cuda.max_memory_allocated() / 2**20 if options.device == "cuda" else float("nan")
     return loss, seconds, memory
+
+
+def clear(device: str) -> None:
+    """Forgets compiled code, which contenders would share and which counts against limits, and frees memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """What `run` returns, or as text why it failed: one contender's mask, dtype, memory or compiler ends no others.
+
+    Any `Exception`, for those of Triton and of other libraries have no common class. It is not kept, since its frames
+    hold the contender's tensors.
+    """
+    try:
+        return run()
+    except Exception as error:
+        text = " ".join(str(error).split()).replace("|", "/")  # one cell of a table; compilers put the cause in line 2
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+            return "does not fit"
+        return f"{type(error).__name__}: {text[:160]}"
 
 
 def timed(run: Callable[[], Any], rounds: int) -> float:
@@ -259,12 +247,11 @@ def peak_of(options: argparse.Namespace) -> float:
 
 
 def experts(options: argparse.Namespace) -> None:
+    from moe import BLOCK, block  # here, for it imports transformers
+
     sizes = BLOCK | ({"hidden_size": 64, "moe_intermediate_size": 64, "tokens": 64} if options.quick else {})
     print(f"\none layer of experts, forward and backward, bf16, {sizes}")
-    for name, run in block(torch.bfloat16, sizes, options.device).items():
-        both = waits(run, options.device)
-        both()
-        print(f"  {name:24s}{timed(both, options.rounds) * 1e3:10.3f} ms", flush=True)
+    times(block(torch.bfloat16, sizes, options.device), options)
     groups, width, inner = sizes["num_experts"], sizes["hidden_size"], sizes["moe_intermediate_size"]
     rows = sizes["tokens"] * sizes["num_experts_per_tok"]
     x = torch.randn(rows, width, dtype=torch.bfloat16, device=options.device)
@@ -278,10 +265,16 @@ def experts(options: argparse.Namespace) -> None:
     }
     if options.device == "cuda":  # torch has no grouped product in float8 on a CPU
         forms["scaled_grouped_mm float8"] = functools.partial(grouped_float8, x, weights, ends)
+    print(f"the products of {rows} rows, forward")
+    times(forms, options)
+
+
+def times(forms: dict[str, Callable[[], Any]], options: argparse.Namespace) -> None:
+    """Prints the median time of each."""
     for name, run in forms.items():
         both = waits(run, options.device)
-        both()
-        print(f"  {name:24s}{timed(both, options.rounds) * 1e3:10.3f} ms, {rows} rows", flush=True)
+        found = attempt(lambda both=both: [timed(both, 1), timed(both, options.rounds)][1])
+        print(f"  {name:26s}{found if isinstance(found, str) else f'{found * 1e3:10.3f} ms'}", flush=True)
 
 
 def grouped_float8(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -301,17 +294,28 @@ def grouped_float8(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def launch(options: argparse.Namespace) -> None:
     config = config_of("tiny" if options.quick else "26M", None)
-    weights = P.init(config, 0, dtype=torch.bfloat16, device=options.device)
+    fresh = functools.partial(drawn, config, options.device)
     length = 64 if options.quick else 4096
     batch = packed_rows(tuple(n * length // 4096 for n in DOCUMENTS), 4, config.vocab_size, options.device)
+    clear(options.device)
+
+    def warm(kernel: Kernel, compile: str) -> tuple[Step, float]:
+        step = our_step(config, fresh, batch, kernel=kernel, compile=compile)
+        step(), step()
+        return step, timed(step, options.rounds)
+
+    ways = ("none",) if options.quick else ("none", "block")
+    forms = [(kernel, how) for kernel in KERNELS[options.device] for how in ways]
+    found = {form: attempt(functools.partial(warm, *form)) for form in forms}
     print(f"\n4 packed rows of {length}: the step, and how long the device computes in it")
     print("| kernel | compiled | a step | computing | operations |\n|---|---|---:|---:|---:|")
-    for kernel in KERNELS[options.device]:
-        for compile in ("none",) if options.quick else ("none", "block"):
-            step = our_step(config, weights, batch, kernel=kernel, compile=compile)
-            step(), step()
-            seconds, (busy, count) = timed(step, options.rounds), computing(step, options.device)
-            print(f"| {kernel} | {compile} | {seconds * 1e3:.2f} ms | {busy * 1e3:.2f} ms | {count} |", flush=True)
+    for (kernel, how), made in found.items():  # all have been timed: a profiler can slow what runs after it
+        if isinstance(made, str):
+            print(f"| {kernel} | {how} | {made} | | |", flush=True)
+            continue
+        step, seconds = made
+        busy, count = computing(step, options.device)
+        print(f"| {kernel} | {how} | {seconds * 1e3:.2f} ms | {busy * 1e3:.2f} ms | {count} |", flush=True)
 
 
 def computing(run: Step, device: str) -> tuple[float, int]:
@@ -322,19 +326,20 @@ def computing(run: Step, device: str) -> tuple[float, int]:
         run()
     rows = list(profile.key_averages())
     if device == "cuda":
-        rows = [row for row in rows if str(row.device_type).endswith("CUDA")]
+        # Compiled code names its regions, and each such name spans the time of its kernels once more.
+        rows = [row for row in rows if str(row.device_type).endswith("CUDA") and not row.is_user_annotation]
         return sum(row.self_device_time_total for row in rows) / 1e6, sum(row.count for row in rows)
     return sum(row.self_cpu_time_total for row in rows) / 1e6, sum(row.count for row in rows)
 
 
 def load(options: argparse.Namespace) -> None:
-    config = config_of("tiny", None) if options.quick else config_of("8B", 32)
+    config = config_of("tiny", None) if options.quick else config_of("8B", options.layers or 32)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        P.save_pretrained(place, config, P.init(config, 0, dtype=torch.bfloat16))
+        P.save_pretrained(place, config, drawn(config, options.device))
         files = sorted(Path(place).glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         for name, run in reads(place, files, options.device):
-            seconds = timed(waits(run, options.device), options.rounds)
+            seconds = timed(waits(run, options.device), min(options.rounds, 3))  # of 16 GB each
             print(f"  {name:32s}{seconds:8.2f} s{size / seconds / 1e9:10.2f} GB/s", flush=True)
 
 
@@ -358,7 +363,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["26M", "1B", "8B"])
     parser.add_argument("--layers", type=int, help="number of layers (default: that of the size)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[0, 1], help="0: 4 rows of 4,096; 1: a packed one of 32,768"
+        "--rows", type=int, nargs="+", help="0: 4 rows of 4,096; 1: a packed one of 32,768 (default: both)"
     )
     parser.add_argument("--only", nargs="+", help="contenders of `steps` whose name has one of these words")
     parser.add_argument("--peak", type=float, help="TFLOP/s of the device in bf16")
@@ -375,6 +380,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.quick:
         options.sizes, options.rounds = ["tiny"], 1
+    options.rows = options.rows or ([1] if options.quick else [0, 1])
     for part in options.parts or PARTS:
         PARTS[part](options)
 

@@ -1,9 +1,9 @@
-"""Times steps of decoding in bf16 on one GPU: launches one by one, compiled, as a CUDA graph, and as one of both.
+"""Times steps of decoding in bf16 on one GPU: launches one by one, compiled, and as a CUDA graph.
 
     python benchmarks/gpu_decode.py                          Llamas of 26M, 1B and 8B proportions, B 1 and 32
     python benchmarks/gpu_decode.py --quick --device cpu     tiny models on a CPU, without graphs, to check that it runs
 
-fnmodels             `decode_` on a cache of fixed size, `compiled_step`, `captured_step` without and with compiled=True
+fnmodels             `decode_` on a cache of fixed size, `compiled_step`, `captured_step`
 transformers         its own forward with a DynamicCache, and with a StaticCache compiled in the mode "reduce-overhead",
                      which captures graphs
 
@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from decoders import Decoder, Start, ours, transformers
-from gpu import SIZES, config_of, timed, transformers_model, waits
+from gpu import SIZES, config_of, timed, waits
+from gpu_twin import transformers_model
 from torch import Tensor
 
 import fnmodels
@@ -36,10 +37,6 @@ APART = 0.1  # largest accepted difference of logits relative to their norm: bf1
 
 def captured(params: Any, config: Any, start: Start) -> Decoder:
     return ours(params, config, start, step=fnmodels.captured_step(config))
-
-
-def compiled_graph(params: Any, config: Any, start: Start) -> Decoder:
-    return ours(params, config, start, step=fnmodels.captured_step(config, compiled=True))
 
 
 def compiled(params: Any, config: Any, start: Start) -> Decoder:
@@ -59,7 +56,6 @@ def contenders(config: Any, params: Any, start: Start, device: str) -> dict[str,
         "fnmodels": partial(ours, params, config, start),
         "fnmodels, graph": partial(captured, params, config, start),
         "fnmodels, compiled": partial(compiled, params, config, start),
-        "fnmodels, compiled graph": partial(compiled_graph, params, config, start),
         "transformers dynamic": partial(transformers, model, start, static=False),
         "transformers static, compiled": partial(static, model, start),
     }
@@ -83,7 +79,7 @@ def decoded(decoder: Decoder, tokens: Tensor, device: str) -> float:
 
 
 def bandwidth(device: str, quick: bool) -> float:
-    """Bytes per second that a copy reads; it writes as many."""
+    """Bytes per second that a copy moves, read and written."""
     source = torch.empty(2**20 if quick else 2**31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     run = waits(lambda: target.copy_(source), device)

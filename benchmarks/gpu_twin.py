@@ -1,15 +1,20 @@
-"""The Llama of the GPU benchmark as plain nn.Modules, the usual way to write it: what the functional form is beside."""
+"""Training steps of the GPU benchmark's Llama as nn.Modules: written plainly, the usual way, and by transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fnmodels
+import params as P
 from fnmodels import llama
 from fnmodels.tree import Tree
+
+Step = Callable[[], float]  # one training step: returns its loss, when the device has made the update
 
 
 class Layer(nn.Module):
@@ -72,9 +77,61 @@ class Twin(nn.Module):
 
 
 def named(weights: Tree) -> dict[str, Any]:
-    """{name of the twin's parameter: a copy of the leaf}."""
-    import params as P
-
-    flat = {path: nn.Parameter(leaf.clone()) for path, leaf in P.flatten(weights).items()}
+    """{name of the twin's parameter: the leaf}."""
+    flat = {path: nn.Parameter(leaf) for path, leaf in P.flatten(weights).items()}
     single = {"embed_tokens", "norm", "lm_head"} | {path for path in flat if path.endswith(("_proj", "layernorm"))}
     return {f"{path}.weight" if path in single else path: leaf for path, leaf in flat.items()}
+
+
+def twin_step(config: llama.Config, fresh: Callable[[], Tree], batch: dict[str, Tensor], *, compiled: bool) -> Step:
+    own = {name: batch[name] for name in ("positions", "segment_ids")}
+    _, masks, tables = fnmodels.prepare(config, batch["tokens"], **own)
+    mask = None if one_document(batch) else masks["full"].dense()
+    model = Twin(config, fresh(), compiled)
+    return module_step(model, lambda: model(batch["tokens"], batch["labels"], tables["full"], mask))
+
+
+def transformers_model(config: llama.Config, weights: Tree, *, attention: str) -> Any:
+    """transformers' Llama with these weights."""
+    import transformers
+
+    names = llama.hf_names(config)
+    settings = transformers.LlamaConfig(**{k: v for k, v in config.to_hf().items() if k != "model_type"})
+    settings._attn_implementation = attention
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(settings)
+    flat = P.flatten(weights)
+    model.load_state_dict({names[path]: leaf for path, leaf in flat.items()}, strict=True, assign=True)
+    with next(iter(flat.values())).device:
+        model.model.rotary_emb = type(model.model.rotary_emb)(settings)
+    return model
+
+
+def transformers_step(
+    config: llama.Config, fresh: Callable[[], Tree], batch: dict[str, Tensor], *, attention: str
+) -> Step:
+    model = transformers_model(config, fresh(), attention=attention).train()
+
+    def loss_of() -> Tensor:
+        logits = model(input_ids=batch["tokens"], position_ids=batch["positions"], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    return module_step(model, loss_of)
+
+
+def one_document(batch: dict[str, Tensor]) -> bool:
+    """Whether every row is one document, which needs no mask but causality."""
+    return bool((batch["segment_ids"] == 1).all())
+
+
+def module_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
+
+    def run() -> float:
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())  # waits for the update too: all of it is in one stream
+
+    return run

@@ -282,8 +282,8 @@ class _Binding:
         more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
-        # Masks are ready, and only a caller's kernel reads the layout: compiled blocks would have a graph for each one.
-        layout = options.layout if callable(options.kernel) else None
+        # Where masks are ready nothing reads the layout, of which compiled blocks would have a graph for each.
+        layout = options.layout if callable(options.kernel) or is_indexed(kind) else None
         bound = functools.partial(
             self.family.block,
             config=self.config,

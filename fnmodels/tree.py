@@ -197,6 +197,11 @@ def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
         yield path[1:], tree
 
 
+def structure(tree: Tree) -> Any:
+    """All of a tree but its leaves, comparable: containers, keys and static fields."""
+    return _pytree.tree_structure(tree)
+
+
 def flatten(tree: Tree) -> dict[str, Any]:
     """{dotted path: leaf} in the tree's own order; None and empty containers have no leaves and are lost."""
     return dict(_walk(tree, ""))

@@ -84,7 +84,7 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
 def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
     """torch.compile of a block, made once for equal blocks.
 
-    Every forward binds new blocks (functools.partial of the family's block with config, kind, kernel and layout), and
+    Every forward binds new blocks (functools.partial of the family's block with config, kind and kernel), and
     torch.compile of each would start over; the bound values are hashable, so equal blocks share one.
     """
     made: dict[Any, Block] = {}

@@ -56,7 +56,8 @@ def make_step(
         one of these ways, the fastest plan whose activations fit in 2 GiB per microbatch, from measured times and
         sizes (`train.remat_budget`; one process, compile "none" or "block").
     compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Compiled code gets a
-        layout only for rows of one document from position 0, since others would recompile for each batch.
+        layout only for rows of one document from position 0, since others would recompile for each batch; compiled
+        blocks on CUDA get any, as tensors.
     inplace: the input State is consumed and its tensors are overwritten (see `State`). False leaves it unchanged,
         at the cost of a copy of parameters and optimizer state.
     balance_rate: after each update every layer's `selection_bias` is raised by this for experts with fewer tokens than

@@ -1,7 +1,7 @@
 """`captured_step`: `prepare_step` and `decode_` as one CUDA graph.
 
 A step of decoding is some hundred small kernels, whose launches take longer than their work. A graph launches all of
-them at once. It reads and writes fixed memory: the tensors of the first cache's layers, which the caches that steps
+them at once. It reads and writes fixed memory: the slots of the first cache's layers, which the caches that steps
 return hold too, and copies of what is small.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.values import Constants, without_host
 from fnmodels.models.common.registry import DecoderConfig
-from fnmodels.ops.slots import SLOTTED
-from fnmodels.ops.torch_internals import one_graph
+from fnmodels.ops.slots import MEMORY, SLOTTED
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -27,27 +27,31 @@ from .value import Cache, consume, is_clean, known_clean
 
 WARM_UPS = 2  # libraries choose their kernels and take their workspaces in the first runs
 
+Inputs = dict[str, Any]  # tokens, segment_ids, length
+Compute = Callable[[Tree, Inputs, Cache], tuple[Tensor, Cache]]
 
-def captured_step(config: DecoderConfig, *, compiled: bool = False, **options: Unpack[ForwardKwargs]) -> DecodingStep:
-    """One step of decoding as a CUDA graph, for many steps of one shape: what `decode_` computes, to the bit.
 
-    compiled: capture the code of torch.compile, which has fewer and larger kernels and other roundings, and takes a
-    minute to make.
+def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> DecodingStep:
+    """One step of one token per row as a CUDA graph, for many steps of one shape, with the bits of `decode_`.
 
-    It is captured anew for each cache that no step of it returned, for other parameters and for other shapes of tokens,
-    and keeps the memory of the last such cache. Parameters that are written in place need no new graph. Values are not
-    checked: a row without room drops its token. options: as for `fnmodels.forward`; what they call runs once per
-    capture. ValueError for tensors that are not on a CUDA device.
+    It is captured anew for each cache that no step of it returned, for other parameters and for other shapes, and keeps
+    the memory of a cache until another one is captured. Parameters that are written in place need no new graph. Values
+    are not checked: a row without room drops its token. options: as for `fnmodels.forward`; their functions run in each
+    capture, a few times, and not in steps, and must read no values. experts="auto" is "grouped" for rows of bf16 on
+    devices of compute capability 9.0, and "dense" elsewhere, for the other ways read counts on the host.
+
+    ValueError for kernel="invariant", for several tokens per row, and for tensors that are not on a CUDA device.
     """
     given = ForwardOptions(**options)
+    if given.invariant:
+        raise ValueError('A captured step reads no values, which kernel="invariant" does: take fnmodels.decode_.')
     captures: list[_Capture] = []
 
-    def compute(params: Tree, tokens: Tensor, cache: Cache, more: dict[str, Any]) -> tuple[Tensor, Cache]:
+    def compute(params: Tree, inputs: Inputs, cache: Cache) -> tuple[Tensor, Cache]:
+        tokens, more = inputs["tokens"], {name: inputs[name] for name in ("segment_ids", "length")}
         prepared = prepare_step(config, tokens, cache, **more)
         x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=True)
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
-
-    run = one_graph(compute) if compiled else compute
 
     @torch.no_grad()
     def step(
@@ -63,32 +67,68 @@ def captured_step(config: DecoderConfig, *, compiled: bool = False, **options: U
                 f"A captured step is a CUDA graph, and the tokens are on {tokens.device}: move parameters, tokens and "
                 "cache to a CUDA device, or take fnmodels.compiled_step."
             )
+        if tokens.shape[1] != 1:
+            raise ValueError(
+                f"The tokens are {list(tokens.shape)}: a captured step takes one per row, [B, 1], and fnmodels.decode_ "
+                "takes several."
+            )
         cache = _finite(cache)
         inputs = {"tokens": tokens, "segment_ids": segment_ids, "length": length}
         key = _key(params, inputs, cache)
-        found = next((each for each in captures if each.key == key and each.holds(cache)), None)
-        if found is None:
-            captures[:] = [each for each in captures if each.in_use]
-            found = _capture(run, key, params, inputs, cache)
-            captures.append(found)
-        return found.replay(inputs, cache)
+        with torch.cuda.device(tokens.device):
+            found = next((each for each in captures if each.key == key and each.holds(cache)), None)
+            if found is None:
+                captures[:] = [each for each in captures if each.in_use]
+                found = _capture(compute, key, params, inputs, cache)
+                captures.append(found)
+            return found.replay(inputs, cache)
 
     return step
 
 
+@dataclass(frozen=True, eq=False)
+class _Key:
+    """What a graph is made for: parameters in their memory, sizes and dtypes of what is copied, and constants.
+
+    The parameters are kept, so that no other tensor gets the memory that the graph reads.
+    """
+
+    leaves: list[Any]
+    places: list[int]
+    structure: Any  # with the static fields of adapters and packed weights
+    others: Any
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Key)
+            and self.places == other.places
+            and self.others == other.others
+            and all(one is two for one, two in zip(self.leaves, other.leaves, strict=True))
+            and self.structure == other.structure
+        )
+
+
+def _key(params: Tree, inputs: Inputs, cache: Cache) -> _Key:
+    leaves = tree.leaves(params)
+    constants = {name: (v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+    sizes = [(leaf.shape, leaf.dtype) for leaf in tree.leaves((cache.slots, cache.memory))]
+    places = [leaf.data_ptr() if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+    return _Key(leaves, places, tree.structure(params), (constants, sizes, cache.length))
+
+
 @dataclass
 class _Capture:
-    """A graph with the memory that it reads and writes. params: kept, as the graph reads their memory.
+    """A graph with the memory that it reads and writes.
 
     last: the cache that was returned last, which holds this memory until it is used up or dropped.
     """
 
-    key: Any
+    key: _Key
     graph: torch.cuda.CUDAGraph
-    params: Tree
-    inputs: dict[str, Any]
+    inputs: Inputs
     cache: Cache
     logits: Tensor
+    constants: Constants
     last: "weakref.ref[Cache] | None" = None
 
     @property
@@ -97,12 +137,13 @@ class _Capture:
         return last is not None and "layers" in vars(last)
 
     def holds(self, cache: Cache) -> bool:
-        """Whether the cache is in this memory. No other is copied here: what was read from the last may be in use."""
-        mine = {id(leaf) for leaf in _entries(self.cache)}
-        return any(id(leaf) in mine for leaf in _entries(cache))
+        """Whether all of the cache's layers are in this memory: no other is copied here, for others may read it."""
+        mine = {id(leaf) for leaf in _written(self.cache)}
+        return all(id(leaf) in mine for leaf in _written(cache))
 
-    def replay(self, inputs: dict[str, Any], cache: Cache) -> tuple[Tensor, Cache]:
-        _fill((self.inputs, self.cache), (inputs, cache))
+    def replay(self, inputs: Inputs, cache: Cache) -> tuple[Tensor, Cache]:
+        _fill(self.inputs, inputs)
+        _fill((self.cache.slots, self.cache.memory), (cache.slots, cache.memory))
         consume(cache)
         self.graph.replay()
         after = known_clean(replace(self.cache))
@@ -110,44 +151,45 @@ class _Capture:
         return self.logits.clone(), after
 
 
-def _capture(
-    compute: Callable[..., tuple[Tensor, Cache]], key: Any, params: Tree, inputs: dict[str, Any], cache: Cache
-) -> _Capture:
-    """The graph of a step, which has not run yet. The layers' tensors of `cache` become its memory."""
+def _capture(compute: Compute, key: _Key, params: Tree, inputs: Inputs, cache: Cache) -> _Capture:
+    """The graph of a step, which has not run yet. The slots of `cache` become its memory.
+
+    The runs before write the key and value that the first replay writes again; states, which would advance, are copies.
+    """
     own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    held = replace(cache, slots=tree.map(Tensor.clone, cache.slots), memory=tree.map(Tensor.clone, cache.memory))
-    before = _states(held)
-    kept = [state.clone() for state in before]  # a step that runs twice writes the same keys, but not the same state
-    more = {name: own[name] for name in ("segment_ids", "length")}
+    layers = tuple({name: t if name in SLOTTED else t.clone() for name, t in entry.items()} for entry in cache.layers)
+    held = replace(cache, layers=layers, slots=tree.map(Tensor.clone, cache.slots))
+    held = replace(held, memory=tree.map(Tensor.clone, cache.memory))
+    device, constants, side, graph = own["tokens"].device, Constants(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
     def once() -> Tensor:
-        logits, after = compute(params, own["tokens"], held, more)
+        with without_host(constants):
+            logits, after = compute(params, own, held)
         _fill((held.slots, held.layers), (after.slots, after.layers))
         return logits
 
-    slots = tree.map(Tensor.clone, held.slots)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             once()
-            _fill((held.slots, before), (slots, kept))
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+            _fill((held.slots, _states(held)), (cache.slots, _states(cache)))
+    torch.cuda.current_stream(device).wait_stream(side)
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         logits = once()
-    return _Capture(key, graph, params, own, held, logits)
+    return _Capture(key, graph, own, held, logits, constants)
 
 
 def _fill(held: Any, given: Any) -> None:
     """Copies the tensors of a tree into those of another, where they are not the same."""
-    for mine, new in zip(tree.leaves(held), tree.leaves(given), strict=True):
-        if isinstance(mine, Tensor) and mine is not new:
-            mine.copy_(new)
+
+    def copy(mine: Any, new: Any) -> Any:
+        return mine.copy_(new) if isinstance(mine, Tensor) and mine is not new else mine
+
+    tree.map(copy, held, given)
 
 
 def _finite(cache: Cache) -> Cache:
-    """The cache with finite values in its empty slots, see `is_clean`: written there once, and not in each step."""
+    """The cache with finite values in its empty slots, see `is_clean`: written there once, and not in the graph."""
     if not is_clean(cache):
         for kind, entry in zip(cache.kinds, cache.layers, strict=True):
             for name in SLOTTED & entry.keys():
@@ -156,17 +198,11 @@ def _finite(cache: Cache) -> Cache:
     return cache
 
 
-def _key(params: Tree, inputs: dict[str, Any], cache: Cache) -> Any:
-    """What a graph is made for: the memory of the parameters, sizes and dtypes of what is copied, and constants."""
-    constants = {name: (v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in inputs.items()}
-    sizes = [(leaf.shape, leaf.dtype) for leaf in tree.leaves((cache.slots, cache.memory))]
-    return [leaf.data_ptr() for leaf in tree.leaves(params) if isinstance(leaf, Tensor)], constants, sizes, cache.length
-
-
-def _entries(cache: Cache) -> Iterator[Tensor]:
-    return (leaf for entry in cache.layers for leaf in entry.values())
+def _written(cache: Cache) -> Iterator[Tensor]:
+    """The tensors of the layers that steps write."""
+    return (leaf for entry in cache.layers for name, leaf in entry.items() if name not in MEMORY)
 
 
 def _states(cache: Cache) -> list[Tensor]:
     """The tensors of layers that are not made of slots."""
-    return [leaf for entry in cache.layers for name, leaf in entry.items() if name not in SLOTTED]
+    return [leaf for entry in cache.layers for name, leaf in entry.items() if name not in SLOTTED | MEMORY]

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.segments import positions_from_segments
-from fnmodels.inputs.values import has_values
+from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.registry import DecoderConfig, source_kind
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
 
@@ -122,8 +122,8 @@ def _next_positions(held: Slots | None, segment_ids: Tensor) -> Tensor:
 
 
 def _checkable(tensor: Tensor) -> bool:
-    """Whether values are read for a check: not in traced graphs, under vmap, or where it would wait for a device."""
-    return not torch.compiler.is_compiling() and has_values(tensor) and tensor.is_cpu
+    """Whether values are read for a check: not in graphs, under vmap, or where it would wait for a device."""
+    return not torch.compiler.is_compiling() and not host_is_away() and has_values(tensor) and tensor.is_cpu
 
 
 def _check_values(cache: Cache, masks: Mapping[str, MaskLike]) -> None:

@@ -126,9 +126,11 @@ def resize(cache: Cache, capacity: int) -> Cache:
         raise ValueError(f"capacity is {capacity}; a cache has at least one slot.")
 
     def wanted(kind: str, slots: Slots) -> tuple[Slots, Callable[[Tensor], Tensor]]:
-        return (slots, _same) if slots.ring else _padded(slots, capacity)
+        return (tree.map(Tensor.clone, slots), Tensor.clone) if slots.ring else _padded(slots, capacity)
 
     found = _per_kind(cache, wanted)
+    layers = ({name: t if name in SLOTTED | MEMORY else t.clone() for name, t in e.items()} for e in found.layers)
+    found = replace(found, layers=tuple(layers))  # with tensors of its own: steps write into those of the given cache
     return known_clean(found) if is_clean(cache) else found
 
 

@@ -11,7 +11,7 @@ from fnmodels.apply import CacheStep, hidden, unembedded
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
-from fnmodels.inputs.values import capturing, has_values
+from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, may_have, source_kind
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
@@ -219,7 +219,7 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
     spans = None if slots.spans is None or mask.q_spans is None else _put(slots.spans, mask.q_spans, index)
     after = Slots(_put(slots.positions, positions, index), _put(slots.segments, segments, index), spans, slots.ring)
     readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
-    readable = readable and not capturing(segments.device)
+    readable = readable and not host_is_away()
     if tokens > 1 and readable and not bool(slots.occupied.any()):
         own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
         return _Plan(index, after, own, SlotUse("new"))

@@ -1,7 +1,9 @@
 """Reading tensor values on the host under transforms and modes, with public names of torch only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -20,16 +22,38 @@ def readable(tensor: Any) -> bool:
     return has_values(unwrapped(tensor))
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured, in which values in memory cannot be read on the host, nor copied from it."""
-    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+Constants = dict[Any, Tensor]
+_CONSTANTS: ContextVar[Constants | None] = ContextVar("constants of a CUDA graph", default=None)
+
+
+@contextmanager
+def without_host(made: Constants) -> Iterator[None]:
+    """Within it no values are read on the host nor copied from it, as where a CUDA graph is captured.
+
+    made: the constants, which the runs before the capture make and the graph reads.
+    """
+    before = _CONSTANTS.set(made)
+    try:
+        yield
+    finally:
+        _CONSTANTS.reset(before)
+
+
+def host_is_away() -> bool:
+    """Whether this is `without_host`."""
+    return not torch.compiler.is_compiling() and _CONSTANTS.get() is not None
 
 
 def constants(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values as a tensor [len(values)], made on the device where a CUDA graph is captured."""
-    if capturing(device):
-        return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
-    return torch.tensor(values, dtype=dtype, device=device)
+    """The values as a tensor [len(values)], which is not to be written."""
+    if not host_is_away():
+        return torch.tensor(values, dtype=dtype, device=device)
+    made = _CONSTANTS.get()
+    assert made is not None
+    key = tuple(values), dtype, device
+    if key not in made:
+        made[key] = torch.tensor(values, dtype=dtype, device=device)
+    return made[key]
 
 
 def unwrapped(tensor: Any) -> Any:

@@ -66,10 +66,11 @@ def frequencies(
 ) -> Tensor:
     """Frequencies in radians per position, fp64 [dim / 2], or [B, dim / 2] if `length` is [B] (dynamic, longrope).
 
-    length: number of positions of the full sequence, 0-d or [B], on `device`, for the kinds whose definition needs it.
-    They are computed on the device: a CUDA graph copies nothing from the host. ValueError if the length is missing, and
-    for an unknown kind.
+    length: number of positions of the full sequence, 0-d or [B], for the kinds whose definition needs it. device: by
+    default that of the length; frequencies are computed there, because a CUDA graph copies nothing from the host.
+    ValueError if the length is missing, and for an unknown kind.
     """
+    device = length.device if device is None and length is not None else device
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     if rope.kind == "dynamic":
         return _dynamic(rope, dim, exponent, length)
@@ -193,14 +194,12 @@ def mrope_table(
 
 def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
     """The table [B, S, R/2, 2] for positions [B, S, 1], or [B, S, R/2] with one position per pair."""
-    needs_length = rope.kind in ("dynamic", "longrope")
-    if needs_length and length is None:
-        length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no maximum
-    size = None
-    if needs_length and length is not None:
-        on = positions.device
-        size = length.to(on) if isinstance(length, Tensor) else torch.full((), length, device=on)
-    freqs = frequencies(rope, rope.dim(head_dim), size, device=positions.device)
+    device, size = positions.device, None
+    if rope.kind in ("dynamic", "longrope"):
+        if length is None:
+            length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no maximum
+        size = length.to(device) if isinstance(length, Tensor) else torch.full((), length, device=device)
+    freqs = frequencies(rope, rope.dim(head_dim), size, device=device)
     if freqs.ndim == 2:  # one length per row
         freqs = freqs[:, None]
     angles = positions.double() * freqs

@@ -276,6 +276,9 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     return full_graph(function, **options)
 
 
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Makes this size a symbol of the graphs compiled for `tensor`, from the first on."""
-    torch._dynamo.mark_dynamic(tensor, dim)
+def mark_dynamic(tensor: Tensor, dim: int, *, required: bool = True) -> None:
+    """Makes this size a symbol of the graphs compiled for `tensor`, from the first on.
+
+    required: torch raises for code that needs a number.
+    """
+    (torch._dynamo.mark_dynamic if required else torch._dynamo.maybe_mark_dynamic)(tensor, dim)

@@ -294,6 +294,16 @@ def test_which_logits() -> None:
         run(at="first")
 
 
+@every_family
+def test_a_resized_cache_shares_no_memory_that_steps_write(case: Case) -> None:
+    batch, params = batch_of(case.config, segments((8,), (6, -2))), generic_params(case.config, WIDE)
+    _, cache = stepped(params, batch.take(slice(None), slice(0, 7)), empty(batch), (7,))
+    wider = fnmodels.resize(cache, 12)
+    before = tree.map(lambda t: t.clone() if isinstance(t, Tensor) else t, wider)
+    tree.map(lambda t: t.fill_(1) if isinstance(t, Tensor) else t, cache)
+    assert off(wider, before) == 0
+
+
 def test_errors_name_the_row() -> None:
     config = SLIDING.config
     params, batch = generic_params(config, WIDE), batch_of(config, segments((8,), (6, -2)))

@@ -1,41 +1,168 @@
-"""Steps of decoding as a CUDA graph have the bits of `decode_`. All but one are skipped without a device."""
+"""Steps of decoding as a CUDA graph have the bits of `decode_`. Most of it is skipped without a device."""
 
+import contextlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import fnmodels
+import params as P
 import train
 from fnmodels import tree
-from tests.contract.test_cache import FAMILIES, SLIDING, STRUCTURES, empty
-from tests.support.cases import Case, batch_of, generic_params, off, segments
+from fnmodels.cache.captured import _key
+from fnmodels.inputs.values import Constants, constants, without_host
+from fnmodels.ops import rotary
+from fnmodels.ops.slots import QUANTIZABLE
+from tests.contract.test_cache import FAMILIES, SLIDING, STRUCTURES
+from tests.fnmodels.test_encode import CONFIGS, begun, weights
+from tests.support.cases import Case, batch_of, cases, causal, generic_params, off, segments
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 every_structure = pytest.mark.parametrize("case", STRUCTURES, ids=str)
 ROWS = segments((14,), (8, -6))
+SCALED = tuple(
+    case
+    for case in cases()
+    if causal(case) and getattr(case.config, "rope", None) and case.config.rope.kind == "longrope"
+)
 
 
 def moved(values: Any) -> Any:
     return tree.map(lambda t: t.cuda() if isinstance(t, Tensor) else t, values)
 
 
-def prompted(case: Case, params: Any, batch: Any, dtype: torch.dtype) -> Any:
+def decoded(case: Case, params: Any, tokens: Tensor, cache: Any, **now: Any) -> Any:
+    prepared = fnmodels.prepare_step(case.config, tokens, cache, **now)
+    return fnmodels.decode_(params, *prepared, cache, config=case.config)
+
+
+def prompted(case: Case, params: Any, batch: Any, dtype: torch.dtype, device: str = "cuda", **form: Any) -> Any:
     """A cache with the first six tokens of the batch's rows."""
-    cache = moved(empty(batch, dtype=dtype))
-    given = fnmodels.prepare_step(
-        case.config, batch.tokens[:, :6].cuda(), cache, segment_ids=batch.segment_ids[:, :6].cuda()
+    cache = fnmodels.init_cache(
+        case.config, len(batch.tokens), batch.tokens.shape[1], dtype=dtype, length=batch.length, device=device, **form
     )
-    return fnmodels.decode_(params, *given, cache, config=case.config)[1]
+    tokens, ids = batch.tokens[:, :6].to(device), batch.segment_ids[:, :6].to(device)
+    return decoded(case, params, tokens, cache, segment_ids=ids)[1]
 
 
-def compare(case: Case, dtype: torch.dtype, experts: str) -> None:
+class FromHost(TorchFunctionMode):
+    """Raises where a tensor is made of Python's values or read by Python, or a CPU tensor is copied to the device."""
+
+    READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "cpu", "numpy")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", ""), kwargs or {}
+        made = name in ("tensor", "as_tensor") and isinstance(args[0], list | tuple)
+        moved = name == "to" and args[0].is_cpu and any(str(place) == "meta" for place in (*args[1:], *given.values()))
+        index = args[1] if name == "__getitem__" else ()
+        listed = any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
+        if made or moved or listed or name in self.READS:
+            raise AssertionError(f"{name} of {args[:1]} waits for the device")
+        return func(*args, **given)
+
+
+def on_meta(values: Any) -> Any:
+    return tree.map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, values)
+
+
+def quantizable(case: Case) -> bool:
+    layers = fnmodels.init_cache(case.config, 1, 8).layers
+    return any(name in entry for entry in layers for name in QUANTIZABLE)
+
+
+@pytest.mark.parametrize("case", [*STRUCTURES, *SCALED], ids=str)
+def test_a_step_reads_and_copies_nothing_on_the_host(case: Case) -> None:
+    """On the meta device, in the second run: the first makes the constants."""
+    config, made = case.config, Constants()
+    params, tokens = P.init(config, 0, device="meta"), torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    forms = [None, None, torch.int8] if quantizable(case) else [None, None]
+    for form, within in zip(forms, (contextlib.nullcontext, FromHost, FromHost), strict=False):
+        cache = fnmodels.init_cache(config, 2, 8, dtype=torch.float32, device="meta", kv_dtype=form)
+        with without_host(made), within():
+            decoded(case, params, tokens, cache)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_nor_does_a_step_of_a_decoder_beside_an_encoder(name: str) -> None:
+    config, made = CONFIGS[name], Constants()
+    params = weights(config)
+    cache, own = on_meta(begun(config, params)), on_meta(fnmodels.stack_params(params, "decoder"))
+    tokens = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    for within in (contextlib.nullcontext, FromHost):
+        with without_host(made), within():
+            prepared = fnmodels.prepare_step(config.decoder, tokens, cache)
+            fnmodels.decode(own, *prepared, cache, config=config.decoder)
+
+
+def test_what_a_graph_is_made_for() -> None:
+    """Parameters in other memory and other static fields need a new graph, values written in place do not."""
+    case = FAMILIES[0]
+    cache, tokens = fnmodels.init_cache(case.config, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
+    params = P.lora.add(case.config, generic_params(case.config), rank=2, seed=0)
+    inputs = {"tokens": tokens, "segment_ids": None, "length": None}
+    first = _key(params, inputs, cache)
+    with torch.no_grad():
+        tree.map(lambda leaf: leaf.mul_(2), params)
+    assert _key(params, inputs, cache) == first
+    louder = tree.map(lambda leaf: leaf, params)
+    louder["layers"][0] = _with_scale(params["layers"][0], 3.0)
+    other = tree.map(Tensor.clone, params)
+    length, longer = {**inputs, "length": 5}, fnmodels.init_cache(case.config, 1, 5)
+    for parameters, given, held in ((louder, inputs, cache), (other, inputs, cache), (params, length, cache)):
+        assert _key(parameters, given, held) != first
+    assert _key(params, inputs, longer) != first
+
+
+def _with_scale(node: Any, scale: float) -> Any:
+    if isinstance(node, dict):
+        return {name: _with_scale(value, scale) for name, value in node.items()}
+    return replace(node, scale=scale) if isinstance(node, P.lora.Lora) else node
+
+
+def test_an_option_that_has_no_graph() -> None:
+    with pytest.raises(ValueError, match="reads no values"):
+        fnmodels.captured_step(FAMILIES[0].config, kernel="invariant")
+
+
+def test_constants_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: factors of a rotary scaling that each step copies to the device."""
+    monkeypatch.setattr(rotary, "constants", lambda values, dtype, device: torch.tensor(values, device=device))
+    with pytest.raises(AssertionError, match="waits for the device"):
+        test_a_step_reads_and_copies_nothing_on_the_host(SCALED[0])
+
+
+@every_structure
+def test_without_the_host_the_result_is_the_same(case: Case) -> None:
+    batch, params = batch_of(case.config, ROWS), generic_params(case.config)
+    one, other = (prompted(case, params, batch, torch.float32, "cpu") for _ in range(2))
+    for t in range(6, 9):
+        now = {"segment_ids": batch.segment_ids[:, t : t + 1]}
+        wanted, one = decoded(case, params, batch.tokens[:, t : t + 1], one, **now)
+        with without_host({}):
+            got, other = decoded(case, params, batch.tokens[:, t : t + 1], other, **now)
+        valid = now["segment_ids"][:, 0] > 0
+        assert off(got[valid], wanted[valid]) < 2e-5
+
+
+def test_constants_are_made_once() -> None:
+    device = torch.device("cpu")
+    plain = [constants((1.0, 2.0), torch.float64, device) for _ in range(2)]
+    assert plain[0] is not plain[1]
+    with without_host({}):
+        made = [constants(values, torch.float64, device) for values in ((1.0, 2.0), (1.0, 2.0), (1.0, 3.0))]
+    assert made[0] is made[1] and torch.equal(made[0], plain[0]) and made[2].tolist() == [1.0, 3.0]
+
+
+def compare(case: Case, dtype: torch.dtype, experts: str, **form: Any) -> None:
     batch = batch_of(case.config, ROWS)
     params = moved(tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, generic_params(case.config)))
     step = fnmodels.captured_step(case.config, experts=experts)
-    one, other = (prompted(case, params, batch, dtype) for _ in range(2))
+    one, other = (prompted(case, params, batch, dtype, **form) for _ in range(2))
     for t in range(6, 14):
         tokens, ids = batch.tokens[:, t : t + 1].cuda(), batch.segment_ids[:, t : t + 1].cuda()
         made = fnmodels.prepare_step(case.config, tokens, other, segment_ids=ids)
@@ -63,7 +190,29 @@ def test_every_family_in_bf16(case: Case) -> None:
 
 
 @on_cuda
-def test_two_caches_in_turn_and_one_that_was_rewound() -> None:
+@pytest.mark.parametrize("case", [case for case in FAMILIES if quantizable(case)], ids=str)
+def test_int8_caches(case: Case) -> None:
+    compare(case, torch.bfloat16, "dense", kv_dtype=torch.int8)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_decoders_beside_an_encoder(name: str) -> None:
+    config = CONFIGS[name]
+    params = weights(config, torch.float32)
+    own, step = moved(fnmodels.stack_params(params, "decoder")), fnmodels.captured_step(config.decoder)
+    one, other = (moved(begun(config, params)) for _ in range(2))
+    for token in range(5):
+        tokens = torch.full((2, 1), token, device="cuda")
+        wanted, other = fnmodels.decode_(
+            own, *fnmodels.prepare_step(config.decoder, tokens, other), other, config=config.decoder
+        )
+        got, one = step(own, tokens, one)
+        assert torch.equal(got, wanted)
+
+
+@on_cuda
+def test_caches_in_turn_and_steps_of_other_functions() -> None:
     """No cache is written by a step of another; a cache may leave the graph and come back."""
     case = SLIDING
     config, batch, params = case.config, batch_of(case.config, ROWS), moved(generic_params(case.config))
@@ -101,10 +250,10 @@ def test_parameters_written_in_place_and_others() -> None:
     cache = prompted(case, params, batch, torch.float32)
     _, cache = step(params, tokens, cache)
     tree.map(lambda leaf: leaf.mul_(1.5), params)
-    for weights in (params, tree.map(lambda leaf: leaf + 0.1, params)):
+    for now in (params, tree.map(lambda leaf: leaf + 0.1, params)):
         other = tree.map(lambda t: t.clone() if isinstance(t, Tensor) else t, cache)
-        wanted, _ = fnmodels.decode_(weights, *fnmodels.prepare_step(config, tokens, other), other, config=config)
-        got, cache = step(weights, tokens, cache)
+        wanted, _ = fnmodels.decode_(now, *fnmodels.prepare_step(config, tokens, other), other, config=config)
+        got, cache = step(now, tokens, cache)
         assert torch.equal(got, wanted)
 
 
@@ -120,6 +269,13 @@ def test_generation_by_graphs_is_generation() -> None:
     )
     assert got.tokens == wanted.tokens
     assert off(got.logp, wanted.logp) < 1e-4
+
+
+@on_cuda
+def test_several_tokens_per_row_are_refused() -> None:
+    config, tokens = FAMILIES[0].config, torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    with pytest.raises(ValueError, match=r"\[1, 2\]: a captured step takes one per row"):
+        fnmodels.captured_step(config)(moved(generic_params(config)), tokens, fnmodels.init_cache(config, 1, 4))
 
 
 def test_tensors_on_a_cpu_are_refused() -> None:

@@ -261,3 +261,12 @@ def test_planted_bugs_are_found(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         test(CHOOSING[0])
+
+
+@pytest.mark.parametrize("case", [WIDE[0]], ids=str)
+def test_a_kernel_that_asks_for_the_layout_gets_it(case: Case) -> None:
+    """In rows that are shorter than the choice, of which every key is attended to."""
+    batch, params = batch_of(case.config, segments((5, 11), (16,))), generic_params(case.config)
+    wanted = batch.forward(params)
+    got = batch.forward(params, kernel="blocks", layout=fnmodels.layout(batch.prepared()[1]))
+    assert off(got, wanted) < 2e-5

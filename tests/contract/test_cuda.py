@@ -74,12 +74,10 @@ def test_logits_and_gradients_are_as_near_to_fp64_as_those_of_the_cpu(case: Case
 
 @every_structure
 def test_bf16_is_as_near_to_fp32_as_the_written_out_kernel_is(case: Case) -> None:
-    """In one of three batches: some gradients of one draw in some hundred amplify a rounding five times."""
-    for seed in range(3):
-        found = [each for each in roundings(case, seed) if not each[1] < 4 * each[2] + 1e-2]
-        if not found:
-            return
-    raise AssertionError(", ".join(f"{path}: {error:.1e}, math {noise:.1e}" for path, error, noise in found))
+    """In two of three batches: some gradients of one draw in some hundred amplify a rounding five times."""
+    far = [[each for each in roundings(case, seed) if not each[1] < 4 * each[2] + 1e-2] for seed in range(3)]
+    worst = [f"{path}: {error:.1e}, math {noise:.1e}" for found in far for path, error, noise in found]
+    assert sum(map(bool, far)) < 2, ", ".join(worst)
 
 
 def roundings(case: Case, seed: int) -> list[tuple[str, float, float]]:

@@ -137,8 +137,9 @@ class RunOptions:
         made = readable_layout(masks)
         if made is None or not self.compiled or is_one_per_shape(made):
             return made
-        # "blocks" is planned for one layout; on CUDA documents are an argument of compiled blocks.
-        return made if all(leaf.is_cuda for leaf in tree.leaves(dict(masks))) else None
+        # On CUDA documents are an argument of compiled blocks; "blocks" and a caller's kernel are bound to a layout.
+        bound = callable(options.kernel) or options.kernel == "blocks"
+        return None if bound or not all(leaf.is_cuda for leaf in _tensors(masks)) else made
 
     def hidden(
         self,
@@ -253,10 +254,14 @@ def keywords(options: ForwardOptions) -> dict[str, Any]:
 
 def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
     """`fnmodels.layout`, or None where the host cannot read the masks: in a graph, under vmap, on meta."""
-    found = [mask for mask in map(attention_part, masks.values()) if isinstance(mask, Mask)]
-    if torch.compiler.is_compiling() or not all(map(readable, tree.leaves(found))):
+    if torch.compiler.is_compiling() or not all(map(readable, _tensors(masks))):
         return None
     return fnmodels.layout(masks)
+
+
+def _tensors(masks: Mapping[str, MaskLike]) -> list[Tensor]:
+    """Those of `fnmodels.Mask`s."""
+    return tree.leaves([mask for mask in map(attention_part, masks.values()) if isinstance(mask, Mask)])
 
 
 def is_one_per_shape(layout: Layout) -> bool:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 PerToken = Callable[..., tuple[Tensor, ...]]
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
-LOGITS = 2**27  # on CUDA, where the launches for a chunk of 512 tokens take longer than its work
+LOGITS = 2**27  # of a chunk on CUDA, where the launches for one of 512 tokens take longer than its work
 
 
 def chunk_of(chunk: int | str | None, vocabulary: int, device: torch.device) -> int | None:

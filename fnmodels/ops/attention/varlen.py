@@ -34,8 +34,8 @@ def by_document(layout: Layout, window: tuple[int, int], device: torch.device | 
     documents = to_cu_seqlens(layout, device=device)
     if not torch.compiler.is_compiling():
         for sizes in (documents.offsets, documents.tokens):
-            if sizes is not None and len(sizes) > 1:  # 0 and 1 are constants of a graph
-                torch_internals.mark_dynamic(sizes, 0)
+            if sizes is not None:
+                torch_internals.mark_dynamic(sizes, 0, required=False)
     longest = min(1 << (documents.longest - 1).bit_length(), layout.length) if documents.longest else 0
     return ByDocument(documents.offsets, documents.tokens, longest, (len(layout.rows), layout.length), window)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.values import capturing, readable
+from fnmodels.inputs.values import host_is_away, readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.invariant import invariant_linear
 from fnmodels.options import Experts
@@ -40,24 +40,27 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
 
     "auto" is "dense" in compiled graphs, and if values of x or the weights cannot be read (vmap, meta); else "grouped"
     if dtype and widths allow it, and "loop" otherwise; `few_experts` on a CPU without gradients for fewer tokens than
-    experts; in CUDA graphs "grouped" in bf16 and "dense" otherwise. ValueError for an unknown name.
+    experts; in CUDA graphs "grouped" where it is one kernel and "dense" otherwise. ValueError for an unknown name.
     """
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
         if torch.compiler.is_compiling() or not all(map(readable, (x, *weights))):
             experts = "dense"
+        elif host_is_away():
+            experts = "grouped" if _fused(x) and not any(map(_misaligned, weights)) else "dense"
         elif weights and x.is_cpu and not torch.is_grad_enabled() and x.shape[:-1].numel() < len(weights[0]):
             return few_experts
         else:
             experts = "loop" if x.dtype is torch.float64 or any(map(_misaligned, weights)) else "grouped"
-            if capturing(x.device) and (
-                experts == "loop" or x.dtype is not torch.bfloat16
-            ):  # these read counts on the host
-                experts = "dense"
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
     return _PATHS[experts]
+
+
+def _fused(x: Tensor) -> bool:
+    """Whether F.grouped_mm is one kernel, and no loop over experts whose counts are read on the host."""
+    return x.is_cuda and x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def loop_experts(

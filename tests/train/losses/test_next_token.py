@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import llama, tree
 from train import cross_entropy, head_loss, next_token_loss
+from train.losses.token_chunks import CHUNK, LOGITS, chunk_of
 
 V, D, B, S = 37, 16, 3, 10
 
@@ -172,6 +173,14 @@ def test_cross_entropy_of_logits():
     total, count = cross_entropy(logits, labels)
     assert int(count) == int((labels != -100).sum())
     torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+
+
+def test_chunks_are_larger_on_cuda():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [chunk_of("auto", 1000, device) for device in (cpu, cuda)] == [CHUNK, LOGITS // 1000]
+    assert chunk_of("auto", 1 << 20, cuda) == CHUNK and chunk_of(7, 1000, cuda) == 7 and chunk_of(None, 9, cuda) is None
+    with pytest.raises(ValueError, match="chunk is 'all'"):
+        chunk_of("all", 1000, cpu)
 
 
 def test_the_chunk_is_checked():
