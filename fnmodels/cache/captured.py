@@ -62,16 +62,7 @@ def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         segment_ids: Tensor | None = None,
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
-        if not tokens.is_cuda:
-            raise ValueError(
-                f"A captured step is a CUDA graph, and the tokens are on {tokens.device}: move parameters, tokens and "
-                "cache to a CUDA device, or take fnmodels.compiled_step."
-            )
-        if tokens.shape[1] != 1:
-            raise ValueError(
-                f"The tokens are {list(tokens.shape)}: a captured step takes one per row, [B, 1], and fnmodels.decode_ "
-                "takes several."
-            )
+        _check_tokens(tokens)
         cache = _finite(cache)
         inputs = {"tokens": tokens, "segment_ids": segment_ids, "length": length}
         key = _key(params, inputs, cache)
@@ -84,6 +75,19 @@ def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
             return found.replay(inputs, cache)
 
     return step
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if not tokens.is_cuda:
+        raise ValueError(
+            f"A captured step is a CUDA graph, and the tokens are on {tokens.device}: move parameters, tokens and "
+            "cache to a CUDA device, or take fnmodels.compiled_step."
+        )
+    if tokens.shape[1] != 1:
+        raise ValueError(
+            f"The tokens are {list(tokens.shape)}: a captured step takes one per row, [B, 1], and fnmodels.decode_ "
+            "takes several."
+        )
 
 
 @dataclass(frozen=True, eq=False)
