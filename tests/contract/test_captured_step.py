@@ -283,6 +283,18 @@ def test_generation_by_graphs_is_generation(graphs: None) -> None:
     assert off(got.logp, wanted.logp) < 1e-4
 
 
+def test_planted_bugs_are_found(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that the runs before the capture advance, and the memory of one cache for another."""
+    recurrent = next(case for case in STRUCTURES if case.family == "qwen3_next")
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "_states", lambda cache: [])
+        with pytest.raises(AssertionError):
+            compare(recurrent, torch.float32, "dense")
+    monkeypatch.setattr(captured._Capture, "holds", lambda self, cache: True)
+    with pytest.raises(AssertionError):
+        test_caches_in_turn_and_steps_of_other_functions(None)
+
+
 @on_cuda
 def test_several_tokens_per_row_are_refused() -> None:
     config, tokens = FAMILIES[0].config, torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
