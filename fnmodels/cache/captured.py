@@ -1,6 +1,6 @@
 """`captured_step`: `prepare_step` and `decode_` as one CUDA graph.
 
-A step of decoding is some hundred small kernels, whose launches take longer than their work. A graph launches all of
+A step of decoding is hundreds of small kernels, whose launches take longer than their work. A graph launches all of
 them at once. It reads and writes fixed memory: the slots of the first cache's layers, which the caches that steps
 return hold too, and copies of what is small.
 """
@@ -32,13 +32,15 @@ Compute = Callable[[Tree, Inputs, Cache], tuple[Tensor, Cache]]
 
 
 def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> DecodingStep:
-    """One step of one token per row as a CUDA graph, for many steps of one shape, with the bits of `decode_`.
+    """One step of one token per row as a CUDA graph, for many steps of one shape.
+
+    It has the bits of `decode_` with the same `experts`: "auto" is "grouped" for rows of bf16 on devices of compute
+    capability 9 and 10 where widths allow it, and "dense" elsewhere, for the other ways read counts on the host.
 
     It is captured anew for each cache that no step of it returned, for other parameters and for other shapes, and keeps
     the memory of a cache until another one is captured. Parameters that are written in place need no new graph. Values
     are not checked: a row without room drops its token. options: as for `fnmodels.forward`; their functions run in each
-    capture, a few times, and not in steps, and must read no values. experts="auto" is "grouped" for rows of bf16 on
-    devices of compute capability 9.0, and "dense" elsewhere, for the other ways read counts on the host.
+    capture, a few times, and not in steps, and must read no values.
 
     ValueError for kernel="invariant", for several tokens per row, and for tensors that are not on a CUDA device.
     """

@@ -129,8 +129,9 @@ def resize(cache: Cache, capacity: int) -> Cache:
         return (tree.map(Tensor.clone, slots), Tensor.clone) if slots.ring else _padded(slots, capacity)
 
     found = _per_kind(cache, wanted)
-    layers = ({name: t if name in SLOTTED | MEMORY else t.clone() for name, t in e.items()} for e in found.layers)
-    found = replace(found, layers=tuple(layers))  # with tensors of its own: steps write into those of the given cache
+    layers = ({name: t if name in SLOTTED else t.clone() for name, t in e.items()} for e in found.layers)
+    # with tensors of its own: steps and `insert_` write into those of the given cache
+    found = replace(found, layers=tuple(layers), memory=tree.map(Tensor.clone, cache.memory))
     return known_clean(found) if is_clean(cache) else found
 
 

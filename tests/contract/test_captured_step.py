@@ -62,19 +62,22 @@ def prompted(case: Case, params: Any, batch: Any, dtype: torch.dtype, device: st
 
 
 class FromHost(TorchFunctionMode):
-    """Raises where a tensor is made of Python's values or read by Python, or a CPU tensor is copied to the device."""
+    """Raises where Python reads a tensor on the device, and where values of the host are copied there."""
 
     READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "cpu", "numpy")
+    MAKES = ("tensor", "as_tensor", "new_tensor")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = getattr(func, "__name__", ""), kwargs or {}
-        made = name in ("tensor", "as_tensor") and isinstance(args[0], list | tuple)
-        moved = name == "to" and args[0].is_cpu and any(str(place) == "meta" for place in (*args[1:], *given.values()))
         index = args[1] if name == "__getitem__" else ()
         listed = any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
-        if made or moved or listed or name in self.READS:
+        found = func(*args, **given)
+        there = isinstance(found, Tensor) and found.is_meta
+        sources = [part for part in (*args, *given.values()) if isinstance(part, Tensor)]
+        moved = name in ("to", "copy_") and any(source.is_cpu for source in sources)
+        if name in self.READS or (there and (name in self.MAKES or moved)) or listed:
             raise AssertionError(f"{name} of {args[:1]} waits for the device")
-        return func(*args, **given)
+        return found
 
 
 def on_meta(values: Any) -> Any:
@@ -141,10 +144,16 @@ def test_an_option_that_has_no_graph() -> None:
 
 
 def test_constants_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug: factors of a rotary scaling that each step copies to the device."""
-    monkeypatch.setattr(rotary, "constants", lambda values, dtype, device: torch.tensor(values, device=device))
-    with pytest.raises(AssertionError, match="waits for the device"):
-        test_a_step_reads_and_copies_nothing_on_the_host(SCALED[0])
+    """Planted bugs: factors of a rotary scaling that each step copies to the device."""
+    for planted in (
+        lambda values, dtype, device: torch.tensor(values, device=device),
+        lambda values, dtype, device: torch.tensor(values).to(device),
+        lambda values, dtype, device: torch.empty(len(values), device=device).copy_(torch.tensor(values)),
+        lambda values, dtype, device: torch.tensor(values[0], device=device).expand(len(values)),
+    ):
+        monkeypatch.setattr(rotary, "constants", planted)
+        with pytest.raises(AssertionError, match="waits for the device"):
+            test_a_step_reads_and_copies_nothing_on_the_host(SCALED[0])
 
 
 @every_structure

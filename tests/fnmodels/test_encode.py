@@ -196,3 +196,14 @@ def test_bad_use_is_a_sentence() -> None:
         fnmodels.encode(params, *prepared, config=decoder, capacity=4)
     with pytest.raises(ValueError, match="one stack"):
         fnmodels.encode(params, *prepared, config=config.encoder, capacity=4)
+
+
+@every_model
+def test_a_resized_cache_has_a_memory_of_its_own(name: str) -> None:
+    config = CONFIGS[name]
+    params = weights(config)
+    cache, other = begun(config, params), fnmodels.take(begun(config, params), [0])
+    before = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, cache)
+    fnmodels.insert_(fnmodels.resize(cache, 12), [1], other)
+    for one, kept in zip(tree.leaves(cache), tree.leaves(before), strict=True):
+        assert torch.equal(one, kept) if isinstance(one, Tensor) else one == kept

@@ -25,7 +25,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import readable
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, is_indexed
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -63,7 +63,8 @@ class RunOptions:
     inner, outer: wrap the model's blocks, inside (compilation) or outside (all-gather, remat) of the loss's layer_fn.
     tensor: (block, around=those three) -> the block on tensor-parallel shards.
     layout: for a loss that passes none; None: computed here from the masks, where the host can read their values.
-    compiled: the blocks are compiled, so that on a CPU only layouts shared by all batches of one shape are used.
+    compiled: the blocks are compiled, so only layouts shared by all batches of one shape are used, except where
+        documents are tensors, see `layout_of`.
     counts: losses of models with experts return aux with counts even without aux=True.
     kernel, experts, balance: map the loss's own choice to one that works when other ranks hold other tokens.
     length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
@@ -137,8 +138,8 @@ class RunOptions:
         made = readable_layout(masks)
         if made is None or not self.compiled or is_one_per_shape(made):
             return made
-        # On CUDA documents are an argument of compiled blocks; "blocks" and a caller's kernel are bound to a layout.
-        bound = callable(options.kernel) or options.kernel == "blocks"
+        # On CUDA documents are an argument of compiled blocks; some kernels and kinds are bound to a layout.
+        bound = callable(options.kernel) or options.kernel == "blocks" or any(map(is_indexed, masks))
         return None if bound or not all(leaf.is_cuda for leaf in _tensors(masks)) else made
 
     def hidden(

@@ -18,9 +18,9 @@ from fnmodels.ops import torch_internals
 class ByDocument:
     """The mask form of "varlen": the documents of a batch one after another, see `fnmodels.inputs.convert.Ragged`.
 
-    Compiled blocks take it as an argument, with symbols for the numbers of documents and tokens. longest: a bound of
-    the longest document, a power of two, so that few graphs are compiled. shape: the batch's, [B, S]. window: see
-    `varlen_window`.
+    Compiled blocks take it as an argument, with symbols for the numbers of documents and tokens. longest: the
+    length of the longest document, rounded up to a power of two, at most S, so that few graphs are compiled; 0 without
+    documents. shape: the batch's, [B, S]. window: see `varlen_window`.
     """
 
     offsets: Tensor

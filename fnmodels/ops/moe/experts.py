@@ -60,7 +60,9 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
 
 def _fused(x: Tensor) -> bool:
     """Whether F.grouped_mm is one kernel, and no loop over experts whose counts are read on the host."""
-    return x.is_cuda and x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def loop_experts(
