@@ -46,7 +46,7 @@ NAMES = {
 
 @functools.cache  # `model_code` hides it
 def folder() -> Path | None:
-    """Where torchtitan is; None without it and for a release whose Llama is in other files."""
+    """The folder of torchtitan; None without it and for a release whose Llama is in other files."""
     found = importlib.util.find_spec("torchtitan")
     places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
     return next((place for place in places if (place / "models/llama3/model/model.py").is_file()), None)

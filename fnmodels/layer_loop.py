@@ -282,7 +282,7 @@ class _Binding:
         more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
-        # Where masks are ready nothing reads the layout, of which compiled blocks would have a graph for each.
+        # Ready masks need no layout, and a bound one would give compiled blocks a graph per layout.
         layout = options.layout if callable(options.kernel) or is_indexed(kind) else None
         bound = functools.partial(
             self.family.block,

@@ -94,7 +94,7 @@ def _check_tokens(tokens: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Key:
-    """What a graph is made for: parameters in their memory, sizes and dtypes of what is copied, and constants.
+    """The facts that a graph is made for: parameters in their memory, sizes and dtypes of copies, and constants.
 
     The parameters are kept, so that no other tensor gets the memory that the graph reads.
     """
