@@ -59,17 +59,20 @@ class MLflow:
 
         store = os.environ.get("MLFLOW_TRACKING_URI")
         self.client = MlflowClient(store or f"sqlite:///{run.resolve() / 'mlflow.db'}")
-        self.id = _tracked(run, "mlflow")
-        if self.id is None:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            known = self.client.get_experiment_by_name(name)
-            files = None if store else (run / "mlruns").resolve().as_uri()  # MLflow's default is the working folder
-            experiment = known.experiment_id if known else self.client.create_experiment(name, artifact_location=files)
-            self.id = self.client.create_run(experiment, run_name=run.resolve().name).info.run_id
-            for key, value in settings.items():
-                self.client.log_param(self.id, key, value)
-            _remember(run, "mlflow", self.id)
+        self.id = _tracked(run, "mlflow") or self._created(run, settings, store)
         self.client.update_run(self.id, status="RUNNING")
+
+    def _created(self, run: Path, settings: Mapping[str, Any], store: str | None) -> str:
+        """The id of a new run in the store."""
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self.client.get_experiment_by_name(name)
+        files = None if store else (run / "mlruns").resolve().as_uri()  # MLflow's default is the working folder
+        experiment = known.experiment_id if known else self.client.create_experiment(name, artifact_location=files)
+        made: str = self.client.create_run(experiment, run_name=run.resolve().name).info.run_id
+        for key, value in settings.items():
+            self.client.log_param(made, key, value)
+        _remember(run, "mlflow", made)
+        return made
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
