@@ -668,7 +668,8 @@ def test_arguments_of_variable_length_attention(
         window_size: tuple[int, int],
         enable_gqa: bool = False,
     ) -> Tensor:
-        assert enable_gqa and cu_seq_q is cu_seq_k and max_q == max_k >= cu_seq_q.diff().max()
+        longest = int(cu_seq_q.diff().max())
+        assert enable_gqa and cu_seq_q is cu_seq_k and max_q == max_k and longest <= max_q < 2 * longest
         assert query.shape[0] == key.shape[0] == value.shape[0] == cu_seq_q[-1]
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         out = []
