@@ -1,66 +1,114 @@
 """The loop over chunks of the sequence and its backward pass, outside of autograd.
 
-The backward pass recomputes each chunk from the state before it, which is all that is kept of a chunk.
+The backward pass recomputes each chunk from the state before it, which is all that is kept of a chunk. On a CPU the
+loop takes one chunk after the other. On CUDA, where each call takes microseconds whatever its size, a step takes many
+chunks, and loops over these only for what depends on the state.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
-# The same by hand, without autograd: (state, slices, constants, the state after, which it writes) -> y. The state after
-# may be the one before: a new one of a megabyte takes longer than what is computed on it, for its pages are new.
-InPlace = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor], Tensor]
-# (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
-# the constants, in this order; None for integers
-Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
+
+_ELEMENTS = 1 << 24  # of the tensors of pairs of tokens that a step on CUDA makes
+
+
+class Space:
+    """Memory of the steps of one loop, by name: a chunk writes where the one before did, and finds it in the cache."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._held = like, dict[str, Tensor]()
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[*shape], of the dtype of the state unless `dtype` is given; its values mean nothing."""
+        held = self._held.get(name)
+        if held is None or held.shape != shape:
+            held = self._held[name] = self._like.new_empty(shape, dtype=dtype)
+        return held
+
+
+_Tensors = tuple[Tensor, ...]
+# `Step` by hand, without autograd, for n chunks: (state, slices [B, n C, ...], of `ByHand.prepared` what is of these
+# chunks, constants, space, the states after each chunk [n, ...], y) -> None. It writes the last two. With n = 1 the
+# state after may be the one before.
+InPlace = Callable[[Tensor, _Tensors, _Tensors, _Tensors, Space, Tensor, Tensor], None]
+# (states before each of n chunks, slices, prepared, constants, space, gradient of y, gradient of the last state,
+# gradients of the slices and constants, None where not needed) -> None. It writes those of slices, adds to those of
+# constants, and writes the gradient of the first state over that of the last.
+Gradient = Callable[[Tensor, _Tensors, _Tensors, _Tensors, Space, Tensor, Tensor, Sequence[Tensor | None]], None]
 
 
 class ByHand(NamedTuple):
-    """A step and its gradient, and the name and options under which `scan_op` finds them."""
+    """A step and its gradient. `scan_op` finds them under a name, with the options that they were made of."""
 
+    # (tensors along the sequence, constants, tokens of a chunk) -> tensors [chunks, ...]: what needs no state and is
+    # small is found for all chunks at once
+    prepared: Callable[[_Tensors, _Tensors, int], _Tensors]
     step: InPlace
     gradient: Gradient
-    name: str
-    options: list[float]
+    together: bool = False  # whether a step takes several chunks
+    name: str = ""
+    options: tuple[float, ...] = ()
 
 
 @torch.no_grad()
 def scan_forward(
-    step: InPlace,
-    chunk: int,
-    state: Tensor,
-    along: tuple[Tensor, ...],
-    constants: tuple[Tensor, ...],
-    *,
-    keep: bool,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the last state, the states before each chunk [chunks, ...], or none of them).
+    by: ByHand, chunk: int, y: Tensor, state: Tensor, along: _Tensors, constants: _Tensors, *, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """(the last state, the states before each chunk [chunks, ...], or none of them).
 
-    into: where y goes, by default a new tensor; it may be one of `along`.
+    y: where the result goes; it may be one of `along`.
     """
-    length, y, last = along[0].shape[1], into, torch.empty_like(state)
-    chunks = -(-length // chunk)
-    states = state.new_empty((chunks if keep else 0, *state.shape))
+    steps, space = _steps(by, state, along, constants, chunk), Space(state)
+    last, states = torch.empty_like(state), None
     if keep:
+        states = state.new_empty(sum(steps.counts) + 1, *state.shape)
         states[0] = state
-    for index, start in enumerate(range(0, length, chunk)):
-        after = states[index + 1] if keep and index + 1 < chunks else last
-        part = step(state, tuple(t[:, start : start + chunk] for t in along), constants, after)
-        state = after
-        y = part.new_empty(part.shape[0], length, *part.shape[2:]) if y is None else y
-        y[:, start : start + chunk] = part
-    assert y is not None
-    return y, last, states
+    first = 0
+    for count, slices, prepared, part in zip(*steps[1:], y.split(steps.sizes, 1), strict=True):
+        if states is not None:
+            after = states[first + 1 : first + 1 + count]
+        else:
+            after = last[None] if count == 1 else space("after", count, *state.shape)
+        by.step(state, slices, prepared, constants, space, after, part)
+        # Without `keep` from the memory that the next step writes.
+        state, first = after[-1] if keep or count == 1 else last.copy_(after[-1]), first + count
+    return last.copy_(state), state.new_empty(0) if states is None else states[:-1]
+
+
+class _Steps(NamedTuple):
+    """Of each step the number of tokens and of chunks, and what it takes; a shorter chunk has its own."""
+
+    sizes: list[int]
+    counts: list[int]
+    slices: list[_Tensors]
+    prepared: list[_Tensors]
+
+
+def _steps(by: ByHand, state: Tensor, along: _Tensors, constants: _Tensors, chunk: int) -> _Steps:
+    whole, rest = divmod(along[0].shape[1], chunk)
+    most = chunks_at_once(state, chunk) if by.together else 1
+    counts = [most] * (whole // most) + [whole % most] * (whole % most > 0)
+    sizes, counts = [count * chunk for count in counts] + [rest] * (rest > 0), counts + [1] * (rest > 0)
+    slices = list(zip(*(t.split(sizes, 1) for t in along), strict=True))
+    prepared = list(zip(*(t.split(counts) for t in by.prepared(along, constants, chunk)), strict=True))
+    return _Steps(sizes, counts, slices, prepared or [()] * len(counts))
+
+
+def chunks_at_once(state: Tensor, chunk: int) -> int:
+    """How many chunks a step takes."""
+    if not state.is_cuda:
+        return 1
+    return max(1, _ELEMENTS // (state.shape[0] * state.shape[1] * chunk * chunk))
 
 
 @torch.no_grad()
 def scan_backward(
-    gradient: Gradient,
+    by: ByHand,
     chunk: int,
     count: int,
     tensors: list[Tensor],
@@ -72,21 +120,19 @@ def scan_backward(
 
     states: those before each chunk, as `scan_forward` keeps them. grads_after: of y and of the last state.
     """
-    grad_y, grad_last = grads_after
-    along, constants = tensors[1 : 1 + count], tuple(tensors[1 + count :])
-    grads: dict[int, Tensor] = {}
-    for i, need in enumerate(needed):
-        if need:
-            grads[i] = (torch.zeros_like if i > count else torch.empty_like)(tensors[i])
-    for index in reversed(range(len(states))):
-        part = slice(index * chunk, (index + 1) * chunk)
-        slices = tuple(t[:, part] for t in along)
-        found: Any = gradient(states[index], slices, constants, grad_y[:, part], grad_last)
-        grad_last = found[0]
-        for i, grad in grads.items():
-            if 0 < i <= count:
-                grad[:, part] = found[i]
-            elif i:
-                grad += found[i]
-    grads[0] = grad_last
-    return [grads[i] if need else None for i, need in enumerate(needed)]
+    grad_y, grad_state = grads_after[0], grads_after[1].clone()
+    along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
+    make = (torch.empty_like if i < count else torch.zeros_like for i in range(len(tensors) - 1))
+    grads = [new(t) if need else None for new, t, need in zip(make, tensors[1:], needed[1:], strict=True)]
+    steps, space = _steps(by, tensors[0], along, constants, chunk), Space(states)
+    of_slices = list(zip(*(_split(grad, steps.sizes) for grad in grads[:count]), strict=True))
+    to = len(states)
+    each = zip(*steps[1:], grad_y.split(steps.sizes, 1), of_slices, strict=True)
+    for chunks, slices, prepared, of_y, into in reversed(list(each)):
+        before, to = states[to - chunks : to], to - chunks
+        by.gradient(before, slices, prepared, constants, space, of_y, grad_state, (*into, *grads[count:]))
+    return [grad_state if needed[0] else None, *grads]
+
+
+def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+    return [None] * len(sizes) if x is None else x.split(sizes, 1)

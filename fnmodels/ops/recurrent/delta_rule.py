@@ -79,12 +79,12 @@ def delta_rule(
     along = (q, k, v, g, beta, run, before)
     if rows_are_invariant():
         step = by_token(functools.partial(delta_token, normalize=normalize, scale=scale))
-        return scan(step, state, along, chunk=chunk, kernel=kernel)
+        return scan(step, state, along, chunk=chunk, kernel=kernel, of=2, dtype=v.dtype)
     if S == 1:
         return _token(state, along, (), normalize=normalize, scale=scale)
-    step, into = _by_chunk(chunk, normalize, scale), v if overwrite else None
+    step, how = _by_chunk(chunk, normalize, scale), {"chunk": chunk, "kernel": kernel, "overwrite": overwrite}
     by_hand = delta_per_head.by_hand(float(normalize), scale) if g.ndim == 3 else None
-    return scan(step, state, along, chunk=chunk, kernel=kernel, by_hand=by_hand, into=into)
+    return scan(step, state, along, of=2, dtype=v.dtype, by_hand=by_hand, **how)
 
 
 def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:

@@ -7,7 +7,6 @@ the same steps as torch's operations.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.torch_internals import alone, in_graph
 
-from .chunks import ByHand, InPlace, Step, scan_backward, scan_forward
+from .chunks import ByHand, Space, Step, scan_backward, scan_forward
 
 
 def scan(
@@ -27,15 +26,17 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
+    of: int,
+    dtype: torch.dtype,
     by_hand: ByHand | None = None,
-    into: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
-    along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    by_hand: the step and its gradient, with which the loop is one node of a compiled graph; by default `step`, and
-    autograd's. into: one of `along`, of y's shape and dtype, that the caller does not read again: y may be written
-    there where no gradient is needed.
+    along: tensors [B, S, ...]. kernel: "math" for torch's operations only. of: the index of the one of `along` whose
+    shape y has. dtype: of y. by_hand: the step and its gradient, with which the loop is one node of a compiled graph;
+    by default `step`, and autograd's. overwrite: the caller does not read along[of] again: y may be written there where
+    no gradient is needed.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
@@ -43,14 +44,16 @@ def scan(
     if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors):
         from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
 
-        y, last, _ = compiled_scan(by_hand.name, by_hand.options, chunk, len(along), list(tensors))
+        y, last, _ = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
         return y, last
     if kernel == "math" or not alone(*tensors):
         return _written_out(step, chunk, state, along, constants)
+    by = _by_autograd(step, tuple(t.requires_grad for t in tensors)) if by_hand is None else by_hand
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
+        y, last, _ = _Scan.apply(step, by, chunk, len(along), of, dtype, *tensors)
         return y, last
-    y, last, _ = scan_forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False, into=into)
+    y = along[of] if overwrite and along[of].dtype == dtype else along[of].new_empty(along[of].shape, dtype=dtype)
+    last, _ = scan_forward(by, chunk, y, state, along, constants, keep=False)
     return y, last
 
 
@@ -64,45 +67,32 @@ def _written_out(
     return torch.cat(ys, dim=1), state
 
 
-def _in_place(step: Step, by_hand: ByHand | None) -> InPlace:
-    return functools.partial(_copied, step) if by_hand is None else by_hand.step
-
-
-def _copied(
-    step: Step, state: Tensor, slices: tuple[Tensor, ...], constants: tuple[Tensor, ...], after: Tensor
-) -> Tensor:
-    """`step` as an `InPlace`."""
-    y, new = step(state, slices, constants)
-    after.copy_(new)
-    return y
-
-
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, by_hand: ByHand | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
+        step: Step, by: ByHand, chunk: int, count: int, of: int, dtype: torch.dtype, state: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return scan_forward(_in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
+        y = tensors[of].new_empty(tensors[of].shape, dtype=dtype)
+        return y, *scan_forward(by, chunk, y, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.step, ctx.by_hand, ctx.chunk, ctx.count = inputs[:4]
+        ctx.step, ctx.by, ctx.chunk, ctx.count = inputs[:4]
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they do
         ctx.shape = output[0].shape
-        ctx.save_for_backward(*inputs[4:], output[2])
+        ctx.save_for_backward(*inputs[6:], output[2])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *tensors, states = ctx.saved_tensors
         grad_last = torch.zeros_like(tensors[0]) if grad_last is None else grad_last
         grad_y = grad_last.new_zeros(()).expand(ctx.shape) if grad_y is None else grad_y
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[6:]
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
-            return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
-        gradient = functools.partial(_by_autograd, ctx.step, needed) if ctx.by_hand is None else ctx.by_hand.gradient
-        grads = scan_backward(gradient, ctx.chunk, ctx.count, tensors, states, needed, (grad_y, grad_last))
-        return None, None, None, None, *grads
+            return *[None] * 6, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
+        grads = scan_backward(ctx.by, ctx.chunk, ctx.count, tensors, states, needed, (grad_y, grad_last))
+        return *[None] * 6, *grads
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -113,25 +103,33 @@ class _Scan(torch.autograd.Function):
         refuse("auto")
 
 
-def _by_autograd(
-    step: Step,
-    needed: tuple[bool, ...],
-    state: Tensor,
-    slices: tuple[Tensor, ...],
-    constants: tuple[Tensor, ...],
-    grad_y: Tensor,
-    grad_state: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """The `Gradient` of a step: of the state, and of the slices and constants that need one."""
+def _by_autograd(step: Step, needed: tuple[bool, ...]) -> ByHand:
+    """`step` and autograd's gradient. needed: of the state, the tensors along the sequence and the constants."""
     wanted = [i for i, need in enumerate(needed) if need or not i]
-    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((state, *slices, *constants))]
-    count = 1 + len(slices)
-    with torch.enable_grad():
-        results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
-    of = [leaves[i] for i in wanted]
-    found = torch.autograd.grad(results, of, (grad_y, grad_state), materialize_grads=True, allow_unused=True)
-    by_index = dict(zip(wanted, found, strict=True))
-    return tuple(by_index.get(i) for i in range(len(leaves)))
+
+    def in_place(state: Tensor, slices: Any, _: Any, constants: Any, space: Space, after: Tensor, y: Tensor) -> None:
+        part, new = step(state, slices, constants)
+        y.copy_(part)
+        after[0].copy_(new)
+
+    def gradient(
+        states: Tensor, slices: Any, _: Any, constants: Any, space: Space, of_y: Tensor, of_state: Tensor, into: Any
+    ) -> None:
+        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((states[0], *slices, *constants))]
+        count = 1 + len(slices)
+        with torch.enable_grad():
+            results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
+        of = [leaves[i] for i in wanted]
+        found = torch.autograd.grad(results, of, (of_y, of_state), materialize_grads=True, allow_unused=True)
+        for i, grad in zip(wanted, found, strict=True):
+            if not i:
+                of_state.copy_(grad)
+            elif i < count:
+                into[i - 1].copy_(grad)
+            else:
+                into[i - 1].add_(grad)
+
+    return ByHand(lambda along, constants, chunk: (), in_place, gradient)
 
 
 def _differentiable(

@@ -19,23 +19,24 @@ _BY_HAND: dict[str, Callable[..., ByHand]] = {"delta_per_head": delta_per_head.b
 
 @torch.library.custom_op("fnmodels::scan", mutates_args=())
 def compiled_scan(
-    name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]
+    name: str, options: list[float], chunk: int, count: int, of: int, dtype: torch.dtype, tensors: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the last state, the states before each chunk). tensors: the state, `count` along the sequence, constants."""
-    along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
-    return scan_forward(_BY_HAND[name](*options).step, chunk, tensors[0], along, constants, keep=True)
+    """(y, the last state, the states before each chunk). tensors: the state, `count` along the sequence, constants.
+
+    of, dtype: of y, as for `scan`.
+    """
+    state, along, constants = tensors[0], tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
+    y = along[of].new_empty(along[of].shape, dtype=dtype)
+    return y, *scan_forward(_BY_HAND[name](*options), chunk, y, state, along, constants, keep=True)
 
 
 @compiled_scan.register_fake
-def _(name: str, options: list[float], chunk: int, count: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    state, first, constants = tensors[0], tuple(t[:, :1] for t in tensors[1 : 1 + count]), tuple(tensors[1 + count :])
-    length = tensors[1].shape[1]
-    y = _BY_HAND[name](*options).step(state, first, constants, torch.empty_like(state))
-    return (
-        y.new_empty(y.shape[0], length, *y.shape[2:]),
-        state.new_empty(state.shape),
-        state.new_empty((length + chunk - 1) // chunk, *state.shape),
-    )
+def _(
+    name: str, options: list[float], chunk: int, count: int, of: int, dtype: torch.dtype, tensors: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    state, like = tensors[0], tensors[1 + of]
+    y, last = like.new_empty(like.shape, dtype=dtype), state.new_empty(state.shape)
+    return y, last, state.new_empty((like.shape[1] + chunk - 1) // chunk, *state.shape)
 
 
 @torch.library.custom_op("fnmodels::scan_backward", mutates_args=())
@@ -50,8 +51,7 @@ def backward_scan(
     grads: list[Tensor],
 ) -> list[Tensor]:
     """The gradients of those tensors that are `needed`."""
-    gradient = _BY_HAND[name](*options).gradient
-    found = scan_backward(gradient, chunk, count, tensors, states, needed, grads)
+    found = scan_backward(_BY_HAND[name](*options), chunk, count, tensors, states, needed, grads)
     return [grad.contiguous() for grad in found if grad is not None]
 
 
@@ -70,7 +70,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *ctx.options, tensors = inputs
+    *ctx.options, _, _, tensors = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.needed = [t.requires_grad for t in tensors]
     ctx.save_for_backward(*tensors, output[2])
@@ -80,7 +80,7 @@ def _backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Any) -> tuple[Any,
     *tensors, states = ctx.saved_tensors
     found = iter(backward_scan(*ctx.options, tensors, states, ctx.needed, [grad_y, grad_last]))
     options: list[Any] | None = None if ctx.options[1] else []  # torch takes an empty list for one of tensors
-    return None, options, None, None, [next(found) if need else None for need in ctx.needed]
+    return None, options, None, None, None, None, [next(found) if need else None for need in ctx.needed]
 
 
 compiled_scan.register_autograd(_backward, setup_context=_save)

@@ -63,10 +63,11 @@ def ssd(
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
     along, constants = (x, dt, B, C, run, before), (upcast(A), upcast(D))
     if rows_are_invariant():
-        return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel)
+        return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel, of=0, dtype=dtype)
     if S == 1:
         return _token(state, along, constants)
-    return scan(ssd_chunk.chunk, state, along, constants, chunk=chunk, kernel=kernel, by_hand=ssd_chunk.by_hand())
+    how: Any = {"chunk": chunk, "kernel": kernel, "by_hand": ssd_chunk.by_hand()}
+    return scan(ssd_chunk.chunk, state, along, constants, of=0, dtype=dtype, **how)
 
 
 def _continued(

@@ -1,10 +1,11 @@
-"""A chunk of the recurrence of Mamba 2 and, by hand, its gradient; `ssd` has the maths.
+"""Chunks of the recurrence of Mamba 2 and, by hand, their gradient; `ssd` has the maths.
 
-Sizes: R rows, C tokens of the chunk, H heads of width P, G groups of h heads, N numbers of state per channel.
+Sizes: R rows, n chunks of C tokens, H heads of width P, G groups of h heads, N numbers of state per channel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,38 +13,21 @@ from torch import Tensor
 
 from fnmodels.ops.norm import upcast
 
-from .chunks import ByHand
-from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from .chunks import ByHand, Space
+from .decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
 
 
 class _Parts(NamedTuple):
-    """A chunk's inputs in fp32, decays and products; G groups of h heads, [R, G, C, h P] where heads share a group."""
+    """The inputs of chunks in fp32, decays and products, up to what depends on the state."""
 
-    x: Tensor  # [R, C, H, P]
+    x: Tensor  # [R n, C, H, P]
     scaled: Tensor  # dt x, as x
-    B: Tensor  # [R, G, C, N]
+    B: Tensor  # [R n, G, C, N]
     C: Tensor
-    same: Tensor  # [R, C, C]
-    since: Tensor  # decay since the chunk began, 0 where the state is of another document, [R, C, H, 1]
-    until: Tensor  # decay until the chunk ends, 0 for tokens of documents that end before, [R, C, H, 1]
-    decay: Tensor  # of pairs [R, G, h, C, C]
-    pairs: Tensor  # [R, H, C, C]
-    read: Tensor  # [R, C, H, P]
-
-
-def _parts(state: Tensor, along: tuple[Tensor, ...], A: Tensor) -> _Parts:
-    x, dt, B, C, run, before = along
-    groups, wide = B.shape[2], upcast(x)
-    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
-    same = earlier_of_document(run)
-    cum = decay_in_document(dt * A, same)  # [R, C, H]
-    since = decay_of(cum.to(wide.dtype)).where((run == before[:, :1])[..., None], 0)[..., None]
-    until = decay_of((cum[:, -1:] - cum).to(wide.dtype)).where((run == run[:, -1:])[..., None], 0)[..., None]
-    cum = cum.transpose(1, 2).unflatten(1, (groups, -1))
-    decay = decay_of_pairs(cum, same[:, None, None], wide.dtype)
-    pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)
-    read = of_heads(C @ of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
-    return _Parts(wide, wide * dt[..., None], B, C, same, since, until, decay, pairs, read)
+    since: Tensor  # from `Decays`, [R n, C, H, 1]
+    until: Tensor
+    decay: Tensor  # of pairs [R n, H, C, C]
+    pairs: Tensor  # of pairs, with C_i . B_j
 
 
 def of_groups(state: Tensor, groups: int) -> Tensor:
@@ -61,54 +45,138 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.flatten(2).unflatten(2, (groups, -1)).transpose(1, 2)
 
 
-def by_hand() -> ByHand:
-    """A chunk and its gradient without autograd."""
-    return ByHand(_chunk_in_place, _chunk_gradient, "ssd", [])
-
-
 def chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    A, D = constants
-    c = _parts(state, along, A)
-    y = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2) + c.read + D[:, None] * c.x
-    added = _by_group(c.scaled * c.until, c.B.shape[1]).transpose(-1, -2) @ c.B
-    return y, c.since[:, -1, :, :, None] * state + added.view(state.shape)
+    """One chunk by torch's operations: (y [R, C, H, P], state)."""
+    (x, dt, B, C, run, before), (A, D) = along, constants
+    groups, x = B.shape[2], upcast(x)
+    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
+    same = earlier_of_document(run)
+    cum = decay_in_document(dt * A, same)  # [R, C, H]
+    since = decay_of(cum.to(x.dtype)).where((run == before[:, :1])[..., None], 0)[..., None]
+    until = decay_of((cum[:, -1:] - cum).to(x.dtype)).where((run == run[:, -1:])[..., None], 0)[..., None]
+    decay = decay_of_pairs(cum.transpose(1, 2).unflatten(1, (groups, -1)), same[:, None, None], x.dtype)
+    pairs, scaled = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2), x * dt[..., None]
+    read = of_heads(C @ of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
+    y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2) + read + D[:, None] * x
+    added = _by_group(scaled * until, groups).transpose(-1, -2) @ B
+    return y, since[:, -1, :, :, None] * state + added.view(state.shape)
 
 
-def _chunk_in_place(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], after: Tensor) -> Tensor:
-    """`chunk` without gradients; the state after the chunk goes to `after`, which may be `state`."""
-    A, D = constants
-    c = _parts(state, along, A)
-    y = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2).add_(c.read).addcmul_(D[:, None], c.x)
-    torch.mul(state, c.since[:, -1, :, :, None], out=after)
-    written = _by_group(c.scaled.mul_(c.until), c.B.shape[1]).transpose(-1, -2)
-    of_groups(after, c.B.shape[1]).flatten(0, 1).baddbmm_(written.flatten(0, 1), c.B.flatten(0, 1))
-    return y
+def by_hand() -> ByHand:
+    """Chunks and their gradient without autograd."""
+    return ByHand(_prepared, _step, _gradient, True, "ssd")
 
 
-def _chunk_gradient(
-    state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], grad_y: Tensor, grad_state: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the state, x, dt, B, C, A and D of `chunk`."""
-    (A, D), dt = constants, along[1]
-    c = _parts(state, along, A)
-    groups, width = c.B.shape[1], c.x.shape[3]
-    d_y = grad_y.transpose(1, 2)  # [R, H, C, P]
+def _prepared(along: tuple[Tensor, ...], constants: tuple[Tensor, ...], chunk: int) -> tuple[Tensor, ...]:
+    """`Decays`."""
+    x, dt, _, _, run, before = along
+    return decays(dt * constants[0], run, before, chunk, torch.promote_types(x.dtype, torch.float32))
+
+
+def _parts(slices: tuple[Tensor, ...], prepared: tuple[Tensor, ...], space: Space) -> _Parts:
+    n = len(prepared[0])
+    x, dt, B, C = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in slices[:4])
+    R, tokens, heads, _ = x.shape
+    log, since, until, bound = (t.transpose(0, 1).flatten(0, 1)[..., :tokens] for t in prepared)
+    wide = x if x.dtype == bound.dtype else space("x", *x.shape).copy_(x)
+    scaled = torch.mul(wide, dt[..., None], out=space("scaled", *x.shape))
+    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
+    decay = decay_between(log, bound[:, :tokens], space)
+    pairs, products = space("pairs", R, heads, tokens, tokens), C @ B.transpose(-1, -2)
+    torch.mul(_grouped(decay, B), products[:, :, None], out=_grouped(pairs, B))
+    return _Parts(wide, scaled, B, C, since.mT[..., None], until.mT[..., None], decay, pairs)
+
+
+def _grouped(x: Tensor, B: Tensor) -> Tensor:
+    """[R, H, ...] -> [R, G, h, ...]."""
+    return x.unflatten(1, (B.shape[1], -1))
+
+
+def _read(c: _Parts, states: Tensor, space: Space) -> Tensor:
+    """What the tokens read of the states before their chunks [R n, H, P, N]: [R n, C, H, P]."""
+    read = c.C @ of_groups(states, c.C.shape[1]).transpose(-1, -2)
+    return torch.mul(of_heads(read, c.x.shape[3]), c.since, out=space("read", *c.x.shape))
+
+
+def _step(
+    state: Tensor,
+    slices: tuple[Tensor, ...],
+    prepared: tuple[Tensor, ...],
+    constants: tuple[Tensor, ...],
+    space: Space,
+    after: Tensor,
+    y: Tensor,
+) -> None:
+    n, D, c = len(after), constants[1], _parts(slices, prepared, space)
+
+    def write(states: Tensor) -> None:
+        inside = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2)
+        inside, read, x = (t.unflatten(0, (-1, n)) for t in (inside, _read(c, states, space), c.x))
+        torch.add(inside, read, out=y.unflatten(1, (n, -1))).addcmul_(D[:, None], x)
+
+    if n == 1:
+        write(state)  # here, because the state after may be written over the one before
+    written = c.scaled.mul_(c.until) if n == 1 else c.scaled * c.until
+    written, B, ended = (t.unflatten(0, (-1, n)) for t in (_by_group(written, c.B.shape[1]), c.B, c.since[:, -1]))
+    befores = []
+    for i in range(n):
+        befores.append(state)
+        state = torch.mul(state, ended[:, i, :, :, None], out=after[i])
+        of_groups(state, B.shape[2]).flatten(0, 1).baddbmm_(written[:, i].mT.flatten(0, 1), B[:, i].flatten(0, 1))
+    if n > 1:
+        write(torch.stack(befores, 1).flatten(0, 1))
+
+
+def _gradient(
+    states: Tensor,
+    slices: tuple[Tensor, ...],
+    prepared: tuple[Tensor, ...],
+    constants: tuple[Tensor, ...],
+    space: Space,
+    grad_y: Tensor,
+    grad_state: Tensor,
+    into: Sequence[Tensor | None],
+) -> None:
+    """The gradients of x, dt, B, C, A and D in `into`, and of the first state in `grad_state`."""
+    (A, D), n, groups, width = constants, len(states), slices[2].shape[2], slices[0].shape[3]
+    c, old = _parts(slices, prepared, space), states.transpose(0, 1).flatten(0, 1)
+    dt, grad_y = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in (slices[1], grad_y))
+    read = torch.mul(_read(c, old, space), grad_y, out=space("of read", *c.x.shape)).sum(-1)
+    # Backward along the sequence: the gradients of the states after each chunk.
+    d_read, ended = _by_group(grad_y * c.since, groups), c.since[:, -1, :, :, None]
+    news = _gradients_of_states(grad_state, n, d_read, c.C, ended)
+    d_y = grad_y.transpose(1, 2)  # [R n, H, C, P]
     d_pairs = d_y @ c.scaled.permute(0, 2, 3, 1)
-    d_products = (d_pairs.view(c.decay.shape) * c.decay).sum(2)  # [R, G, C, C]
-    written, d_read = _by_group(c.scaled * c.until, groups), _by_group(grad_y * c.since, groups)
-    old, new = of_groups(state, groups), of_groups(grad_state, groups)
-    d_C = d_products @ c.B + d_read @ old
-    d_B = d_products.transpose(-1, -2) @ c.C + written @ new
-    d_written = of_heads(c.B @ new.transpose(-1, -2), width) * c.until
-    d_scaled = (c.pairs.transpose(-1, -2) @ d_y).transpose(1, 2) + d_written
-    decayed = c.since[:, -1, :, :, None] * grad_state
-    d_state = decayed + (d_read.transpose(-1, -2) @ c.C).view(state.shape)
+    d_products = torch.mul(d_pairs, c.decay, out=c.decay).unflatten(1, (groups, -1)).sum(2)  # [R n, G, C, C]
+    written, old_of, new_of = _by_group(c.scaled * c.until, groups), of_groups(old, groups), of_groups(news, groups)
+    d_C = d_products @ c.B + d_read @ old_of
+    d_B = d_products.transpose(-1, -2) @ c.C + written @ new_of
+    d_written = of_heads(c.B @ new_of.transpose(-1, -2), width).mul_(c.until)
+    d_scaled = (c.pairs.transpose(-1, -2) @ d_y).transpose(1, 2).add_(d_written)
     # By the log decays: of pairs, of what was read, of what was written, and of the state itself.
-    by_pair, ended = d_pairs * c.pairs, (d_written * c.scaled).sum(-1)
-    d_cum = (by_pair.sum(-1) - by_pair.sum(-2)).transpose(1, 2) + (grad_y * c.read).sum(-1) - ended
-    d_cum[:, -1] += ended.sum(1) + (decayed * state).sum((-1, -2))
-    d_g = c.same.to(d_cum.dtype).transpose(1, 2) @ d_cum
-    d_dt = d_g * A + (d_scaled * c.x).sum(-1)
-    d_x = d_scaled * dt[..., None] + D[:, None] * grad_y
-    d_A, d_D = (d_g * dt).sum((0, 1)), (grad_y * c.x).sum((0, 1, 3))
-    return d_state, d_x, d_dt, d_B.transpose(1, 2), d_C.transpose(1, 2), None, None, d_A, d_D
+    by_pair, of_written = d_pairs.mul_(c.pairs), d_written.mul_(c.scaled).sum(-1)
+    d_cum = (by_pair.sum(-1) - by_pair.sum(-2)).transpose(1, 2) + read - of_written
+    d_cum[:, -1] += of_written.sum(1) + (news * old).sum((-1, -2)) * ended[..., 0, 0]
+    tokens = d_cum.shape[1]
+    same = (prepared[-1].transpose(0, 1).flatten(0, 1)[:, :tokens, :tokens] == 0).to(d_cum.dtype)
+    d_g = same.mT @ d_cum
+    d_dt = d_g * A + torch.mul(d_scaled, c.x, out=space("of scaled", *c.x.shape)).sum(-1)
+    d_A, d_D = (d_g * dt).sum((0, 1)), torch.mul(grad_y, c.x, out=space("of scaled", *c.x.shape)).sum((0, 1, 3))
+    d_x = d_scaled.mul_(dt[..., None]).addcmul_(D[:, None], grad_y)
+    for grad, found in zip(into, (d_x, d_dt, d_B.transpose(1, 2), d_C.transpose(1, 2)), strict=False):
+        if grad is not None:
+            grad.unflatten(1, (n, -1)).copy_(found.unflatten(0, (-1, n)))
+    for grad, found in zip(into[6:], (d_A, d_D), strict=True):
+        if grad is not None:
+            grad += found
+
+
+def _gradients_of_states(new: Tensor, n: int, d_read: Tensor, C: Tensor, ended: Tensor) -> Tensor:
+    """Those of the states after each of n chunks [R n, H, P, N]; `new`, of the last one, becomes that of the first."""
+    after = []
+    d_read, C, ended = (t.unflatten(0, (-1, n)) for t in (d_read, C, ended))
+    for i in reversed(range(n)):
+        after.append(new.clone())
+        new.mul_(ended[:, i])
+        of_groups(new, C.shape[2]).flatten(0, 1).baddbmm_(d_read[:, i].mT.flatten(0, 1), C[:, i].flatten(0, 1))
+    return torch.stack(after[::-1], 1).flatten(0, 1) if n > 1 else after[0]

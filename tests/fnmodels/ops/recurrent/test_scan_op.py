@@ -84,7 +84,7 @@ def test_shapes_without_data() -> None:
     q, v = torch.randn(B, S, 2, 6, dtype=torch.bfloat16), torch.randn(B, S, 4, 5, dtype=torch.bfloat16)
     run = torch.zeros(B, S, dtype=torch.long)
     tensors = [torch.zeros(B, 4, 6, 5), q, q, v, -torch.rand(B, S, 4), torch.rand(B, S, 4), run, run]
-    arguments = ("delta_per_head", [1.0, 0.5], chunk, 7)
+    arguments = ("delta_per_head", [1.0, 0.5], chunk, 7, 2, torch.bfloat16)
     got = scan_op.compiled_scan(*arguments, tensors)
     with FakeTensorMode() as mode:
         said = scan_op.compiled_scan(*arguments, [mode.from_tensor(t) for t in tensors])
