@@ -14,8 +14,8 @@ a contender takes more is what it needs for the recurrence. transformers' KDA ho
 channel, so rows above --longest are timed without transformers.
 
 On CUDA there are more contenders:
-fnmodels, compiled    by torch.compile, for rows up to --longest-compiled: on CUDA its graph repeats the operations of a
-                      chunk for each 64 tokens, so that compiling a long row takes minutes (of kda, a short one too)
+fnmodels, compiled    by torch.compile, for rows up to --longest-compiled: the graph of kda repeats the operations of a
+                      chunk for each 64 tokens, so that compiling takes minutes
 transformers, torch   by torch's operations, as "transformers" is on a CPU
 transformers, fla     with the kernels of flash-linear-attention (the wheel fla-core), where that is installed; "packed"
                       has its convolution too, for torch's does not keep documents apart

@@ -88,29 +88,37 @@ def undisturbed(function: Callable[..., T], *args: Any) -> T:
     return function(*args) if quiet() else aside(function, *args)
 
 
-def alone(*tensors: Tensor) -> bool:
+def alone(*tensors: Tensor, cuda: bool = False) -> bool:
     """Whether these are dense CPU tensors and only reverse-mode autograd is active, so that a custom Function is safe.
+
+    cuda: they may be CUDA tensors too.
 
     False under torch.func's transforms, forward mode, modes of any kind (recorders, tracers, counters, selective
     checkpoints), autocast and compilation, which handle torch's operations but not ours.
     """
-    if torch.compiler.is_compiling() or not quiet() or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling() or not quiet() or _autocast(cuda):
         return False
     for t in tensors:  # a loop, for each linear layer of a decoding step asks
-        if type(t) not in _PLAIN or not t.is_cpu or t.layout is not torch.strided or batched_gradient(t):
+        if type(t) not in _PLAIN or not (t.is_cpu or (cuda and t.is_cuda)) or t.layout is not torch.strided:
+            return False
+        if batched_gradient(t):
             return False
     return all(forward_ad.unpack_dual(t).tangent is None for t in tensors)
 
 
-def in_graph(*tensors: Tensor) -> bool:
+def _autocast(cuda: bool) -> bool:
+    return torch.is_autocast_enabled("cpu") or (cuda and torch.is_autocast_enabled("cuda"))
+
+
+def in_graph(*tensors: Tensor, cuda: bool = False) -> bool:
     """`alone` for a custom operator in a graph traced by torch.compile: no torch.func transform is active in it.
 
     False under torch.export, whose graphs run elsewhere and with sizes that are not known yet.
     """
     from .torch_internals import transforms  # here, for making it imports dynamo
 
-    plain = all(type(t) in _PLAIN and t.is_cpu for t in tensors)
-    return plain and not torch.compiler.is_exporting() and not torch.is_autocast_enabled("cpu") and transforms() == ()
+    plain = all(type(t) in _PLAIN and (t.is_cpu or (cuda and t.is_cuda)) for t in tensors)
+    return plain and not torch.compiler.is_exporting() and not _autocast(cuda) and transforms() == ()
 
 
 def __getattr__(name: str) -> Any:

@@ -41,12 +41,12 @@ def scan(
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
         return step(state, along, constants)
-    if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors):
+    if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors, cuda=True):
         from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
 
         y, last, _ = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
         return y, last
-    if kernel == "math" or not alone(*tensors):
+    if kernel == "math" or not alone(*tensors, cuda=by_hand is not None):
         return _written_out(step, chunk, state, along, constants)
     by = _by_autograd(step, tuple(t.requires_grad for t in tensors)) if by_hand is None else by_hand
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
