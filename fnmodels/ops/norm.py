@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.options import Tap
 
+from .blocks import Space, blocks, like
 from .invariant import rows_are_invariant
 from .torch_internals import alone
 
@@ -73,10 +74,18 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = upcast(x)
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        unit = wide * scale if wide is x else wide.mul_(scale)
-        return unit.to(weight.dtype).mul_(weight).to(x.dtype), scale
+        normed, scale = like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        space = Space(scale)
+        for into, s, rows in blocks(normed, scale, x):
+            wide = rows if rows.dtype is s.dtype else space("wide", *rows.shape).copy_(rows)
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=s).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            if wide is rows:
+                torch.mul(wide, s, out=into).mul_(weight)
+            elif weight.dtype is x.dtype:
+                into.copy_(wide.mul_(s)).mul_(weight)
+            else:
+                into.copy_(wide.mul_(s).mul_(weight))
+        return normed, scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -96,6 +105,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        if not torch.is_grad_enabled() and alone(grad_output, x):
+            return *_rms_norm_backward(grad_output, x, weight, scale), None
         wide, grad, factors = upcast(x), upcast(grad_output), upcast(weight)
         if torch.is_grad_enabled():  # double backward: recompute the scale as part of the graph
             scale = _scale(wide, ctx.eps)
@@ -104,6 +115,26 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = scale.reshape(-1) @ products.reshape(-1, x.shape[-1])
         grad_x = torch.addcmul(wide * (along * scale.pow(3) / -x.shape[-1]), grad * factors, scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _rms_norm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`_RMSNorm.backward` by blocks of rows, in memory that stays in the cache."""
+    grad_x, space, factors = like(x), Space(scale), upcast(weight)
+    grad_weight, cubes = factors.new_zeros(1, len(factors)), scale.pow(3).div_(-x.shape[-1])
+    for into, *given, s, cube in blocks(grad_x, grad_output, x, scale, cubes):
+        grad, wide = (
+            t if t.dtype is s.dtype else space(name, *t.shape).copy_(t)
+            for t, name in zip(given, ("grad", "wide"), strict=True)
+        )
+        products = torch.mul(grad, wide, out=space("products", *wide.shape))
+        along = (products @ factors)[:, None].mul_(cube)
+        grad_weight.addmm_(s.mT, products)
+        found = torch.mul(grad, factors, out=products).mul_(s)
+        if wide.dtype is into.dtype:
+            torch.addcmul(found, wide, along, out=into)
+        else:
+            into.copy_(found.addcmul_(wide, along))
+    return grad_x, grad_weight[0].to(weight.dtype)
 
 
 class _LayerNorm(torch.autograd.Function):

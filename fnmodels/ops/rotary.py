@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import constants
+
+from .blocks import ELEMENTS, Space, like
+from .torch_internals import alone
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,9 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
     half = table.shape[-2]
     if half == 0:
         return x
+    if _fits_blocks(x, table):
+        rotated: Tensor = _Rotary.apply(x, table)
+        return rotated
     cos, sin = _cos_sin(table)
     # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
     whole = x[..., : 2 * half]
@@ -233,11 +240,65 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
         # Inductor fuses these with their reader, but stores concatenations: a step of decoding had two per layer.
         signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)[:, None]
         halves = whole.unflatten(-1, (2, half))
-        rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), sin.unsqueeze(-2) * signs).flatten(-2)
+        turned = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), sin.unsqueeze(-2) * signs).flatten(-2)
     else:
-        rotated = torch.addcmul(whole * torch.cat((cos, cos), -1), whole.roll(half, -1), torch.cat((-sin, sin), -1))
-    rotated = rotated.to(x.dtype)
-    return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+        turned = torch.addcmul(whole * torch.cat((cos, cos), -1), whole.roll(half, -1), torch.cat((-sin, sin), -1))
+    turned = turned.to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+def _fits_blocks(x: Tensor, table: Tensor) -> bool:
+    """Whether these are plain tensors of more than one block, and no gradient of the table is asked for."""
+    return (
+        not torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
+        and x.numel() >= ELEMENTS
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and table.dtype is torch.float32
+        and not table.requires_grad
+        and alone(x, table)
+    )
+
+
+class _Rotary(torch.autograd.Function):
+    """`apply_rotary` by blocks of tokens, which stay in the cache. Its gradient is the rotation back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, table: Tensor) -> Tensor:
+        return _rotated(x, table, 1.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (table,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or not alone(grad):  # a second derivative, or several first ones
+            return apply_rotary(grad, table * table.new_tensor((1.0, -1.0))), None
+        return _rotated(grad, table, -1.0), None
+
+
+def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
+    """`apply_rotary` by the angles of the table, or with the sign -1 by their negatives."""
+    half, out = table.shape[-2], like(x)
+    cos, sin = (t.expand(len(x), -1, 1, -1) for t in _cos_sin(table))
+    cos, sin = torch.cat((cos, cos), -1), sin * sign
+    space, size = Space(cos), max(1, ELEMENTS // x[0, 0].numel())
+    for rows in zip(*(t.flatten(0, 1).split(size) for t in (out, x, cos, sin, -sin)), strict=True):
+        into, given, of_cos, of_sin, negative = rows
+        read = given[..., : 2 * half]
+        read = read if x.dtype is cos.dtype else space("read", *read.shape).copy_(read)
+        to = into[..., : 2 * half] if x.dtype is cos.dtype else space("turned", *read.shape)
+        turned = torch.mul(read, of_cos, out=to)
+        turned[..., :half].addcmul_(read[..., half:], negative)
+        turned[..., half:].addcmul_(read[..., :half], of_sin)
+        if turned.dtype is not into.dtype:
+            into[..., : 2 * half].copy_(turned)
+        if 2 * half < x.shape[-1]:
+            into[..., 2 * half :].copy_(given[..., 2 * half :])
+    return out
 
 
 def apply_rotary_interleaved(x: Tensor, table: Tensor) -> Tensor:

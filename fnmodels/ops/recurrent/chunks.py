@@ -11,24 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fnmodels.ops.blocks import Space
+
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 _ELEMENTS = 1 << 24  # of the tensors of pairs of tokens that a step on CUDA makes
-
-
-class Space:
-    """Memory of the steps of one loop, by name: a chunk writes where the one before did, and finds it in the cache."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._held = like, dict[str, Tensor]()
-
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[*shape], of the dtype of the state unless `dtype` is given; its values mean nothing."""
-        held = self._held.get(name)
-        if held is None or held.shape != shape:
-            held = self._held[name] = self._like.new_empty(shape, dtype=dtype)
-        return held
 
 
 _Tensors = tuple[Tensor, ...]

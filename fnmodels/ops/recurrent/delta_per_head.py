@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fnmodels.ops.blocks import Space
 from fnmodels.ops.norm import upcast
 
-from .chunks import ByHand, Space
+from .chunks import ByHand
 from .decay import by_chunk, decay_between, decays, negligible
 
 

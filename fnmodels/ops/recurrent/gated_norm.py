@@ -6,7 +6,7 @@ overwrite: the caller does not read x again, so that the result may be written i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.blocks import blocks, like
 from fnmodels.ops.invariant import elementwise, rows_are_invariant
 from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.torch_internals import alone
@@ -122,9 +123,9 @@ class _NormThenGate(torch.autograd.Function):
             wanted = [t for t, need in zip((x, gate, weight), ctx.needs_input_grad, strict=False) if need]
             found = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=again))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None
-        grad_x, grad_gate, wide = _like(x), _like(gate), upcast(weight)
+        grad_x, grad_gate, wide = like(x), like(gate), upcast(weight)
         grad_weight = torch.zeros_like(wide)
-        for into_x, into_gate, *given in _blocks(grad_x, grad_gate, grad_y, x, gate):
+        for into_x, into_gate, *given in blocks(grad_x, grad_gate, grad_y, x, gate, elements=_ELEMENTS):
             of_y, rows, gates = map(upcast, given)
             of_x, of_gate, of_weight = _gradient(of_y, rows, gates, wide, ctx.eps, ctx.silu)
             into_x.copy_(of_x)
@@ -160,18 +161,7 @@ def _gradient(
 
 def _by_blocks(gated: Gated, x: Tensor, gate: Tensor, overwrite: bool) -> Tensor:
     """gated(x, gate) in x's dtype, a block of rows at a time, into a new tensor, or into x if that has no gaps."""
-    y = x if overwrite and x.is_contiguous() else _like(x)
-    for into, *given in _blocks(y, x, gate):
+    y = x if overwrite and x.is_contiguous() else like(x)
+    for into, *given in blocks(y, x, gate, elements=_ELEMENTS):
         into.copy_(gated(*given))
     return y
-
-
-def _like(t: Tensor) -> Tensor:
-    """A new tensor whose rows lie one after the other, for t may be transposed."""
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of each of the tensors [..., D] a block of rows after the other."""
-    rows = _ELEMENTS // tensors[0].shape[-1]
-    return zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.blocks import Space
 from fnmodels.ops.torch_internals import alone, in_graph
 
-from .chunks import ByHand, Space, Step, scan_backward, scan_forward
+from .chunks import ByHand, Step, scan_backward, scan_forward
 
 
 def scan(

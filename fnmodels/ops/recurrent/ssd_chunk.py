@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fnmodels.ops.blocks import Space
 from fnmodels.ops.norm import upcast
 
-from .chunks import ByHand, Space
+from .chunks import ByHand
 from .decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fnmodels.ops import blocks
 from fnmodels.ops.recurrent import chunks, delta_per_head, ssd_chunk
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 from tests.fnmodels.ops.recurrent.test_ops import OPS, Op, call, close, weighted
@@ -92,7 +93,7 @@ def test_one_chunk_after_the_other_has_the_memory_of_one(op: Op, number: int) ->
     held: dict[int, set[int]] = {}
     along, constants, _ = op.arguments(*ROWS.shape)
 
-    class Watched(chunks.Space):
+    class Watched(blocks.Space):
         def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
             found = super().__call__(name, *shape, dtype=dtype)
             held.setdefault(hash((name, shape)), set()).add(found.data_ptr())
