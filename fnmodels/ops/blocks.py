@@ -22,12 +22,17 @@ class Space:
         return held
 
 
-def blocks(*tensors: Tensor, elements: int = ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
+def rows_of_block(width: int, elements: int | None = None) -> int:
+    """How many rows of `width` numbers a block has; elements: its size, by default ELEMENTS."""
+    return max(1, (elements or ELEMENTS) // width)
+
+
+def blocks(*tensors: Tensor, elements: int | None = None) -> Iterator[tuple[Tensor, ...]]:
     """Of each of the tensors [..., D], whose D may differ, a block of the same rows after the other.
 
-    elements: of a block of the first one.
+    elements: of a block of the first one, by default ELEMENTS.
     """
-    rows = max(1, elements // tensors[0].shape[-1])
+    rows = rows_of_block(tensors[0].shape[-1], elements)
     return zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True)
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fnmodels.inputs.values import constants
 
-from .blocks import ELEMENTS, Space, like
+from .blocks import Space, like, rows_of_block
 from .torch_internals import alone
+
+_MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def _fits_blocks(x: Tensor, table: Tensor) -> bool:
     """Whether these are plain tensors of more than one block, and no gradient of the table is asked for."""
     return (
         not torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
-        and x.numel() >= ELEMENTS
+        and x.numel() >= _MIN_ELEMENTS
         and x.dtype in (torch.float32, torch.bfloat16)
         and table.dtype is torch.float32
         and not table.requires_grad
@@ -285,7 +287,7 @@ def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
     half, out = table.shape[-2], like(x)
     cos, sin = (t.expand(len(x), -1, 1, -1) for t in _cos_sin(table))
     cos, sin = torch.cat((cos, cos), -1), sin * sign
-    space, size = Space(cos), max(1, ELEMENTS // x[0, 0].numel())
+    space, size = Space(cos), rows_of_block(x.shape[2] * x.shape[3])
     for rows in zip(*(t.flatten(0, 1).split(size) for t in (out, x, cos, sin, -sin)), strict=True):
         into, given, of_cos, of_sin, negative = rows
         read = given[..., : 2 * half]

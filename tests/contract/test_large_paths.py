@@ -21,7 +21,9 @@ from tests.support.cases import (
 
 # A bound of elements, or of multiplications, and one that every tensor of a tiny model is above.
 BOUNDS = {
+    "fnmodels.ops.blocks.ELEMENTS": 64,
     "fnmodels.ops.norm._MIN_ELEMENTS": 1,
+    "fnmodels.ops.rotary._MIN_ELEMENTS": 1,
     "fnmodels.ops.linear._MIN_MULTIPLICATIONS": 1,
     "fnmodels.ops.onednn._WIDENED": 64,
     "fnmodels.ops.recurrent.gated_norm._ELEMENTS": 64,
