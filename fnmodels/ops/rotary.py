@@ -237,7 +237,7 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
         return rotated
     cos, sin = _cos_sin(table)
     # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
-    whole = x[..., : 2 * half]
+    whole = x if 2 * half == x.shape[-1] else x[..., : 2 * half]  # is_grads_batched has no slice of everything
     if torch.compiler.is_compiling():
         # Inductor fuses these with their reader, but stores concatenations: a step of decoding had two per layer.
         signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)[:, None]
@@ -273,6 +273,11 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return apply_rotary(tangent, ctx.saved_tensors[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -20,14 +20,24 @@ _ELEMENTS = 1 << 24  # of the tensors of pairs of tokens that a step on CUDA mak
 
 
 _Tensors = tuple[Tensor, ...]
-# `Step` by hand, without autograd, for n chunks: (state, slices [B, n C, ...], of `ByHand.prepared` what is of these
-# chunks, constants, space, the states after each chunk [n, ...], y) -> None. It writes the last two. With n = 1 the
-# state after may be the one before.
-InPlace = Callable[[Tensor, _Tensors, _Tensors, _Tensors, Space, Tensor, Tensor], None]
-# (states before each of n chunks, slices, prepared, constants, space, gradient of y, gradient of the last state,
-# gradients of the slices and constants, None where not needed) -> None. It writes those of slices, adds to those of
-# constants, and writes the gradient of the first state over that of the last.
-Gradient = Callable[[Tensor, _Tensors, _Tensors, _Tensors, Space, Tensor, Tensor, Sequence[Tensor | None]], None]
+
+
+class Given(NamedTuple):
+    """What a step of n chunks of C tokens is given."""
+
+    slices: _Tensors  # along the sequence, [B, n C, ...]
+    prepared: _Tensors  # of these chunks from `ByHand.prepared`, [n, ...]
+    constants: _Tensors
+    space: Space
+
+
+# `Step` by hand, without autograd: (state, given, the states after each of n chunks [n, ...], y) -> None. It writes the
+# last two. With n = 1 the state after may be the one before.
+InPlace = Callable[[Tensor, Given, Tensor, Tensor], None]
+# (states before each of n chunks, given, gradient of y, gradient of the last state, gradients of the slices and
+# constants, None where not needed) -> None. It writes those of slices, adds to those of constants, and writes the
+# gradient of the first state over that of the last.
+Gradient = Callable[[Tensor, Given, Tensor, Tensor, Sequence[Tensor | None]], None]
 
 
 class ByHand(NamedTuple):
@@ -62,7 +72,7 @@ def scan_forward(
             after = states[first + 1 : first + 1 + count]
         else:
             after = last[None] if count == 1 else space("after", count, *state.shape)
-        by.step(state, slices, prepared, constants, space, after, part)
+        by.step(state, Given(slices, prepared, constants, space), after, part)
         # Without `keep` from the memory that the next step writes.
         state, first = after[-1] if keep or count == 1 else last.copy_(after[-1]), first + count
     return last.copy_(state), state.new_empty(0) if states is None else states[:-1]
@@ -118,7 +128,8 @@ def scan_backward(
     each = zip(*steps[1:], grad_y.split(steps.sizes, 1), of_slices, strict=True)
     for chunks, slices, prepared, of_y, into in reversed(list(each)):
         before, to = states[to - chunks : to], to - chunks
-        by.gradient(before, slices, prepared, constants, space, of_y, grad_state, (*into, *grads[count:]))
+        given = Given(slices, prepared, constants, space)
+        by.gradient(before, given, of_y, grad_state, (*into, *grads[count:]))
     return [grad_state if needed[0] else None, *grads]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fnmodels.ops.blocks import Space
 from fnmodels.ops.norm import upcast
 
-from .chunks import ByHand
+from .chunks import ByHand, Given
 from .decay import by_chunk, decay_between, decays, negligible
 
 
@@ -65,11 +65,12 @@ def _prepared(along: tuple[Tensor, ...], _: Any, chunk: int) -> tuple[Tensor, ..
     return by_chunk(upcast(beta), chunk).mT.contiguous(), *decays(g, run, before, chunk, wide)
 
 
-def _chunks(slices: tuple[Tensor, ...], prepared: tuple[Tensor, ...], space: Space, options: _Options) -> _Chunks:
-    beta, *rest = prepared
+def _chunks(given: Given, options: _Options) -> _Chunks:
+    beta, *rest = given.prepared
+    space = given.space
     n, _, heads, longest = beta.shape
     log, since, until, bound = rest
-    q, k, v = (_matrices(x, n, heads, space, name) for x, name in zip(slices, "qkv", strict=False))
+    q, k, v = (_matrices(x, n, heads, space, name) for x, name in zip(given.slices, "qkv", strict=False))
     M, C, _ = k.shape
     if longest > C:
         beta, log, since, until, bound = (*(t[..., :C] for t in (beta, log, since, until)), bound[..., :C, :C])
@@ -131,17 +132,8 @@ def _errors(k: Tensor, v: Tensor, read: Tensor, state: Tensor, out: Tensor) -> T
     return torch.addcmul(v, torch.bmm(k, state, out=out), read, value=-1, out=out)
 
 
-def _step(
-    options: _Options,
-    state: Tensor,
-    slices: tuple[Tensor, ...],
-    prepared: tuple[Tensor, ...],
-    _: Any,
-    space: Space,
-    after: Tensor,
-    y: Tensor,
-) -> None:
-    n, c = len(after), _chunks(slices, prepared, space, options)
+def _step(options: _Options, state: Tensor, given: Given, after: Tensor, y: Tensor) -> None:
+    n, space, c = len(after), given.space, _chunks(given, options)
     errors, w = (space(name, *c.v.shape) for name in ("errors", "w"))
     now, befores = state.flatten(0, 1), []
     parts = (c.k, c.v, c.inverse, c.strength, c.read, c.since[:, -1:], c.until, errors, w)
@@ -172,19 +164,11 @@ def _write(y: Tensor, x: Tensor, factor: Tensor) -> None:
 
 
 def _gradient(
-    options: _Options,
-    states: Tensor,
-    slices: tuple[Tensor, ...],
-    prepared: tuple[Tensor, ...],
-    _: Any,
-    space: Space,
-    grad_y: Tensor,
-    grad_state: Tensor,
-    into: Sequence[Tensor | None],
+    options: _Options, states: Tensor, given: Given, grad_y: Tensor, grad_state: Tensor, into: Sequence[Tensor | None]
 ) -> None:
     """The gradients of q, k, v, g and beta in `into`, and of the first state in `grad_state`."""
     n, (B, H) = len(states), states.shape[1:3]
-    c, old, new = _chunks(slices, prepared, space, options), states.flatten(0, 2), grad_state.flatten(0, 1)
+    space, c, old, new = given.space, _chunks(given, options), states.flatten(0, 2), grad_state.flatten(0, 1)
     wide, tall, square = c.v.shape, c.k.shape, c.decay.shape
     errors, w, d_w, d_r, d_a, written = (space(x, *wide) for x in ("errors", "w", "d_w", "d_r", "d_a", "written"))
     grads = [None if t is None else _view(t, n, H) for t in into[:3]]
@@ -192,8 +176,8 @@ def _gradient(
     d_v = d_v if grads[2] is None else grads[2]
     _errors(c.k, c.v, c.read, old, errors)
     torch.bmm(c.inverse, torch.mul(errors, c.strength, out=d_w), out=w)
-    given = _by_head(grad_y, n)
-    torch.mul(given, c.m.view(*given.shape[:-1], 1), out=d_a.view(given.shape))
+    of_y = _by_head(grad_y, n)
+    torch.mul(of_y, c.m.view(*of_y.shape[:-1], 1), out=d_a.view(of_y.shape))
     torch.bmm(c.queries.mT, d_a, out=d_w)
     # Backward along the sequence: what depends on the gradient of the state after each chunk.
     ended, news = c.since[:, -1:], new if n == 1 else space("news", *old.shape)
@@ -240,7 +224,7 @@ def _gradient(
     if grads[2] is None:
         _give(into[2], n, d_v, None)
     if into[3] is not None:
-        same = (prepared[-1][..., : tall[1], : tall[1]] == 0).to(d_cum.dtype)  # [n, B, C, C]
+        same = (given.prepared[-1][..., : tall[1], : tall[1]] == 0).to(d_cum.dtype)  # [n, B, C, C]
         _by_head(into[3][..., None], n).copy_((d_cum.view(n, B, H, -1) @ same)[..., None])
     if into[4] is not None:
         d_beta = d_strength.addcmul_(norm, of_pairs, value=-1).mul_(norm)

@@ -29,7 +29,7 @@ from .before import Before, before_of
 from .by_token import by_token, delta_token
 from .chunks import Step
 from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
-from .scan import scan
+from .scan import Output, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -79,12 +79,12 @@ def delta_rule(
     along = (q, k, v, g, beta, run, before)
     if rows_are_invariant():
         step = by_token(functools.partial(delta_token, normalize=normalize, scale=scale))
-        return scan(step, state, along, chunk=chunk, kernel=kernel, of=2, dtype=v.dtype)
+        return scan(step, state, along, chunk=chunk, kernel=kernel, y=Output(2, v.dtype))
     if S == 1:
         return _token(state, along, (), normalize=normalize, scale=scale)
-    step, how = _by_chunk(chunk, normalize, scale), {"chunk": chunk, "kernel": kernel, "overwrite": overwrite}
+    step, y = _by_chunk(chunk, normalize, scale), Output(2, v.dtype, overwrite)
     by_hand = delta_per_head.by_hand(float(normalize), scale) if g.ndim == 3 else None
-    return scan(step, state, along, of=2, dtype=v.dtype, by_hand=by_hand, **how)
+    return scan(step, state, along, chunk=chunk, kernel=kernel, y=y, by_hand=by_hand)
 
 
 def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:

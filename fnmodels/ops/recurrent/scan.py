@@ -7,16 +7,25 @@ the same steps as torch's operations.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.blocks import Space
 from fnmodels.ops.torch_internals import alone, in_graph
 
-from .chunks import ByHand, Step, scan_backward, scan_forward
+from .chunks import ByHand, Given, Step, scan_backward, scan_forward
+
+
+class Output(NamedTuple):
+    """Where and how a scan writes y."""
+
+    of: int  # the index of the tensor along the sequence whose shape it has
+    dtype: torch.dtype
+    overwrite: bool = (
+        False  # the caller does not read that tensor again: y may take its place where no gradient is needed
+    )
 
 
 def scan(
@@ -27,35 +36,31 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
-    of: int,
-    dtype: torch.dtype,
+    y: Output,
     by_hand: ByHand | None = None,
-    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
-    along: tensors [B, S, ...]. kernel: "math" for torch's operations only. of: the index of the one of `along` whose
-    shape y has. dtype: of y. by_hand: the step and its gradient, with which the loop is one node of a compiled graph;
-    by default `step`, and autograd's. overwrite: the caller does not read along[of] again: y may be written there where
-    no gradient is needed.
+    along: tensors [B, S, ...]. kernel: "math" for torch's operations only. by_hand: the step and its gradient, with
+    which the loop is one node of a compiled graph; by default `step`, and autograd's.
     """
-    tensors = (state, *along, *constants)
+    tensors, (of, dtype, overwrite) = (state, *along, *constants), y
     if along[0].shape[1] <= chunk:
         return step(state, along, constants)
     if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors, cuda=True):
         from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
 
-        y, last, _ = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
-        return y, last
+        found = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
+        return found[0], found[1]
     if kernel == "math" or not alone(*tensors, cuda=by_hand is not None):
         return _written_out(step, chunk, state, along, constants)
     by = _by_autograd(step, tuple(t.requires_grad for t in tensors)) if by_hand is None else by_hand
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y, last, _ = _Scan.apply(step, by, chunk, len(along), of, dtype, *tensors)
-        return y, last
-    y = along[of] if overwrite and along[of].dtype == dtype else along[of].new_empty(along[of].shape, dtype=dtype)
-    last, _ = scan_forward(by, chunk, y, state, along, constants, keep=False)
-    return y, last
+        made, last, _ = _Scan.apply(step, by, chunk, len(along), of, dtype, *tensors)
+        return made, last
+    into = along[of] if overwrite and along[of].dtype == dtype else along[of].new_empty(along[of].shape, dtype=dtype)
+    last, _ = scan_forward(by, chunk, into, state, along, constants, keep=False)
+    return into, last
 
 
 def _written_out(
@@ -108,16 +113,15 @@ def _by_autograd(step: Step, needed: tuple[bool, ...]) -> ByHand:
     """`step` and autograd's gradient. needed: of the state, the tensors along the sequence and the constants."""
     wanted = [i for i, need in enumerate(needed) if need or not i]
 
-    def in_place(state: Tensor, slices: Any, _: Any, constants: Any, space: Space, after: Tensor, y: Tensor) -> None:
-        part, new = step(state, slices, constants)
+    def in_place(state: Tensor, given: Given, after: Tensor, y: Tensor) -> None:
+        part, new = step(state, given.slices, given.constants)
         y.copy_(part)
         after[0].copy_(new)
 
-    def gradient(
-        states: Tensor, slices: Any, _: Any, constants: Any, space: Space, of_y: Tensor, of_state: Tensor, into: Any
-    ) -> None:
-        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((states[0], *slices, *constants))]
-        count = 1 + len(slices)
+    def gradient(states: Tensor, given: Given, of_y: Tensor, of_state: Tensor, into: Any) -> None:
+        tensors = (states[0], *given.slices, *given.constants)
+        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        count = 1 + len(given.slices)
         with torch.enable_grad():
             results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
         of = [leaves[i] for i in wanted]

@@ -23,7 +23,7 @@ from . import ssd_chunk
 from .before import Before, before_of
 from .by_token import by_token, ssd_token
 from .decay import decay_of
-from .scan import scan
+from .scan import Output, scan
 from .ssd_chunk import of_groups, of_heads
 
 
@@ -63,11 +63,11 @@ def ssd(
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
     along, constants = (x, dt, B, C, run, before), (upcast(A), upcast(D))
     if rows_are_invariant():
-        return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel, of=0, dtype=dtype)
+        return scan(by_token(ssd_token), state, along, constants, chunk=chunk, kernel=kernel, y=Output(0, dtype))
     if S == 1:
         return _token(state, along, constants)
     how: Any = {"chunk": chunk, "kernel": kernel, "by_hand": ssd_chunk.by_hand()}
-    return scan(ssd_chunk.chunk, state, along, constants, of=0, dtype=dtype, **how)
+    return scan(ssd_chunk.chunk, state, along, constants, y=Output(0, dtype), **how)
 
 
 def _continued(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.ops.blocks import Space
 from fnmodels.ops.norm import upcast
 
-from .chunks import ByHand
+from .chunks import ByHand, Given
 from .decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
 
 
@@ -74,11 +74,11 @@ def _prepared(along: tuple[Tensor, ...], constants: tuple[Tensor, ...], chunk: i
     return decays(dt * constants[0], run, before, chunk, torch.promote_types(x.dtype, torch.float32))
 
 
-def _parts(slices: tuple[Tensor, ...], prepared: tuple[Tensor, ...], space: Space) -> _Parts:
-    n = len(prepared[0])
-    x, dt, B, C = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in slices[:4])
+def _parts(given: Given) -> _Parts:
+    n, space = len(given.prepared[0]), given.space
+    x, dt, B, C = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in given.slices[:4])
     R, tokens, heads, _ = x.shape
-    log, since, until, bound = (t.transpose(0, 1).flatten(0, 1)[..., :tokens] for t in prepared)
+    log, since, until, bound = (t.transpose(0, 1).flatten(0, 1)[..., :tokens] for t in given.prepared)
     wide = x if x.dtype == bound.dtype else space("x", *x.shape).copy_(x)
     scaled = torch.mul(wide, dt[..., None], out=space("scaled", *x.shape))
     B, C = (upcast(t).transpose(1, 2) for t in (B, C))
@@ -99,20 +99,12 @@ def _read(c: _Parts, states: Tensor, space: Space) -> Tensor:
     return torch.mul(of_heads(read, c.x.shape[3]), c.since, out=space("read", *c.x.shape))
 
 
-def _step(
-    state: Tensor,
-    slices: tuple[Tensor, ...],
-    prepared: tuple[Tensor, ...],
-    constants: tuple[Tensor, ...],
-    space: Space,
-    after: Tensor,
-    y: Tensor,
-) -> None:
-    n, D, c = len(after), constants[1], _parts(slices, prepared, space)
+def _step(state: Tensor, given: Given, after: Tensor, y: Tensor) -> None:
+    n, D, c = len(after), given.constants[1], _parts(given)
 
     def write(states: Tensor) -> None:
         inside = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2)
-        inside, read, x = (t.unflatten(0, (-1, n)) for t in (inside, _read(c, states, space), c.x))
+        inside, read, x = (t.unflatten(0, (-1, n)) for t in (inside, _read(c, states, given.space), c.x))
         torch.add(inside, read, out=y.unflatten(1, (n, -1))).addcmul_(D[:, None], x)
 
     if n == 1:
@@ -128,19 +120,11 @@ def _step(
         write(torch.stack(befores, 1).flatten(0, 1))
 
 
-def _gradient(
-    states: Tensor,
-    slices: tuple[Tensor, ...],
-    prepared: tuple[Tensor, ...],
-    constants: tuple[Tensor, ...],
-    space: Space,
-    grad_y: Tensor,
-    grad_state: Tensor,
-    into: Sequence[Tensor | None],
-) -> None:
+def _gradient(states: Tensor, given: Given, grad_y: Tensor, grad_state: Tensor, into: Sequence[Tensor | None]) -> None:
     """The gradients of x, dt, B, C, A and D in `into`, and of the first state in `grad_state`."""
-    (A, D), n, groups, width = constants, len(states), slices[2].shape[2], slices[0].shape[3]
-    c, old = _parts(slices, prepared, space), states.transpose(0, 1).flatten(0, 1)
+    slices, (A, D), space, n = given.slices, given.constants, given.space, len(states)
+    groups, width = slices[2].shape[2], slices[0].shape[3]
+    c, old = _parts(given), states.transpose(0, 1).flatten(0, 1)
     dt, grad_y = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in (slices[1], grad_y))
     read = torch.mul(_read(c, old, space), grad_y, out=space("of read", *c.x.shape)).sum(-1)
     # Backward along the sequence: the gradients of the states after each chunk.
@@ -159,7 +143,7 @@ def _gradient(
     d_cum = (by_pair.sum(-1) - by_pair.sum(-2)).transpose(1, 2) + read - of_written
     d_cum[:, -1] += of_written.sum(1) + (news * old).sum((-1, -2)) * ended[..., 0, 0]
     tokens = d_cum.shape[1]
-    same = (prepared[-1].transpose(0, 1).flatten(0, 1)[:, :tokens, :tokens] == 0).to(d_cum.dtype)
+    same = (given.prepared[-1].transpose(0, 1).flatten(0, 1)[:, :tokens, :tokens] == 0).to(d_cum.dtype)
     d_g = same.mT @ d_cum
     d_dt = d_g * A + torch.mul(d_scaled, c.x, out=space("of scaled", *c.x.shape)).sum(-1)
     d_A, d_D = (d_g * dt).sum((0, 1)), torch.mul(grad_y, c.x, out=space("of scaled", *c.x.shape)).sum((0, 1, 3))

@@ -184,6 +184,8 @@ def test_blocks_of_tokens(rows: int, partial: float, dtype: torch.dtype, monkeyp
     for got, want in zip(all_of(), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=off, atol=off)
     assert names[0] != names[1] == "_RotaryBackward"
+    _, tangent = torch.func.jvp(lambda x: rotary._Rotary.apply(x, table), (given[0],), (given[1],))
+    torch.testing.assert_close(tangent, rotary._Rotary.apply(given[1], table), rtol=off, atol=off)
     right = rotary._rotated
     monkeypatch.setattr(rotary, "_rotated", lambda x, table, sign: right(x, table, 1.0))  # a planted bug
     assert (all_of()[3] - wanted[3]).abs().max() > 0.1
