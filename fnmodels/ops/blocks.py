@@ -12,13 +12,13 @@ class Space:
     """Memory by name for the steps of one loop: each writes where the one before did, and finds it in the cache."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like, self._held = like, dict[str, Tensor]()
+        self._like, self._held = like, dict[tuple[str, torch.dtype | None], Tensor]()
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """[*shape], by default of the dtype of `like`; its values mean nothing."""
-        held = self._held.get(name)
+        held = self._held.get((name, dtype))
         if held is None or held.shape != shape:
-            held = self._held[name] = self._like.new_empty(shape, dtype=dtype)
+            held = self._held[name, dtype] = self._like.new_empty(shape, dtype=dtype)
         return held
 
 

@@ -53,7 +53,7 @@ def _use_function(x: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling():  # exported graphs have sizes that must not be compared
         return False
     known = x.dtype in (torch.float32, torch.bfloat16) and weight.dtype in (x.dtype, torch.float32)
-    large = known and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
+    large = known and x.ndim > 1 and x.numel() >= _MIN_ELEMENTS and weight.shape == x.shape[-1:]
     return large and alone(x, weight) and not rows_are_invariant()
 
 

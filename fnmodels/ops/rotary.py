@@ -256,7 +256,9 @@ def _fits_blocks(x: Tensor, table: Tensor) -> bool:
         and x.numel() >= _MIN_ELEMENTS
         and x.dtype in (torch.float32, torch.bfloat16)
         and table.dtype is torch.float32
+        and (x.ndim, table.ndim, table.shape[1]) == (4, 4, x.shape[1])
         and not table.requires_grad
+        and not table.is_inference()  # which the backward pass could not read
         and alone(x, table)
     )
 

@@ -62,7 +62,7 @@ def scan_forward(
     y: where the result goes; it may be one of `along`.
     """
     steps, space = _steps(by, state, along, constants, chunk), Space(state)
-    last, states = torch.empty_like(state), None
+    last, states = state.new_empty(state.shape), None
     if keep:
         states = state.new_empty(sum(steps.counts) + 1, *state.shape)
         states[0] = state
@@ -118,7 +118,7 @@ def scan_backward(
 
     states: those before each chunk, as `scan_forward` keeps them. grads_after: of y and of the last state.
     """
-    grad_y, grad_state = grads_after[0], grads_after[1].clone()
+    grad_y, grad_state = grads_after[0], grads_after[1].clone(memory_format=torch.contiguous_format)
     along, constants = tuple(tensors[1 : 1 + count]), tuple(tensors[1 + count :])
     make = (torch.empty_like if i < count else torch.zeros_like for i in range(len(tensors) - 1))
     grads = [new(t) if need else None for new, t, need in zip(make, tensors[1:], needed[1:], strict=True)]

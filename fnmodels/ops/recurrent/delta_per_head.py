@@ -143,7 +143,7 @@ def _step(options: _Options, state: Tensor, given: Given, after: Tensor, y: Tens
         befores.append(now)
         if n == 1:
             _write_output(c, now, w, errors, y)  # here, because the state after may be written over the one before
-        now = torch.mul(now, ended, out=new.flatten(0, 1)).baddbmm_(k.mT, torch.mul(own, until, out=scratch))
+        now = torch.mul(now, ended, out=new.view(now.shape)).baddbmm_(k.mT, torch.mul(own, until, out=scratch))
     if n > 1:
         _write_output(c, torch.cat(befores), w, errors, y)
 
@@ -168,7 +168,12 @@ def _gradient(
 ) -> None:
     """The gradients of q, k, v, g and beta in `into`, and of the first state in `grad_state`."""
     n, (B, H) = len(states), states.shape[1:3]
-    space, c, old, new = given.space, _chunks(given, options), states.flatten(0, 2), grad_state.flatten(0, 1)
+    space, c, old, new = (
+        given.space,
+        _chunks(given, options),
+        states.flatten(0, 2),
+        grad_state.view(-1, *grad_state.shape[2:]),
+    )
     wide, tall, square = c.v.shape, c.k.shape, c.decay.shape
     errors, w, d_w, d_r, d_a, written = (space(x, *wide) for x in ("errors", "w", "d_w", "d_r", "d_a", "written"))
     grads = [None if t is None else _view(t, n, H) for t in into[:3]]

@@ -23,9 +23,8 @@ class Output(NamedTuple):
 
     of: int  # the index of the tensor along the sequence whose shape it has
     dtype: torch.dtype
-    overwrite: bool = (
-        False  # the caller does not read that tensor again: y may take its place where no gradient is needed
-    )
+    # The caller does not read that tensor again: y may take its place where no gradient is needed.
+    overwrite: bool = False
 
 
 def scan(
@@ -44,7 +43,8 @@ def scan(
     along: tensors [B, S, ...]. kernel: "math" for torch's operations only. by_hand: the step and its gradient, with
     which the loop is one node of a compiled graph; by default `step`, and autograd's.
     """
-    tensors, (of, dtype, overwrite) = (state, *along, *constants), y
+    tensors = (state, *along, *constants)
+    of, dtype, overwrite = y
     if along[0].shape[1] <= chunk:
         return step(state, along, constants)
     if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors, cuda=True):

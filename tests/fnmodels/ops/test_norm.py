@@ -56,6 +56,8 @@ def test_large_rows_as_one_function_and_its_derivatives() -> None:
     for got, want in zip(all_of(norm, x, w), all_of(lambda x, w: unit(x) * w, *exact), strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm()
     assert torch.equal(grad(lambda x: norm(x, w).sum())(x), grad(lambda x: F.rms_norm(x, w.shape, w, EPS).sum())(x))
+    row = torch.randn(1 << 18)
+    torch.testing.assert_close(rms_norm(row, torch.ones(1 << 18), eps=EPS), unit(row))
     with pytest.raises(RuntimeError, match="normalized_shape"):
         rms_norm(x, w[:1], eps=EPS)
 

@@ -186,6 +186,12 @@ def test_blocks_of_tokens(rows: int, partial: float, dtype: torch.dtype, monkeyp
     assert names[0] != names[1] == "_RotaryBackward"
     _, tangent = torch.func.jvp(lambda x: rotary._Rotary.apply(x, table), (given[0],), (given[1],))
     torch.testing.assert_close(tangent, rotary._Rotary.apply(given[1], table), rtol=off, atol=off)
+    with torch.inference_mode():
+        frozen = table.clone()
+    torch.testing.assert_close(
+        apply_rotary(given[0].requires_grad_(), frozen), apply_rotary(given[0], table), rtol=off, atol=off
+    )
+    given.detach_()
     right = rotary._rotated
     monkeypatch.setattr(rotary, "_rotated", lambda x, table, sign: right(x, table, 1.0))  # a planted bug
     assert (all_of()[3] - wanted[3]).abs().max() > 0.1

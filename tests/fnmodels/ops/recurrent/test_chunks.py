@@ -59,6 +59,25 @@ def test_steps_of_several_chunks(op: Op, number: int, chunk: int, rows: int, ste
     assert max(steps) == min(number, whole) and (1 in steps) == (rest > 0 or whole % number == 1)
 
 
+@every_form
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("dims", [(0, 1), (2, 3)])
+def test_states_and_gradients_that_lie_transposed(op: Op, number: int, dims: tuple[int, int]) -> None:
+    """Values with and without gradients, and gradients, are those of contiguous ones."""
+    along, constants, state = op.arguments(*ROWS.shape)
+    lies = state.transpose(*dims).contiguous().transpose(*dims)
+    grad = torch.randn_like(state)
+    found = []
+    for given, of_last in ((state, grad), (lies, grad.transpose(*dims).contiguous().transpose(*dims))):
+        leaves = [t.requires_grad_() for t in (*along, given)]
+        outputs = call(op, along, constants, ROWS, given, torch.tensor([1, 1, 9, 2]), chunk=4, kernel="auto")
+        grads = torch.autograd.grad(outputs, leaves, (torch.ones_like(outputs[0]), of_last))
+        with torch.no_grad():
+            plain = call(op, along, constants, ROWS, given, torch.tensor([1, 1, 9, 2]), chunk=4, kernel="auto")
+        found.append((outputs[1], outputs[0][VALID], *grads, plain[1], plain[0][VALID]))
+    close(found[1], found[0])
+
+
 def first_states(c: Any, states: Tensor, *rest: Any) -> Any:
     return delta_outputs(c, states[:1].expand_as(states), *rest)
 
