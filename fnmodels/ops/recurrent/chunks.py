@@ -23,7 +23,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 class Given(NamedTuple):
-    """What a step of n chunks of C tokens is given."""
+    """The arguments of a step of n chunks of C tokens."""
 
     slices: _Tensors  # along the sequence, [B, n C, ...]
     prepared: _Tensors  # of these chunks from `ByHand.prepared`, [n, ...]
@@ -73,13 +73,14 @@ def scan_forward(
         else:
             after = last[None] if count == 1 else space("after", count, *state.shape)
         by.step(state, Given(slices, prepared, constants, space), after, part)
-        # Without `keep` from the memory that the next step writes.
-        state, first = after[-1] if keep or count == 1 else last.copy_(after[-1]), first + count
-    return last.copy_(state), state.new_empty(0) if states is None else states[:-1]
+        state, first = after[-1], first + count
+        if states is None and count > 1:  # the next step writes over `after`
+            state = last.copy_(state)
+    return (last, state.new_empty(0)) if states is None else (last.copy_(state), states[:-1])
 
 
 class _Steps(NamedTuple):
-    """Of each step the number of tokens and of chunks, and what it takes; a shorter chunk has its own."""
+    """The numbers of tokens and of chunks of each step, and its arguments; a shorter chunk has a step of its own."""
 
     sizes: list[int]
     counts: list[int]
