@@ -62,7 +62,8 @@ def ours(
     cache = fnmodels.init_cache(config, 1, start.room, dtype=start.dtype, device=start.context.device)
     prepared = fnmodels.prepare_step(config, start.context, cache)
     _, cache = fnmodels.decode_(params, *prepared, cache, config=config, at="last", kernel=kernel)
-    held = [fnmodels.take(cache, [0] * start.rows)]
+    room = fnmodels.init_cache(config, start.rows, start.room, dtype=start.dtype, device=start.context.device)
+    held = [fnmodels.insert_(room, range(start.rows), fnmodels.take(cache, [0] * start.rows))]
 
     def decode(tokens: Tensor) -> Tensor:
         if step is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.ops.huge_pages import move_to_huge_pages
 from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.linear import linear
 from fnmodels.ops.onednn import dense
@@ -186,6 +187,7 @@ def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
             if parent != path and weights.keys() >= set(group) and not _differ(parent, group, given):
                 forms |= _joined({member: weights[member] for member in group})
     forms |= {path: Packed(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
+    move_to_huge_pages(tree.leaves(list(forms.values())))
     return map_leaves(lambda path, leaf: forms.get(path, leaf), params)
 
 
@@ -227,7 +229,9 @@ def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str,
             return forms[kind](path, leaf.detach().float())
         return leaf if path in fixed or not leaf.is_floating_point() else leaf.detach().bfloat16()
 
-    return map_leaves(form, params)
+    found = map_leaves(form, params)
+    move_to_huge_pages(tree.leaves(found))
+    return found
 
 
 def _chosen(path: str, leaf: Tensor, skip: tuple[str, ...]) -> bool:

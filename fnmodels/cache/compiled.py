@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.ops.huge_pages import move_to_huge_pages
 from fnmodels.ops.torch_internals import mark_dynamic, one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -38,7 +39,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
 
     The step computes what `decode_(params, *prepare_step(config, tokens, cache), cache)` does, up to the rounding of
     fused code. It compiles once per shape of tokens and cache, and a second time for the second such shape, whose sizes
-    are symbols from then on; the step that fills the last slot of a row is a graph of its own. Values are not checked:
+    are symbols from then on; steps that read a cache's last slots are a graph of their own. Values are not checked:
     a row without room drops its token. options: as for `fnmodels.forward`; ValueError for layer_fn and
     kernel="invariant".
     """
@@ -62,6 +63,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
     run = one_graph(graph)
+    moved: list[int] = []  # what the last step's params were
 
     @torch.no_grad()
     def step(
@@ -72,6 +74,9 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         segment_ids: Tensor | None = None,
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
+        if moved != [id(params)]:
+            move_to_huge_pages(tree.leaves(params))
+            moved[:] = [id(params)]
         clean, read = is_clean(cache), _slots_read(cache, tokens, segment_ids)
         logits, after = run(params, tokens, _with_own_slots(cache), segment_ids, length, clean, read)
         consume(cache)
@@ -84,7 +89,7 @@ def _slots_read(cache: Cache, tokens: Tensor, segment_ids: Tensor | None) -> Ten
     """An empty tensor whose size is the number of slots that the fullest row fills in this step, in blocks.
 
     A size is a symbol of the graph, where an int would be a constant. None: all slots are read, as in rings, in small
-    caches, where values are on a device, and in the step that fills the last slot, which is a graph of its own. All
+    caches, where values are on a device, and from where the cache has no whole block left, in a graph of its own. All
     kinds without rings hold as many tokens.
     """
     held = next((slots.segments for slots in cache.slots.values() if not slots.ring), None)
@@ -94,9 +99,9 @@ def _slots_read(cache: Cache, tokens: Tensor, segment_ids: Tensor | None) -> Ten
         filled = max(held.count_nonzero(1).tolist()) + tokens.shape[1]  # further operations take longer than Python
     else:
         filled = int((held.count_nonzero(1) + (segment_ids > 0).sum(1)).amax())
-    if filled >= room:
+    if (slots := -(-filled // BLOCK) * BLOCK) >= room:
         return None
-    read = torch.empty(min(-(-filled // BLOCK) * BLOCK, room - 1), 0)
+    read = torch.empty(slots, 0)
     mark_dynamic(read, 0)
     return read
 

@@ -11,6 +11,7 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, may_have, source_kind
+from fnmodels.ops.huge_pages import advise_huge_pages
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
@@ -78,9 +79,12 @@ def _empty_entry(
 ) -> Tensor:
     """Zeros [B, *room, *shape]. The slots of one head of keys are neighbours in memory: a query reads them as one run,
     1.1 times as fast as slots of all heads in fp32 and twice as fast in bf16."""
-    if not room or len(shape) < 2:
-        return torch.zeros(batch, *room, *shape, dtype=dtype, device=device)
-    return torch.zeros(batch, shape[0], *room, *shape[1:], dtype=dtype, device=device).transpose(1, 2)
+    by_head = bool(room) and len(shape) >= 2
+    entry = torch.empty(
+        batch, *([shape[0], *room, *shape[1:]] if by_head else [*room, *shape]), dtype=dtype, device=device
+    )
+    advise_huge_pages(entry)
+    return entry.zero_().transpose(1, 2) if by_head else entry.zero_()
 
 
 def _empty_slots(

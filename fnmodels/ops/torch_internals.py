@@ -53,7 +53,9 @@ PRIVATE: dict[str, Any] = {
         "distributed.distributed_c10d._get_default_store",
         "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
+        "ops.mkldnn._nbytes",
         "ops.mkldnn._reorder_linear_weight",
+        "ops.mkldnn.data_ptr",
     )
 }
 _CPU = found() if (found := PRIVATE["cpu.get_capabilities"]) else {}
