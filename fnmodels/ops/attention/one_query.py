@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64  # keys
+_VECTOR = 16  # fp32 elements of the widest registers
 
 
 def is_one_query(q: Tensor) -> bool:
@@ -34,6 +35,7 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None,
         seen = allowed.transpose(1, 2)  # [B or 1, 1, N or 1, K]
         seen = seen if seen.shape[2] == 1 else seen[:, 0].unflatten(1, (groups, -1))
         scores = scores.masked_fill(~seen, -torch.inf)
+    scores = _stored(scores)  # in the order of the sums over keys
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top.masked_fill(top == -torch.inf, 0)).exp()
     total = weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -51,8 +53,13 @@ def _weighted(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _summed(weights: Tensor, v: Tensor) -> Tensor:
-    """[..., G, R, Hv] of weights [..., G, R, K] and v [..., K, G, Hv]."""
-    return (weights[..., None] * v.transpose(-3, -2)[..., None, :, :].float()).sum(-2)
+    """[..., G, R, Hv] of weights [..., G, R, K] and v [..., K, G, Hv].
+
+    Parts of the width are sums of one loop over the keys, which therefore reads whole heads in the order of memory.
+    """
+    wide = v.transpose(-3, -2)[..., None, :, :].float()
+    parts = wide.split(max(_VECTOR, v.shape[-1] // 8), -1)
+    return torch.cat([(weights[..., None] * part).sum(-2) for part in parts], -1)
 
 
 def _stored(x: Tensor) -> Tensor:
