@@ -170,7 +170,8 @@ def _scored(
         return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
 
     labels, of = batch["labels"][valid], sequences.to(device)[valid]
-    logp, likeliest = per_token(one, (x[valid], labels), labels.shape, chunk_of("auto", config.vocab_size, device))
+    chunk = chunk_of("auto", config.vocab_size, device, x.dtype)
+    logp, likeliest = per_token(one, (x[valid], labels), labels.shape, chunk)
     wrong = torch.zeros(count, dtype=torch.int64, device=device).index_add(0, of, (~likeliest).long())
     return torch.zeros(count, dtype=torch.float64, device=device).index_add(0, of, logp.double()), wrong == 0
 

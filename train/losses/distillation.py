@@ -76,7 +76,7 @@ def distill(
         divergence = token_divergence(student, wanted, direction=direction, temperature=temperature)
         return divergence, student.argmax(-1) == wanted.argmax(-1)
 
-    size = chunk_of(chunk, config.vocab_size, x.device)
+    size = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     divergence, agree = per_token(one, (x, y), batch["labels"].shape, size)
     valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
     if weights is not None:

@@ -55,13 +55,13 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
-    chunk: tokens whose logits exist at a time, by default 512, on CUDA so many that they are 2^27 logits; None: all
-    [B, S, V], in plain operations. With chunks all torch.func transforms work, but only plain reverse mode saves
+    chunk: tokens whose logits exist at a time, by default at least 512 and 32 MiB of logits, on CUDA 2^27 logits; None:
+    all [B, S, V], in plain operations. With chunks all torch.func transforms work, but only plain reverse mode saves
     memory: vmap, jvp and second derivatives use as much as chunk=None. Inside torch.compile the chunks are checkpointed
     instead. Where the head is a `Vocab` (tensor parallelism) each rank computes the logits of its vocabulary shard.
     weights, label_smoothing, z_loss and errors: as in `cross_entropy`.
     """
-    chunk = chunk_of(chunk, config.vocab_size, x.device)
+    chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     check_weights(weights, labels)

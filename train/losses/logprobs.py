@@ -96,7 +96,7 @@ def head_logprobs(
     check_labels(labels, x.shape[:-1], "hidden states")
     each = (_per_token(temperature, labels),) if isinstance(temperature, Tensor) else ()
     check_temperature(each[0] if each else temperature)
-    chunk = chunk_of(chunk, config.vocab_size, x.device)
+    chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor, *each: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,20 +8,29 @@ from torch.utils.checkpoint import checkpoint
 
 PerToken = Callable[..., tuple[Tensor, ...]]
 
-CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
+CHUNK = 512  # tokens at least
 LOGITS = 2**27  # of a chunk on CUDA, where the launches for one of 512 tokens take longer than its work
+# Bytes of a chunk's logits elsewhere. Each chunk adds to the gradient of the whole head in fp32, so that few chunks
+# read and write less; buffers under malloc's 32 MiB mmap threshold are reused.
+BYTES = 2**25
 
 
-def chunk_of(chunk: int | str | None, vocabulary: int, device: torch.device) -> int | None:
-    """The number of tokens in a chunk: `chunk` itself, or for "auto" what suits the device and the vocabulary.
+def chunk_of(chunk: int | str | None, vocabulary: int, device: torch.device, dtype: torch.dtype) -> int | None:
+    """The number of tokens in a chunk: `chunk` itself, or for "auto" what suits the device and the logits' size.
 
-    ValueError for anything but a number of at least 1, None or "auto".
+    dtype: that of the logits. ValueError for anything but a number of at least 1, None or "auto".
     """
     if chunk == "auto":
-        return CHUNK if device.type != "cuda" else max(CHUNK, LOGITS // vocabulary)
+        return automatic_chunk(vocabulary, device, dtype)
     if isinstance(chunk, str) or (chunk is not None and chunk < 1):
         raise ValueError(f'chunk is {chunk!r}; it must be a number of tokens, at least 1, None or "auto".')
     return chunk
+
+
+def automatic_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens of a chunk that suit the device and the logits' dtype."""
+    logits = LOGITS if device.type == "cuda" else BYTES // dtype.itemsize
+    return max(CHUNK, logits // vocabulary)
 
 
 def per_token(

@@ -4,7 +4,9 @@ import math
 import operator
 from collections.abc import Mapping
 
-from train.losses.token_chunks import CHUNK
+import torch
+
+from train.losses.token_chunks import automatic_chunk
 from train.parallel.pipeline.timeline import peak
 
 from .facts import WIDE
@@ -86,6 +88,7 @@ def _working(rank: PipelineRank) -> int:
     """The larger of a layer's gradient before it is reduced, and a chunk's logits with their gradient."""
     model, item = rank.model, rank.model.work.dtype.itemsize
     layers = [sum(leaf.whole * (item + WIDE) for leaf in group if leaf.used) for group in rank.layers.values()]
-    tokens = min(CHUNK, math.prod(model.shape))
+    chunk = automatic_chunk(model.config.vocab_size, torch.device("cpu"), model.work.dtype)
+    tokens = min(chunk, math.prod(model.shape))
     logits = tokens * model.config.vocab_size // model.mesh.tp * (item + 2 * WIDE)
     return max(*layers, logits if any(map(rank.is_last, rank.stages)) else 0, 0)

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from train.losses.token_chunks import CHUNK
+import torch
+
+from train.losses.token_chunks import automatic_chunk
 from train.parallel.pipeline import tree_split
 
 from .facts import WIDE, Message
@@ -85,7 +87,8 @@ def _over_tp(rank: PipelineRank) -> Iterable[Message]:
             yield _times("all_reduce", "tp", "activations", model.hidden_bytes, parts * ends)
         if rank.is_last(stage):
             tokens = math.prod(model.shape)
-            chunks = -(-tokens // CHUNK)
+            chunk = automatic_chunk(model.config.vocab_size, torch.device("cpu"), model.work.dtype)
+            chunks = -(-tokens // chunk)
             for norm in (leaf for leaf in group if leaf.spec.axes == ("embed",)):
                 size = norm.whole * model.work.dtype.itemsize
                 yield _times("all_reduce", "tp", "shared leaves", size, parts)

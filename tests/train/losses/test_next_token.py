@@ -175,12 +175,14 @@ def test_cross_entropy_of_logits():
     torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
 
 
-def test_chunks_are_larger_on_cuda():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [chunk_of("auto", 1000, device) for device in (cpu, cuda)] == [CHUNK, LOGITS // 1000]
-    assert chunk_of("auto", 1 << 20, cuda) == CHUNK and chunk_of(7, 1000, cuda) == 7 and chunk_of(None, 9, cuda) is None
+def test_chunks_suit_the_device_and_the_vocabulary():
+    cpu, cuda, fp32, bf16 = torch.device("cpu"), torch.device("cuda"), torch.float32, torch.bfloat16
+    assert [chunk_of("auto", 8192, cpu, dtype) for dtype in (fp32, bf16)] == [1024, 2048]
+    assert [chunk_of("auto", 1000, cuda, dtype) for dtype in (fp32, bf16)] == [LOGITS // 1000] * 2
+    assert [chunk_of("auto", 1 << 20, device, fp32) for device in (cpu, cuda)] == [CHUNK, CHUNK]
+    assert chunk_of(7, 1000, cuda, fp32) == 7 and chunk_of(None, 9, cuda, fp32) is None
     with pytest.raises(ValueError, match="chunk is 'all'"):
-        chunk_of("all", 1000, cpu)
+        chunk_of("all", 1000, cpu, fp32)
 
 
 def test_the_chunk_is_checked():
