@@ -58,7 +58,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         read: Tensor | None,
     ) -> tuple[Tensor, Cache]:
         prepared = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
-        slots = None if read is None else read.shape[0]
+        slots = None if read is None else read.shape[0] * BLOCK
         x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean, filled=slots)
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
@@ -86,22 +86,22 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
 
 
 def _slots_read(cache: Cache, tokens: Tensor, segment_ids: Tensor | None) -> Tensor | None:
-    """An empty tensor whose size is the number of slots that the fullest row fills in this step, in blocks.
+    """An empty tensor whose size is the number of blocks of slots that the fullest row fills in this step, at least 2.
 
-    A size is a symbol of the graph, where an int would be a constant. None: all slots are read, as in rings, in small
-    caches, where values are on a device, and from where the cache has no whole block left, in a graph of its own. All
-    kinds without rings hold as many tokens.
+    A size is a symbol of the graph, where an int, or a size of 1, would be a constant. None: all slots are read, as in
+    rings, in small caches, where values are on a device, and from where the cache has no whole block left, in a graph
+    of its own. All kinds without rings hold as many tokens.
     """
     held = next((slots.segments for slots in cache.slots.values() if not slots.ring), None)
-    if held is None or not held.is_cpu or (room := held.shape[1]) <= BLOCK:
+    if held is None or not held.is_cpu or (room := held.shape[1]) <= 2 * BLOCK:
         return None
     if segment_ids is None:
         filled = max(held.count_nonzero(1).tolist()) + tokens.shape[1]  # further operations take longer than Python
     else:
         filled = int((held.count_nonzero(1) + (segment_ids > 0).sum(1)).amax())
-    if (slots := -(-filled // BLOCK) * BLOCK) >= room:
+    if (blocks := max(2, -(-filled // BLOCK))) * BLOCK >= room:
         return None
-    read = torch.empty(slots, 0)
+    read = torch.empty(blocks, 0)
     mark_dynamic(read, 0)
     return read
 

@@ -35,7 +35,8 @@ def advise_huge_pages(tensor: Tensor) -> None:
 def move_to_huge_pages(tensors: Iterable[Any]) -> int:
     """Moves memory that is written to huge pages, in place: 2 s per GB, and no time where it lies in them.
 
-    Returns how many pages the tensors lie in then. Memory that files are mapped to stays where it is.
+    Returns how many pages the tensors lie in then. Memory that files are mapped to stays where it is; what a forked
+    process shares with its parent becomes its own.
     """
     pages = {
         page for start, length in _spans(tensors) for page in range(start // PAGE, (start + length - 1) // PAGE + 1)
@@ -45,7 +46,7 @@ def move_to_huge_pages(tensors: Iterable[Any]) -> int:
 
 def _spans(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """(address, bytes) of the storages of tensors in this process's memory that are worth it."""
-    if _madvise() is None:
+    if torch.compiler.is_compiling() or _madvise() is None:
         return
     for t in tensors:
         if not isinstance(t, Tensor) or not _has_memory(t):

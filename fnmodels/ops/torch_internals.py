@@ -286,6 +286,13 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     return full_graph(function, **options)
 
 
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether this holds whatever the sizes of a graph are, without a guard on them. For compiled code."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here, for it imports sympy
+
+    return bool(statically_known_true(condition))
+
+
 def mark_dynamic(tensor: Tensor, dim: int, *, required: bool = True) -> None:
     """Makes this size a symbol of the graphs compiled for `tensor`, from the first on.
 

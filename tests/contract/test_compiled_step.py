@@ -72,6 +72,30 @@ def both(params: Any, config: Any, rows: int, **form: Any) -> Iterator[tuple[Ten
         yield logits, wanted
 
 
+def filled(step: Any, params: Any, config: Any, capacity: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits of the compiled step, of `decode_`) of two rows from `start` tokens until their cache is full."""
+    tokens = torch.arange(2 * capacity).view(2, capacity) % config.vocab_size
+    prompt = fnmodels.prepare_step(config, tokens[:, :start], fnmodels.init_cache(config, 2, capacity))
+    one, other = (
+        fnmodels.decode_(params, *prompt, fnmodels.init_cache(config, 2, capacity), config=config)[1] for _ in range(2)
+    )
+    for t in range(start, capacity):
+        logits, one = step(params, tokens[:, t, None], one)
+        prepared = fnmodels.prepare_step(config, tokens[:, t, None], other)
+        wanted, other = fnmodels.decode_(params, *prepared, other, config=config)
+        yield logits, wanted
+
+
+def test_few_graphs_serve_all_lengths_and_capacities(graphs: CompileCounterWithBackend) -> None:
+    """Steps that read blocks of slots and those that read all are two graphs of one capacity, and two of all others."""
+    config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
+    params, step = generic_params(config), fnmodels.compiled_step(config)
+    for capacity, start, count in ((300, 5, 2), (300, 250, 2), (500, 440, 4), (512, 440, 4), (100, 90, 4), (64, 60, 4)):
+        for logits, wanted in filled(step, params, config, capacity, start):
+            assert off(logits, wanted) < 2e-6
+        assert graphs.frame_count == count
+
+
 @pytest.mark.parametrize("rows", [1, 3])  # one row's int8 products are loops of the graph
 @pytest.mark.parametrize("form", ["packed", "int8", "int4"])
 def test_each_form_of_weights(form: str, rows: int, graphs: CompileCounterWithBackend) -> None:
@@ -97,6 +121,15 @@ def test_generated_code() -> None:
     torch.compiler.reset()
     config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
     for logits, wanted in both(generic_params(config), config, 1):
+        assert off(logits, wanted) < 2e-6
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_generated_code_reads_blocks_of_slots() -> None:
+    torch.compiler.reset()
+    config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
+    for logits, wanted in filled(fnmodels.compiled_step(config), generic_params(config), config, 200, 120):
         assert off(logits, wanted) < 2e-6
     torch.compiler.reset()
 

@@ -11,7 +11,7 @@ PerToken = Callable[..., tuple[Tensor, ...]]
 CHUNK = 512  # tokens at least
 LOGITS = 2**27  # of a chunk on CUDA, where the launches for one of 512 tokens take longer than its work
 # Bytes of a chunk's logits elsewhere. Each chunk adds to the gradient of the whole head in fp32, so that few chunks
-# read and write less; buffers under malloc's 32 MiB mmap threshold are reused.
+# read and write less.
 BYTES = 2**25
 
 

@@ -8,6 +8,8 @@ for all query heads.
 import torch
 from torch import Tensor
 
+from fnmodels.ops.torch_internals import known_true
+
 _BLOCK = 64  # keys
 _VECTOR = 16  # fp32 elements of the widest registers
 
@@ -43,13 +45,14 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None,
 
 
 def _weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """[B, G, R, Hv], the sums over keys of v [B, K, G, Hv] with weights [B, G, R, K]."""
-    whole = v.shape[1] // _BLOCK * _BLOCK
-    if whole == 0:
+    """[B, G, R, Hv], the sums over keys of v [B, K, G, Hv] with weights [B, G, R, K].
+
+    They are sums of blocks where K is known to be a multiple: asking for the size of a graph would compile it anew.
+    """
+    if not known_true(v.shape[1] % _BLOCK == 0):
         return _summed(weights, v)
-    by_block = weights[..., :whole].unflatten(-1, (-1, _BLOCK)).movedim(3, 1)  # [B, blocks, G, R, keys]
-    out = _stored(_summed(by_block, v[:, :whole].unflatten(1, (-1, _BLOCK)))).sum(1)
-    return out if whole == v.shape[1] else out + _summed(weights[..., whole:], v[:, whole:])
+    by_block = weights.unflatten(-1, (-1, _BLOCK)).movedim(3, 1)  # [B, blocks, G, R, keys]
+    return _stored(_summed(by_block, v.unflatten(1, (-1, _BLOCK)))).sum(1)
 
 
 def _summed(weights: Tensor, v: Tensor) -> Tensor:

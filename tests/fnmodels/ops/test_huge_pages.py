@@ -1,7 +1,9 @@
 """Tensors lie in pages of 2 MiB where they are asked to, with the same values at the same addresses."""
 
-import re
-from pathlib import Path
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,34 +12,55 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import llama, tree
+from fnmodels.cache import compiled, init
 from fnmodels.ops import huge_pages
 from fnmodels.ops.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
-from fnmodels.ops.torch_internals import PRIVATE
+from params import weight_forms
 
-WIDE = llama.Config(
+SMALL = llama.Config(
     vocab_size=64,
-    hidden_size=1024,
-    intermediate_size=1536,
+    hidden_size=32,
+    intermediate_size=48,
     num_hidden_layers=1,
-    num_attention_heads=8,
-    num_key_value_heads=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
+PROGRAM = """
+import re, sys
+import torch
+from fnmodels.ops.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
 
-
-def held(start: int, length: int) -> int:
-    """Bytes in huge pages, of the mappings that memory lies in."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+def held(t):
+    start, found, inside = t.data_ptr(), 0, False
+    for line in open("/proc/self/smaps"):
         if address := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             low, high = (int(text, 16) for text in address.groups())
-            inside = low < start + length and start < high
+            inside = low < start + t.nbytes and start < high
         elif inside and line.startswith("AnonHugePages:"):
             found += int(line.split()[1]) * 1024
-    return found
+    return found // PAGE
 
-
-def held_of(t: Tensor) -> int:
-    return held(t.data_ptr(), t.nbytes)
+"""
+WRITTEN = """
+large = torch.arange(40 * PAGE // 8)  # above malloc's largest threshold, so that it is a mapping of its own
+before, address = held(large), large.data_ptr()
+moved = move_to_huge_pages([large, torch.ones(3), None, large[::2]])
+assert moved >= 39, moved
+assert held(large) - before >= 39, (before, held(large))
+assert large.data_ptr() == address and torch.equal(large, torch.arange(40 * PAGE // 8))
+assert move_to_huge_pages([large]) == moved  # again
+"""
+EMPTY = """
+counts = []
+for advised in (False, True):
+    empty = torch.empty(40 * PAGE, dtype=torch.uint8)
+    if advised:
+        advise_huge_pages(empty)
+    counts.append(held(empty.fill_(1)))
+    del empty
+assert counts[1] >= 39, counts
+assert counts[0] == 0 or "[always]" in open("/sys/kernel/mm/transparent_hugepage/enabled").read(), counts
+"""
 
 
 @pytest.fixture
@@ -46,37 +69,35 @@ def pages() -> None:
         pytest.skip("this system has no huge pages")
 
 
-def test_memory_that_is_written_moves_with_its_values(pages: None) -> None:
-    large = torch.arange(40 * PAGE // 8)  # above malloc's largest threshold, so in a mapping that begins without them
-    before, address = held_of(large), large.data_ptr()
-    moved = move_to_huge_pages([large, torch.ones(3), None, large[::2]])
-    assert moved >= 39
-    assert held_of(large) - before >= 39 * PAGE
-    assert large.data_ptr() == address and torch.equal(large, torch.arange(40 * PAGE // 8))
-    assert move_to_huge_pages([large]) == moved  # again
+@pytest.mark.parametrize("program", [WRITTEN, EMPTY], ids=["written", "empty"])
+def test_memory_lies_in_huge_pages(program: str, pages: None) -> None:
+    """In a process of its own, where mappings are those of one tensor."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM + program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
 
 
-def test_memory_that_is_not_written_is_in_huge_pages_from_the_start(pages: None) -> None:
-    sizes = {}
-    for advised in (False, True):
-        empty = torch.empty(40 * PAGE, dtype=torch.uint8)
-        before = held_of(empty)
-        if advised:
-            advise_huge_pages(empty)
-        sizes[advised] = held_of(empty.fill_(1)) - before
-        del empty
-    assert sizes[True] >= 39 * PAGE
-    always = "[always]" in huge_pages._SWITCH.read_text()
-    assert always or sizes[False] == 0
-
-
-def test_forms_of_weights_and_caches_lie_in_huge_pages(pages: None) -> None:
-    params = P.init(WIDE, seed=0)
-    layout = P.packed(params)["layers"][0]["mlp"]["down_proj"].layout
-    assert held(PRIVATE["ops.mkldnn.data_ptr"](layout), layout.numel() * 4) >= PAGE
-    cache = fnmodels.init_cache(WIDE, 1, 10 * PAGE // 4096)  # 4 KiB per slot
-    assert held_of(cache.layers[0]["k"]) >= 9 * PAGE
-    assert not any(leaf.any() for leaf in tree.leaves(cache.layers))
+def test_forms_of_weights_caches_and_compiled_steps_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[Tensor]] = {"move": [], "advise": []}
+    move: Any = lambda tensors: asked["move"].extend(tensors)  # noqa: E731
+    monkeypatch.setattr(weight_forms, "move_to_huge_pages", move)
+    monkeypatch.setattr(compiled, "move_to_huge_pages", move)
+    monkeypatch.setattr(init, "advise_huge_pages", asked["advise"].append)
+    params = P.init(SMALL, seed=0)
+    forms = P.packed(params)
+    assert len(asked["move"]) == 8  # q, k, v, o, gate, up, down and the head
+    P.quantize(params, SMALL, kind="int8")
+    assert len(asked["move"]) > 14
+    cache = fnmodels.init_cache(SMALL, 1, 8)
+    assert [t.data_ptr() for t in asked["advise"]] == [t.data_ptr() for t in tree.leaves(cache.layers)]
+    asked["move"].clear()
+    step = fnmodels.compiled_step(SMALL)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            _, cache = step(forms, torch.ones(1, 1, dtype=torch.long), cache)
+    assert len(asked["move"]) == len(tree.leaves(forms))  # once
 
 
 def test_what_has_no_memory_here_is_left_alone() -> None:
