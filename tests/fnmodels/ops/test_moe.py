@@ -15,7 +15,15 @@ from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
-from fnmodels.ops.moe.experts import choose_experts, dense_experts, few_experts, grouped_experts, loop_experts
+from fnmodels.ops.moe.experts import (
+    choose_experts,
+    compiled_experts,
+    dense_experts,
+    few_experts,
+    gathered_experts,
+    grouped_experts,
+    loop_experts,
+)
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import RouterDtypes, choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
 from tests.support.cases import generic, off
@@ -414,18 +422,49 @@ def test_static_shapes_go_through_every_transform() -> None:
     assert off(each[:, 0], dense_experts(*given, indices, valid, act=SILU)) < 1e-12
 
 
+FEW = {"few": few_experts, "gathered": gathered_experts, "compiled": torch.compile(compiled_experts, dynamic=False)}
+
+
+@pytest.mark.parametrize("path", FEW)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_tokens_go_through_the_experts_they_chose(bias: bool, weighted: bool) -> None:
-    """Also where all are padding, whose NaN reaches nothing; without gradients they are the choice of "auto"."""
+def test_few_tokens_go_through_the_experts_they_chose(path: str, bias: bool, weighted: bool) -> None:
+    """Also where all are padding, whose NaN and whose choice reach nothing."""
     experts, x, weights, indices, valid = problem(torch.float64, bias)
     with torch.no_grad():
         for real in (valid, torch.zeros_like(valid)):
-            given = experts, x.masked_fill(~real[:, None], torch.nan), weights, indices, real
+            given = experts, x.masked_fill(~real[:, None], torch.nan), weights, indices.where(real[:, None], E), real
             wanted = dense_experts(experts, x, weights, indices, real, act=SILU, input_weighted=weighted)
-            torch.testing.assert_close(few_experts(*given, act=SILU, input_weighted=weighted), wanted)
-        assert choose_experts("auto", x[: E - 1], *experts.values()) is few_experts
-        assert choose_experts("auto", noise(E, D), *experts.values()) is loop_experts
+            for t in (len(x), 2):
+                tokens = (experts, *(value[:t] for value in given[1:]))
+                torch.testing.assert_close(FEW[path](*tokens, act=SILU, input_weighted=weighted), wanted[:t])
+
+
+def test_compiled_code_reads_the_chosen_weights_of_few_tokens() -> None:
+    """Without gradients and transforms: then no product of all experts is in the graph."""
+    experts, *_ = problem(torch.float32, False)
+    products: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names = [str(node.target) for node in graph.graph.nodes]
+        products.append(sum("matmul" in name or "bmm" in name for name in names))
+        return graph.forward
+
+    def few(x: Tensor) -> Tensor:
+        weights, indices = torch.ones(len(x), 2), torch.tensor([[0, 1]]).expand(len(x), 2)
+        valid = torch.ones(len(x), dtype=torch.bool)
+        return choose_experts("auto", x, *experts.values())(experts, x, weights, indices, valid, act=SILU)
+
+    def run(tokens: int, function: Callable[[Tensor], Tensor]) -> int:
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend, fullgraph=True)(torch.ones(tokens, D))
+        return products.pop()
+
+    with torch.no_grad():
+        assert run(1, few) == run(2 * E, few) == 0
+        assert run(2 * E + 1, few) == 3
+        assert run(3, lambda x: vmap(few)(x[:, None])) == 3
+    assert run(1, few) == 3
 
 
 def test_who_is_chosen_and_who_says_no() -> None:
@@ -435,6 +474,11 @@ def test_who_is_chosen_and_who_says_no() -> None:
     assert choose_experts("auto", x, experts["gate_proj"][..., :6]) is loop_experts
     assert choose_experts("auto", x.to("meta")) is dense_experts
     assert choose_experts(grouped_experts, x) is grouped_experts
+    with torch.no_grad():
+        assert choose_experts("auto", x[:1], *experts.values()) is few_experts
+        assert choose_experts("auto", x[:2], *experts.values()) is grouped_experts
+        many = {name: leaf.repeat(7, 1, 1) for name, leaf in experts.items()}
+        assert choose_experts("auto", x[:2], *many.values()) is few_experts
     with pytest.raises(ValueError, match="experts is 'quick'; it must be auto, loop, grouped, dense"):
         choose_experts("quick", x)
     seen = []
