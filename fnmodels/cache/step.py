@@ -1,5 +1,6 @@
 """`prefill`, `decode` and `decode_`: one step of a model on a cache."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -216,30 +217,42 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
     index = slots.index_of(positions, segments)
-    spans = None if slots.spans is None or mask.q_spans is None else _put(slots.spans, mask.q_spans, index)
-    after = Slots(_put(slots.positions, positions, index), _put(slots.segments, segments, index), spans, slots.ring)
     readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
     readable = readable and not host_is_away()
+    free = free and readable and segments.is_cpu
+    first = _first(index, slots) if free else None
+    put = functools.partial(_put, index=index, first=first)
+    spans = None if slots.spans is None or mask.q_spans is None else put(slots.spans, mask.q_spans)
+    after = Slots(put(slots.positions, positions), put(slots.segments, segments), spans, slots.ring)
     if tokens > 1 and readable and not bool(slots.occupied.any()):
         own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
-        return _Plan(index, after, own, SlotUse("new"))
+        return _Plan(index, after, own, SlotUse("new", first=first))
     if slots.ring and tokens > 1:
         return _Plan(index, after, mask, SlotUse("both"))
     seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments, kv_spans=after.spans)
-    if not (free and readable and segments.is_cpu):
+    if not free:
         if filled is None or slots.ring:
             return _Plan(index, after, seen, SlotUse("slots"))
         return _Plan(index, after, seen.select(slice(None), slice(filled)), SlotUse("slots", filled))
     last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
     length = min(-(-int(last) // multiple) * multiple, after.segments.shape[1])
     seen = seen.select(slice(None), slice(length))
-    use = SlotUse("slots", length, full=bool((index < slots.segments.shape[1]).all()))
+    full = first is not None or bool((index < slots.segments.shape[1]).all())
+    use = SlotUse("slots", length, full=full, first=first)
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
 
 
-def _put(held: Tensor, new: Tensor, index: Tensor) -> Tensor:
+def _first(index: Tensor, slots: Slots) -> int | None:
+    """`SlotUse.first` of the slots index [B, S], read from values."""
+    tokens = index.shape[1]
+    if not index.numel() or (first := int(index[0, 0])) + tokens > slots.segments.shape[1]:
+        return None
+    return first if bool((index == torch.arange(first, first + tokens)).all()) else None
+
+
+def _put(held: Tensor, new: Tensor, *, index: Tensor, first: int | None) -> Tensor:
     """`write`, contiguous as in `init_cache`: compiled steps have one graph for the first step and later ones."""
-    return write(held, new, index).contiguous()
+    return write(held, new, index, first=first).contiguous()
 
 
 def _sees_all(mask: Mask) -> bool:

@@ -33,12 +33,14 @@ class SlotUse:
         afterwards. "slots": the slots after the new tokens are written, the first `length` of them (None: all); right
         if no query sees a token that this call overwrites. "new": the new tokens, for a cache that is empty.
     inplace: write into the entry's tensors, which the caller must not use afterwards. full: every new token is written.
+    first: the slot of every row's first new token, where all are written in order from there; None: not known to be so.
     """
 
     keys: str = "both"
     length: int | None = None
     inplace: bool = False
     full: bool = False
+    first: int | None = None
 
 
 def extended(
@@ -60,7 +62,7 @@ def extended(
     if use.keys == "both":  # before the write: it may overwrite keys that the queries see
         read = {name: torch.cat((held[name].to(t.dtype), t), dim=1) for name, t in added.items()}
     put = functools.partial(write_, full=use.full) if use.inplace else write
-    written = {name: put(held[name], t.to(held[name].dtype), index) for name, t in added.items()}
+    written = {name: put(held[name], t.to(held[name].dtype), index, first=use.first) for name, t in added.items()}
     if use.keys == "slots":
         read = {name: t[:, : use.length] for name, t in written.items()}
     return {name: loaded(name, read, value.dtype) for name, value in new.items()}, written
@@ -93,22 +95,27 @@ def _zeroed(entry: Tensor, occupied: Tensor, inplace: bool) -> Tensor:
     return entry.masked_fill_(empty, 0) if inplace else entry.masked_fill(empty, 0)
 
 
-def write(entry: Tensor, new: Tensor, index: Tensor) -> Tensor:
+def write(entry: Tensor, new: Tensor, index: Tensor, *, first: int | None = None) -> Tensor:
     """A copy of entry [B, C, ...] with new [B, S, ...] at the slots index [B, S]; differentiable, and works under vmap.
 
-    All tokens that are not written go to one slot more, which the result does not have.
+    All tokens that are not written go to one slot more, which the result does not have. first: see `SlotUse`.
     """
+    if first is not None:
+        return torch.cat((entry[:, :first], new, entry[:, first + new.shape[1] :]), dim=1)
     rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
     wide = torch.cat((entry, entry[:, :1]), dim=1)
     return torch.index_put(wide, (rows, index), new)[:, : entry.shape[1]]
 
 
-def write_(entry: Tensor, new: Tensor, index: Tensor, *, full: bool = False) -> Tensor:
-    """`write` into the memory of `entry`, which is returned. full: every token is written.
+def write_(entry: Tensor, new: Tensor, index: Tensor, *, full: bool = False, first: int | None = None) -> Tensor:
+    """`write` into the memory of `entry`, which is returned. full, first: see `SlotUse`.
 
     A token that is not written repeats the write of the row's last one that is; a row without any rewrites the content
     of its last slot.
     """
+    if first is not None:
+        entry[:, first : first + new.shape[1]] = new
+        return entry
     slots, tokens = entry.shape[1], new.shape[1]
     rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
     if full:

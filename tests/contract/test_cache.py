@@ -390,6 +390,11 @@ def first_of_chunk(self: Any, positions: Tensor, segments: Tensor) -> Tensor:
     return (positions % room).where(valid & (positions < oldest + room), room)
 
 
+def slots_of_the_first_row(index: Tensor, slots: Any) -> int | None:
+    first = int(index[0, 0])
+    return first if first + index.shape[1] <= slots.segments.shape[1] else None
+
+
 def masks_by(change: Callable[[Any, Any], Any]) -> Any:
     return prepare, "_with_slots", with_other_keys(change)
 
@@ -406,6 +411,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "mask from a count": [masks_by(by_count), AS_GIVEN],
     "evict before attend": [(step, "_plan", evicted_first)],
     "the first of a chunk stay": [(value.Slots, "index_of", first_of_chunk)],
+    "all rows at the first one's slots": [(step, "_first", slots_of_the_first_row)],
 }
 
 
