@@ -15,7 +15,7 @@ from fnmodels.ops.norm import rms_norm
 
 _WIDTHS = ((24, 40), (64, 200), (256, 768), (1536, 512))  # of products: in, out
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 17, 31, 64, 129)  # of rows
-_HEADS = ((24, 6, 2), (128, 4, 4), (256, 8, 4))  # their width, those of queries, those of keys
+_HEADS = ((24, 6, 2), (80, 4, 4), (128, 4, 4), (256, 8, 4))  # their width, those of queries, those of keys
 _TOKENS = 200
 
 

@@ -3,7 +3,7 @@
 Not on other documents, rows or padding, and not on the form in which keys arrive: one row, packed rows, chunks, or the
 slots of a cache. For that, every sum is taken over fixed tiles of 128 positions, aligned at multiples of 128, one tile
 after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The products
-of a tile have a multiple of 16 rows: then the bits of each row do not depend on the other rows of the product.
+of a tile have a multiple of 4 to 16 rows: then the bits of each row do not depend on the other rows of the product.
 The backward pass recomputes the probabilities, in the same tiles. Products are in fp32 at least.
 """
 
@@ -24,8 +24,7 @@ from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions
-ROWS = 16  # a product has a multiple of so many rows (on a CPU with AMX, 4 are too few for heads of 96, 8 of 192),
-WIDTH = 16  # and of so many columns
+WIDTH = 16  # a product has a multiple of so many columns
 
 SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part each of some 768 rows or more
 
@@ -198,6 +197,15 @@ def _tiles_of(
     return tuple(masks), tuple(seen), tuple(hidden)
 
 
+def least_rows(width: int) -> int:
+    """The rows of which products with so many columns have a multiple.
+
+    Measured with AVX-512 (MKL): products of fewer rows than 4, from 96 columns on than 6, and from 192 on than 12, give
+    a row other bits than larger ones.
+    """
+    return 4 if width <= 80 else 8 if width <= 128 else 16
+
+
 def invariant_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Tiles, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
@@ -211,7 +219,8 @@ def invariant_attention(
     repeats = q.shape[2] // groups
     q, k, v = (F.pad(upcast(t), (0, -t.shape[3] % WIDTH)) if t.shape[3] % WIDTH else upcast(t) for t in (q, k, v))
     k, v = (_rows(t, plan.keys, TILE) for t in (k, v))
-    q = _rows(q, plan.queries, TILE if plan.aligned else ROWS // math.gcd(ROWS, repeats))
+    least = least_rows(max(q.shape[3], v.shape[3]))
+    q = _rows(q, plan.queries, TILE if plan.aligned else least // math.gcd(least, repeats))
     rows, length = q.shape[:2]
     q = q.unflatten(2, (groups, repeats)).permute(0, 2, 3, 1, 4).reshape(rows * groups, repeats, length, -1)
     each = None if sinks is None else upcast(sinks).view(1, groups, repeats).expand(rows, -1, -1).flatten(0, 1)
@@ -226,7 +235,7 @@ def invariant_attention(
 def dot_products(rows: Tensor, columns: Tensor) -> Tensor:
     """rows [B, m, d] times columns [B, n, d]: [B, m, n], each with the bits of its row and column alone."""
     m, n, d = rows.shape[1], columns.shape[1], rows.shape[2]
-    rows = F.pad(rows, (0, -d % WIDTH, 0, -m % ROWS))
+    rows = F.pad(rows, (0, -d % WIDTH, 0, -m % least_rows(d)))
     columns = F.pad(columns, (0, -d % WIDTH, 0, -n % TILE))
     return torch.bmm(rows, columns.mT)[:, :m, :n]
 
