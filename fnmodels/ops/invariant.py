@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 
+from .onednn import product
 from .torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
@@ -113,9 +114,9 @@ def _refuse() -> NoReturn:
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear; x [..., in], weight [out, in], bias [out]. First derivatives only.
 
-    The gradient of x has invariant rows too; those of weight and bias are sums over rows. A weight that is no tensor
-    (an adapter) computes its product by this function. NotImplementedError under transforms, in compiled graphs, off
-    the CPU, and for a weight that multiplies in another way (a shard).
+    The gradient of x has invariant rows too; those of weight and bias are sums over rows, by the fastest product. A
+    weight that is no tensor (an adapter) computes its product by this function. NotImplementedError under transforms,
+    in compiled graphs, off the CPU, and for a weight that multiplies in another way (a shard).
     """
     if not (readable(x) and (readable(weight) or not isinstance(weight, Tensor))):
         _refuse()
@@ -129,8 +130,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():  # a Function's call takes longer than a small product
         return _InvariantLinear.forward(x, weight, bias)
-    product: Tensor = _InvariantLinear.apply(x, weight, bias)
-    return product
+    y: Tensor = _InvariantLinear.apply(x, weight, bias)
+    return y
 
 
 class _InvariantLinear(torch.autograd.Function):
@@ -165,9 +166,15 @@ class _InvariantLinear(torch.autograd.Function):
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         return (
             invariant_linear(grad_output, weight.t(), None) if needs_x else None,
-            invariant_linear(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if needs_weight else None,
+            _over_rows(rows, x.reshape(-1, x.shape[-1])) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
+
+
+def _over_rows(grad_output: Tensor, x: Tensor) -> Tensor:
+    """grad_output [rows, out] transposed times x [rows, in]."""
+    plain = x.dtype is grad_output.dtype and x.dtype in (torch.float32, torch.bfloat16) and len(x) > 0
+    return (product if plain else F.linear)(grad_output.t(), x.t(), None)
 
 
 def _in_fp32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
