@@ -24,7 +24,7 @@ def explain_invariance() -> dict[str, bool]:
 
     The number of rows of a product (fp32 and bf16), an element's place under an activation, the number of rows of a
     norm and of log-softmax, the form in which attention gets its keys, and the number of threads, for gradients of
-    attention and of a router too. Where one is False, kernel="invariant" does not hold what it promises on this
+    weights, attention and a router too. Where one is False, kernel="invariant" does not hold what it promises on this
     machine, and its results are right up to rounding.
     """
     draw = torch.Generator().manual_seed(0)
@@ -88,16 +88,24 @@ def _threads_alike(draw: torch.Generator) -> bool:
     ]
     few, logits = _drawn(draw, 27, 1184, torch.float32), _drawn(draw, 200, 60, torch.float32)
     queries, keys = _drawn(draw, _TOKENS, 1024, torch.float32), _drawn(draw, _TOKENS, 64, torch.float32)
+    many = _drawn(draw, 4096, 128, torch.float32)
     before, found = torch.get_num_threads(), []
     try:
         for threads in {1, before, 2, 3}:
             torch.set_num_threads(threads)
             products = [elementwise(F.silu, invariant_linear(x, weight, None)) for x, weight in pairs]
-            gradients = _softmax_gradient(logits), *_attention_gradients(queries, keys)
+            gradients = _softmax_gradient(logits), *_attention_gradients(queries, keys), _weight_gradient(many)
             found.append([*products, elementwise(functools.partial(F.gelu, approximate="tanh"), few), *gradients])
     finally:
         torch.set_num_threads(before)
     return all(torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
+
+
+@torch.enable_grad()
+def _weight_gradient(x: Tensor) -> Tensor:
+    weight = x[: x.shape[1]].clone().requires_grad_()
+    (found,) = torch.autograd.grad(invariant_linear(x, weight, None), weight, x)
+    return found
 
 
 @torch.enable_grad()

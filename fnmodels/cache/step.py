@@ -247,7 +247,7 @@ def _first(index: Tensor, slots: Slots) -> int | None:
     tokens = index.shape[1]
     if not index.numel() or (first := int(index[0, 0])) + tokens > slots.segments.shape[1]:
         return None
-    return first if bool((index == torch.arange(first, first + tokens)).all()) else None
+    return first if bool((index == torch.arange(first, first + tokens, device=index.device)).all()) else None
 
 
 def _put(held: Tensor, new: Tensor, *, index: Tensor, first: int | None) -> Tensor:

@@ -3,9 +3,10 @@
 A matrix product's kernel is chosen by the number of rows, and kernels add in different orders. Measured on CPUs with
 and without AVX-512: oneDNN's fp32 kernels give a row the same bits in products of two rows or more, and so do torch's
 bf16 products without AMX; MKL needs four rows, or twelve. So these layers take one library for products of every size,
-and compute a single row twice. With AMX, a row of a bf16 product over 512 inputs or more has other bits among 37 rows
-than among 600: there bf16 products are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance`
-measures what holds on the machine at hand.
+and compute a single row twice; gradients of weights alone, which are sums over rows, may take the other library. With
+AMX, a row of a bf16 product over 512 inputs or more has other bits among 37 rows than among 600: there bf16 products
+are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance` measures what holds on the machine at
+hand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 
-from .onednn import product
 from .torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
@@ -32,6 +32,7 @@ GELU_GRAIN = 16384  # but all threads a part of a gelu of more than so many
 LANES = 16  # elements of a vector, fp32
 LEAST_ROWS = 2  # of a product by oneDNN, or in half precision
 LEAST_ROWS_OF_MKL = 12
+SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part each of some 768 rows or more
 WIDENED = 1 << 20  # elements of a weight in fp32 at a time, which stay in the cache
 
 
@@ -114,9 +115,10 @@ def _refuse() -> NoReturn:
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear; x [..., in], weight [out, in], bias [out]. First derivatives only.
 
-    The gradient of x has invariant rows too; those of weight and bias are sums over rows, by the fastest product. A
-    weight that is no tensor (an adapter) computes its product by this function. NotImplementedError under transforms,
-    in compiled graphs, off the CPU, and for a weight that multiplies in another way (a shard).
+    The gradient of x has invariant rows too; those of weight and bias are sums over rows, whose bits do not depend on
+    the number of threads. A weight that is no tensor (an adapter) computes its product by this function.
+    NotImplementedError under transforms, in compiled graphs, off the CPU, and for a weight that multiplies in another
+    way (a shard).
     """
     if not (readable(x) and (readable(weight) or not isinstance(weight, Tensor))):
         _refuse()
@@ -172,9 +174,15 @@ class _InvariantLinear(torch.autograd.Function):
 
 
 def _over_rows(grad_output: Tensor, x: Tensor) -> Tensor:
-    """grad_output [rows, out] transposed times x [rows, in]."""
-    plain = x.dtype is grad_output.dtype and x.dtype in (torch.float32, torch.bfloat16) and len(x) > 0
-    return (product if plain else F.linear)(grad_output.t(), x.t(), None)
+    """grad_output [rows, out] transposed times x [rows, in]. MKL, where it is faster, takes some rows at a time."""
+    from . import product_table  # here, for its import measures
+
+    if x.dtype is not torch.float32 or grad_output.dtype is not x.dtype or (True, True) in product_table.ONEDNN:
+        return invariant_linear(grad_output.t(), x.t(), None)
+    total = x.new_zeros(grad_output.shape[1], x.shape[1])
+    for part, rows in zip(grad_output.split(SUMMED), x.split(SUMMED), strict=True):
+        total.addmm_(part.t(), rows)
+    return total
 
 
 def _in_fp32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

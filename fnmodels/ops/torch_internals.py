@@ -293,6 +293,13 @@ def known_true(condition: bool | torch.SymBool) -> bool:
     return bool(statically_known_true(condition))
 
 
+def guarded_true(condition: bool | torch.SymBool) -> bool:
+    """Whether this holds, with a guard on the sizes of the graph; False where sizes are unknown until it runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # here, for it imports sympy
+
+    return bool(guard_or_false(condition))
+
+
 def mark_dynamic(tensor: Tensor, dim: int, *, required: bool = True) -> None:
     """Makes this size a symbol of the graphs compiled for `tensor`, from the first on.
 

@@ -223,13 +223,31 @@ def gradients_of_attention() -> list[Tensor]:
     return list(torch.autograd.grad(attention(*given, mask, kernel="invariant", scale=0.1), given, up))
 
 
+def gradients_of_weights() -> list[Tensor]:
+    """Sums over more rows than one thread takes, by MKL in fp32."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fnmodels.ops.product_table.ONEDNN", frozenset())
+        for dtype, rows, width in ((torch.float32, 4096, 128), (torch.float32, 8192, 64), (torch.bfloat16, 4096, 128)):
+            x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+            weight = x[:width].clone().requires_grad_()
+            found += torch.autograd.grad(invariant.invariant_linear(x, weight, None), weight, x)
+    return found
+
+
 def scores_of_a_row() -> list[Tensor]:
     """With the entropy, which are sums over the vocabulary."""
     logits = torch.randn(1, 1, 40000, generator=torch.Generator().manual_seed(0))
     return list(train.logprobs(logits, torch.tensor([[3]])))
 
 
-SHARED: tuple[Run, ...] = (activations, gradients_of_a_router, gradients_of_attention, scores_of_a_row)
+SHARED: tuple[Run, ...] = (
+    activations,
+    gradients_of_a_router,
+    gradients_of_attention,
+    gradients_of_weights,
+    scores_of_a_row,
+)
 
 
 def differ_by_threads(run: Run) -> bool:
@@ -268,6 +286,12 @@ BUGS: dict[str, tuple[Any, str, Any, Callable[[], bool]]] = {
     "attention products of 4 rows": (tiles, "least_rows", lambda width: 4, sampled_differs),
     "bf16 products in tiles": (invariant, "MATRIX_TILES", False, wide_rows_differ),
     "sums over all rows": (tiles, "SUMMED", 1 << 20, functools.partial(differ_by_threads, gradients_of_attention)),
+    "gradients of weights over all rows": (
+        invariant,
+        "SUMMED",
+        1 << 20,
+        functools.partial(differ_by_threads, gradients_of_weights),
+    ),
     "a softmax of any width": (router, "softmax", _torchs, functools.partial(differ_by_threads, gradients_of_a_router)),
     "a gelu shared as others": (invariant, "GELU_GRAIN", 1 << 30, functools.partial(differ_by_threads, activations)),
 }

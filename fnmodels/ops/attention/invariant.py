@@ -21,12 +21,11 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.invariant import SUMMED
 from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions
 WIDTH = 16  # a product has a multiple of so many columns
-
-SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part each of some 768 rows or more
 
 GAPS = 16  # places per token of a document, at most
 
@@ -198,10 +197,10 @@ def _tiles_of(
 
 
 def least_rows(width: int) -> int:
-    """The rows of which products with so many columns have a multiple.
+    """The number of which products' rows are a multiple, for heads of this width.
 
-    Measured with AVX-512 (MKL): products of fewer rows than 4, from 96 columns on than 6, and from 192 on than 12, give
-    a row other bits than larger ones.
+    Measured with AVX-512 (MKL): a row has other bits in products of 2 rows, for heads of 96 and more also of 4, and for
+    heads of 192 and more also of 6 and 8, than in larger ones.
     """
     return 4 if width <= 80 else 8 if width <= 128 else 16
 

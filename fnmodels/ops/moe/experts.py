@@ -1,4 +1,4 @@
-"""MoE experts: E stacked MLPs, each applied to its tokens, by one of three implementations.
+"""MoE experts: E stacked MLPs, each applied to its tokens, by one of several implementations.
 
     experts(weights tree, x [T, D], weights [T, k], indices [T, k], valid [T], *, act, input_weighted) -> [T, D]
 
@@ -12,6 +12,9 @@ its output is 0.
     loop       sorted tokens, a product per expert       any width and dtype; reads counts; first derivatives only
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
     invariant  as loop, with `ops.invariant`'s products  bits of a token that depend on it alone; first derivatives only
+
+"auto" has two more for few tokens without gradients on a CPU: `few_experts` in eager mode, and `gathered_experts` in
+compiled code.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from fnmodels.inputs.values import host_is_away, readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.invariant import invariant_linear
 from fnmodels.ops.norm import upcast
-from fnmodels.ops.torch_internals import in_graph
+from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, guarded_true, in_graph
 from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch
@@ -35,7 +38,6 @@ from .dispatch_cpu import DispatchedCpu, combine_cpu, dispatch_cpu
 from .experts_loop import Act, inputs_of, loop_mlps
 
 _ROWS = 16
-_FEW = 4  # entries per expert, on average, up to which gathered weights are read faster than all weights are
 
 
 def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Experts:
@@ -65,7 +67,11 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
 
 
 def _few(tokens: int, experts: int) -> bool:
-    """Whether a loop in Python over the experts with tokens is faster than one over all in F.grouped_mm."""
+    """Whether a loop in Python over the experts with tokens is faster than one over all in F.grouped_mm.
+
+    Steps of benchmarks/moe.py's model (8 of 128 experts, fp32) take 5.6 and 8.4 ms for one token, 14.1 and 14.9 for 8,
+    20.9 and 20.1 for 16.
+    """
     return tokens <= max(1, experts // 16)
 
 
@@ -239,15 +245,23 @@ def compiled_experts(
     act: Act,
     input_weighted: bool = False,
 ) -> Tensor:
-    """`gathered_experts` for few tokens on a CPU without gradients, as in decoding, and `dense_experts` otherwise.
-
-    Ratios of times, dense / gathered, in fp32 on one core with AVX-512: 10 for one token with 8 of 128 experts of
-    256 x 96, 3.5 for 64 tokens; 4 for one token with 2 of 8 experts of 1,024 x 3,584, 0.86 for 16 tokens.
-    """
+    """`gathered_experts` for few tokens on a CPU without gradients, as in decoding, and `dense_experts` otherwise."""
     few = not torch.is_grad_enabled() and in_graph(x, weights, *experts.values())
-    few = few and indices.numel() <= _FEW * len(experts["down_proj"])
+    few = few and guarded_true(indices.numel() <= _most_gathered(experts["down_proj"]))
     chosen = gathered_experts if few else dense_experts
     return chosen(experts, x, weights, indices, valid, act=act, input_weighted=input_weighted)
+
+
+def _most_gathered(weight: Tensor) -> int:
+    """The entries [T, k] up to which gathered weights were read faster than all weights [E, out, in].
+
+    Measured on one core with AVX-512 and AMX. An expert that stays in the second-level cache is read from there by the
+    entries after its first one. Milliseconds, gathered and dense: fp32, 8 of 128 experts of 256 x 96, 1 token 0.3 and
+    3.1, 64 tokens 4.9 and 19; 2 of 8 experts of 1,024 x 3,584, 8 tokens 46 and 70, 16 tokens 79 and 74; the last ones
+    in bf16, 4 tokens 14 and 21, 8 tokens 30 and 24.
+    """
+    size = weight[0].numel() * weight.dtype.itemsize
+    return len(weight) * (4 if size <= SECOND_LEVEL_CACHE // 2 else max(1, weight.dtype.itemsize // 2))
 
 
 def gathered_experts(
@@ -265,8 +279,10 @@ def gathered_experts(
     Inductor makes the gather, the product and the sum one loop, which reads the weights where they are. Rows sorted by
     expert read the weights of those before them from the cache.
     """
-    rows, dispatched, weights = sorted_rows(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
-    expert = indices.where(valid[:, None], 0).flatten().index_select(0, dispatched.order)
+    count = len(experts["down_proj"])
+    rows, dispatched, weights = sorted_rows(x, weights, indices, valid, count, input_weighted)
+    # Of each row, any one at padding. A sort's values lie in memory; an index of an index is computed for each element.
+    expert = indices.where(valid[:, None], count).flatten().sort(stable=True).values.clamp(max=count - 1)
 
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = experts.get(f"{name}_bias")

@@ -16,6 +16,7 @@ from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
 from fnmodels.ops.moe.experts import (
+    _most_gathered,
     choose_experts,
     compiled_experts,
     dense_experts,
@@ -455,16 +456,26 @@ def test_compiled_code_reads_the_chosen_weights_of_few_tokens() -> None:
         valid = torch.ones(len(x), dtype=torch.bool)
         return choose_experts("auto", x, *experts.values())(experts, x, weights, indices, valid, act=SILU)
 
-    def run(tokens: int, function: Callable[[Tensor], Tensor]) -> int:
+    def run(tokens: int, function: Callable[[Tensor], Tensor], unknown: bool = False) -> int:
         torch._dynamo.reset()
-        torch.compile(function, backend=backend, fullgraph=True)(torch.ones(tokens, D))
+        x = torch.ones(tokens, D)
+        if unknown:
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+        torch.compile(function, backend=backend, fullgraph=True)(x)
         return products.pop()
 
     with torch.no_grad():
         assert run(1, few) == run(2 * E, few) == 0
+        assert run(1, few, unknown=True) == 3
         assert run(2 * E + 1, few) == 3
         assert run(3, lambda x: vmap(few)(x[:, None])) == 3
     assert run(1, few) == 3
+
+
+def test_large_experts_are_gathered_for_fewer_tokens() -> None:
+    for dtype, most in ((torch.float32, 2), (torch.bfloat16, 1), (torch.float64, 4)):
+        assert _most_gathered(torch.empty(8, 4096, 4096, dtype=dtype, device="meta")) == 8 * most
+        assert _most_gathered(torch.empty(8, 16, 16, dtype=dtype, device="meta")) == 8 * 4
 
 
 def test_who_is_chosen_and_who_says_no() -> None:
