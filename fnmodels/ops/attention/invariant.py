@@ -2,8 +2,8 @@
 
 Not on other documents, rows or padding, and not on the form in which keys arrive: one row, packed rows, chunks, or the
 slots of a cache. For that, every sum is taken over fixed tiles of 128 positions, aligned at multiples of 128, one tile
-after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The products
-of a tile have a multiple of 4 to 16 rows: then the bits of each row do not depend on the other rows of the product.
+after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The number
+of rows of a product is a multiple of 4, 8 or 16 (`least_rows`): then the bits of each row do not depend on the others.
 The backward pass recomputes the probabilities, in the same tiles. Products are in fp32 at least.
 """
 
@@ -197,10 +197,10 @@ def _tiles_of(
 
 
 def least_rows(width: int) -> int:
-    """The number of which products' rows are a multiple, for heads of this width.
+    """The number of rows of a product is a multiple of this, for heads of this width.
 
-    Measured with AVX-512 (MKL): a row has other bits in products of 2 rows, for heads of 96 and more also of 4, and for
-    heads of 192 and more also of 6 and 8, than in larger ones.
+    Measured with AVX-512 (MKL): a row's bits differ between products of 2 rows and larger ones, for heads of 96 and more
+    also between 4 rows and more, and for heads of 192 and more also between 6 or 8 rows and more.
     """
     return 4 if width <= 80 else 8 if width <= 128 else 16
 

@@ -246,8 +246,11 @@ def compiled_experts(
     input_weighted: bool = False,
 ) -> Tensor:
     """`gathered_experts` for few tokens on a CPU without gradients, as in decoding, and `dense_experts` otherwise."""
-    few = not torch.is_grad_enabled() and in_graph(x, weights, *experts.values())
-    few = few and guarded_true(indices.numel() <= _most_gathered(experts["down_proj"]))
+    few = (
+        not torch.is_grad_enabled()
+        and in_graph(x, weights, *experts.values())
+        and guarded_true(indices.numel() <= _most_gathered(experts["down_proj"]))
+    )
     chosen = gathered_experts if few else dense_experts
     return chosen(experts, x, weights, indices, valid, act=act, input_weighted=input_weighted)
 
@@ -276,12 +279,13 @@ def gathered_experts(
 ) -> Tensor:
     """The chosen experts' weights [T k, out, in] times the tokens, in plain operations of static shape. No gradients.
 
-    Inductor makes the gather, the product and the sum one loop, which reads the weights where they are. Rows sorted by
-    expert read the weights of those before them from the cache.
+    Inductor fuses the gather, the product and the sum into one loop without a copy of the weights. Rows are sorted by
+    expert, so that consecutive rows of an expert find its weights in the cache.
     """
     count = len(experts["down_proj"])
     rows, dispatched, weights = sorted_rows(x, weights, indices, valid, count, input_weighted)
-    # Of each row, any one at padding. A sort's values lie in memory; an index of an index is computed for each element.
+    # Each row's expert, and any expert at padding. The values of a sort are a buffer, where Inductor would recompute
+    # `indices` by `dispatched.order` for every element of a weight: 1.2 times the time, 2.4 times with symbolic sizes.
     expert = indices.where(valid[:, None], count).flatten().sort(stable=True).values.clamp(max=count - 1)
 
     def linear(rows: Tensor, name: str) -> Tensor:
