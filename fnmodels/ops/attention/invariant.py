@@ -199,8 +199,8 @@ def _tiles_of(
 def least_rows(width: int) -> int:
     """The number of rows of a product is a multiple of this, for heads of this width.
 
-    Measured with AVX-512 (MKL): a row's bits differ between products of 2 rows and larger ones, for heads of 96 and more
-    also between 4 rows and more, and for heads of 192 and more also between 6 or 8 rows and more.
+    Measured with AVX-512 (MKL): a row's bits differ between products of 2 rows and larger ones, for heads of 96 and
+    more also between 4 rows and more, and for heads of 192 and more also between 6 or 8 rows and more.
     """
     return 4 if width <= 80 else 8 if width <= 128 else 16
 
