@@ -242,8 +242,10 @@ def matmul_peak(dtype: str, size: int, repeats: int = 6) -> float:
     """Best FLOP/s of a square matmul in this dtype or in fp32, torch's own or oneDNN's: 2 * size^3 FLOPs each."""
     import torch
 
-    seconds = []
-    for kind in {torch.float32, getattr(torch, dtype)}:  # on some CPUs fp32 products are faster than bf16 ones
+    kinds, seconds = {torch.float32}, []  # on some CPUs fp32 products are faster than bf16 ones
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # otherwise torch multiplies bf16 in a plain loop
+        kinds.add(getattr(torch, dtype))
+    for kind in kinds:
         left, right = (torch.randn(size, size).to(kind) for _ in range(2))
         for _ in range(repeats):
             for product in (torch.matmul, lambda x, y: torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")):

@@ -4,8 +4,8 @@ Torch's fused CPU kernel runs at about a third of the matmul peak, in bf16 no fa
 a tile of queries with its visible keys is one batched matmul over all groups, so that the work runs at matmul speed and
 above the diagonal only the tile's own corner is computed. The backward recomputes the probabilities; only q, k and v
 are saved. Measured on 4 x 512 tokens, 8 heads of 64, 4 kv heads, forward and backward, against the fused kernel: on a
-Zen 4, 1.4 times as fast in fp32 and 2.1 times in bf16; on a Xeon with AMX, whose small products are fast too, 1.1 and
-1.2 times, and in fp32 slower from 1,024 tokens on (0.8 times).
+Zen 4, 1.4 times as fast in fp32 and 2.1 times in bf16; on a Zen 5, 1.4 and 2.8 times; on a Xeon with AMX, whose small
+products are fast too, 1.1 and 1.2 times, and in fp32 slower from 1,024 tokens on (0.8 times).
 
 In bf16 the scores are rounded to bf16 before the softmax (which is fp32 inside), as in most written-out
 implementations: the error against fp64 is 3.5e-3 where the fused kernel's is 2.0e-3. On CPUs with AMX the forward pass

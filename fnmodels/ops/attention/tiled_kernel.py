@@ -18,25 +18,33 @@ def _widens(q: Tensor) -> bool:
     return q.dtype is torch.bfloat16 and product_table.WIDENS
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, S, N, H] -> [B, G, N/G, S, H], a view."""
-    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+def _by_position(x: Tensor, groups: int) -> Tensor:
+    """[B, S, N, H] -> [B G, S N/G, H], contiguous: the rows of a tile of positions lie together."""
+    return x.unflatten(2, (groups, -1)).transpose(1, 2).reshape(x.shape[0] * groups, -1, x.shape[3])
 
 
-def _heads(x: Tensor) -> Tensor:
-    """[B, S, G, H] -> [B G, S, H], contiguous."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+def _place(rows: Tensor, into: Tensor, groups: int) -> None:
+    """Writes [B G, S N/G, H], in the layout of `_by_position`, to `into` [B, S, N, H]."""
+    into = into.unflatten(2, (groups, -1)).transpose(1, 2)
+    into.copy_(rows.view(into.shape))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """A tile [B, G, N/G, rows, H] -> [B G, N/G rows, H]."""
-    return x.flatten(2, 3).flatten(0, 1)
+def _part(x: Tensor, lo: int, hi: int) -> Tensor:
+    """x[:, lo:hi], in bf16 contiguous: bmm would copy it in each product, and a transposed one ten times as slowly."""
+    return x[:, lo:hi].contiguous() if x.dtype is torch.bfloat16 else x[:, lo:hi]
 
 
-def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
-    """Probabilities of the tile that begins at `lo`: q [B G, N/G rows, H], keys [B G, H, hi] -> [B G, N/G rows, hi]."""
-    scores = torch.bmm(q, keys)
-    scores.unflatten(1, (-1, future.shape[0]))[..., lo:].masked_fill_(future, -torch.inf)
+def _limits(size: int, heads: int, like: Tensor) -> Tensor:
+    """[size heads, size]: -inf above the diagonal, else inf. A minimum takes a quarter of the time of masked_fill."""
+    future = torch.ones(size, size, dtype=torch.bool, device=like.device).triu_(1).repeat_interleave(heads, 0)
+    return torch.full(future.shape, torch.inf, dtype=like.dtype, device=like.device).masked_fill_(future, -torch.inf)
+
+
+def _probabilities(q: Tensor, keys: Tensor, lo: int, limits: Tensor) -> Tensor:
+    """Probabilities of the positions from `lo`: q [B G, (hi - lo) N/G, H], keys [B G, hi, H] -> [..., hi]."""
+    scores = torch.bmm(q, keys.mT)
+    corner = scores[..., lo:]
+    torch.minimum(corner, limits[: corner.shape[1], : corner.shape[2]], out=corner)
     return torch.softmax(scores, -1)
 
 
@@ -46,15 +54,14 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return sdpa_attention(q, k, v, None, causal=True, scale=scale).contiguous()
     if _widens(q):
         return tiles_forward(q.float(), k.float(), v.float(), scale).to(q.dtype)
-    (batch, length, heads, _), groups = q.shape, k.shape[2]
-    q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
-    out = q.new_empty(batch, length, heads, v.shape[3])
-    out5, size = _grouped(out, groups), _tile(q)
-    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    length, groups = k.shape[1:3]
+    each, size = q.shape[2] // groups, _tile(q)
+    rows, keys, values = (_by_position(t, groups) for t in (q * scale, k, v))
+    out, limits = q.new_empty(*q.shape[:3], v.shape[3]), _limits(size, each, q)
     for lo in range(0, length, size):
         hi = min(lo + size, length)
-        p = _probabilities(_rows(q5[:, :, :, lo:hi] * scale), keys[..., :hi], lo, future[: hi - lo, : hi - lo])
-        out5[:, :, :, lo:hi] = torch.bmm(p, values[:, :hi]).view(batch, groups, -1, hi - lo, v.shape[3])
+        p = _probabilities(_part(rows, lo * each, hi * each), _part(keys, 0, hi), lo, limits)
+        _place(torch.bmm(p, values[:, :hi]), out[:, lo:hi], groups)
     return out
 
 
@@ -69,25 +76,24 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: 
     if _widens(q):
         dq, dk, dv = tiles_backward(q.float(), k.float(), v.float(), grad_output.float(), scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    (batch, length, _, width), groups = q.shape, k.shape[2]
-    q5, grad_output5, keys, values = _grouped(q, groups), _grouped(grad_output, groups), _heads(k), _heads(v)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    length, groups = k.shape[1:3]
+    each, size = q.shape[2] // groups, _tile(q)
+    rows, keys, values = (_by_position(t, groups) for t in (q * scale, k, v))
+    grad_rows, limits = _by_position(grad_output, groups), _limits(size, each, q)
+    dq, wide = q.new_empty(q.shape), torch.promote_types(q.dtype, torch.float32)
     dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-    dq5, size = _grouped(dq, groups), _tile(q)
-    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
     for lo in range(0, length, size):
         hi = min(lo + size, length)
-        tile, grad_tile = _rows(q5[:, :, :, lo:hi] * scale), _rows(grad_output5[:, :, :, lo:hi])
-        p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
+        tile, grad_tile = (_part(t, lo * each, hi * each) for t in (rows, grad_rows))
+        seen = _part(keys, 0, hi)
+        p = _probabilities(tile, seen, lo, limits)
         # add_, for += on a slice copies it onto itself; in fp32; baddbmm_ would take the matrices one by one
         dv[:, :hi].add_(torch.bmm(p.mT, grad_tile))
-        dp = torch.bmm(grad_tile, values[:, :hi].mT)
+        dp = torch.bmm(grad_tile, _part(values, 0, hi).mT)
         ds = softmax_backward(dp, p, q.dtype)
         dk[:, :hi].add_(torch.bmm(ds.mT, tile))
-        dq_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
-        torch.mul(dq_tile, scale, out=dq5[:, :, :, lo:hi])
-    return dq, _unheads(dk, k), _unheads(dv, v)
+        _place(torch.bmm(ds, seen), dq[:, lo:hi], groups)
+    return dq.mul_(scale), _unheads(dk, k), _unheads(dv, v)
 
 
 def _unheads(grad: Tensor, like: Tensor) -> Tensor:
