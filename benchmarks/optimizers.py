@@ -5,8 +5,9 @@
     python benchmarks/optimizers.py --dtype float32 --contenders "in place"
 
 All update copies of the same Llama with the same gradients, and must agree before anything is timed. Contenders take
-turns; the report has medians of wall and of CPU time. "pure" makes new parameters and state, as inplace=False does;
-"master" and "stochastic" are the two ways of keeping small updates of bf16 parameters, with moments in fp32.
+turns and keep the memory that they free, as `python -m train` does; the report has medians of wall and of CPU time.
+"pure" makes new parameters and state, as inplace=False does; "master" and "stochastic" are the two ways of keeping
+small updates of bf16 parameters, with moments in fp32.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and one round")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    train.keep_freed_memory()
     config, rounds = (SMALL, 1) if given.quick else (CONFIG, given.rounds)
     print(f"torch {torch.__version__}, {given.threads} threads, {P.count(config) / 1e6:.1f}M parameters")
     for dtype in given.dtype:

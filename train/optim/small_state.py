@@ -12,7 +12,8 @@ from fnmodels.ops.float8 import scale_of
 from fnmodels.tree import Tree
 
 from .base import Optimizer, remake, updates_tree, with_replaced
-from .stochastic_rounding import draw, stochastic_round
+from .cache_chunks import cache_chunks
+from .stochastic_rounding import indices, key_of, noise, stochastic_round
 from .wrappers import around
 
 _MIN_ELEMENTS = 4096  # smaller leaves, norms and biases, keep their states: they take no memory
@@ -44,10 +45,14 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
     def small(param: Tensor, state: Tensor) -> bool:
         return param.dtype == state.dtype == torch.float32 and param.numel() >= _MIN_ELEMENTS
 
-    def stored(name: str, path: str, wide: Tensor, step: Tensor) -> tuple[Tensor, Tensor | None]:
+    def stored(name: str, wide: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a part of a state in `bits` bits, its scales); key, index: as in `noise`."""
         value = wide.sqrt() if name.endswith("_sq") else wide
-        noise = draw(seed, step, f"{name} {path}", value)
-        return (stochastic_round(value, noise), None) if bits == 16 else to_blocks(value, noise)
+        random = noise(key, index)
+        return (stochastic_round(value, random), None) if bits == 16 else to_blocks(value, random)
+
+    def key(name: str, path: str, step: Tensor) -> Tensor:
+        return key_of(seed, step, f"{name} {path}")
 
     def read(name: str, state: Tensor, scales: Tensor | None) -> Tensor:
         value = state.float() if scales is None else from_blocks(state, scales)
@@ -68,7 +73,9 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
             if name == "step":
                 continue
             made = {
-                path: stored(name, path, state, inner["step"]) if small(flat[path], state) else (state, None)
+                path: stored(name, state, key(name, path, inner["step"]), indices(state))
+                if small(flat[path], state)
+                else (state, None)
                 for path, state in tree.flatten(values).items()
             }
             states[name] = with_replaced(values, {path: state for path, (state, _) in made.items()})
@@ -96,20 +103,36 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
         states = {name: tree.flatten(opt_state["inner"][name]) for name in names}
         scales = {name: tree.flatten(opt_state["scales"][name]) for name in names}
 
+        made: dict[tuple[torch.Size, torch.device], Tensor] = {}  # most parts have one shape
+
+        def index_like(part: Tensor) -> Tensor:
+            which = part.shape, part.device
+            if which not in made:
+                made[which] = indices(part)
+            return made[which]
+
         def write(into: Tensor, value: Tensor) -> None:
             into.copy_(value if skip is None else torch.where(skip, into, value))
 
         for path, grad in given.items():
             own = {name: values[path] for name, values in states.items() if path in values}
-            kept = [name for name, state in own.items() if state.dtype != flat[path].dtype]
-            wide = {name: read(name, own[name], scales[name].get(path)) if name in kept else own[name] for name in own}
-            one = {"step": step.clone(), **{name: _alone(path, wide[name]) if name in wide else {} for name in names}}
-            inner_apply(_alone(path, grad), one, _alone(path, flat[path]), skip=skip)
-            for name in kept:
-                state, scale = stored(name, path, wide[name], step + 1)
-                write(own[name], state)
-                if scale is not None:
-                    write(scales[name][path], scale)
+            kept = {name: key(name, path, step + 1) for name in own if own[name].dtype != flat[path].dtype}
+            for first, (param, part, *parts) in cache_chunks(flat[path], grad, *own.values()):
+                held, blocks = dict(zip(own, parts, strict=True)), _blocks_of(first, param)
+                held_scales = {name: scales[name][path][blocks] for name in kept if path in scales[name]}
+                wide = {
+                    name: read(name, held[name], held_scales.get(name)) if name in kept else held[name] for name in own
+                }
+                one = {
+                    "step": step.clone(),
+                    **{name: _alone(path, wide[name]) if name in wide else {} for name in names},
+                }
+                inner_apply(_alone(path, part), one, _alone(path, param), skip=skip)
+                for name in kept:
+                    state, scale = stored(name, wide[name], kept[name] ^ first, index_like(param))
+                    write(held[name], state)
+                    if scale is not None:
+                        write(held_scales[name], scale)
         step.add_(1 if skip is None else (~skip).to(step))
 
     remade = None
@@ -128,19 +151,31 @@ def _alone(path: str, leaf: Tensor) -> Tree:
     return node
 
 
-def to_blocks(value: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8 codes as uint8 in the shape of `value`, scales [blocks, 1]); noise: as in `stochastic_round`."""
+def to_blocks(value: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """(float8 codes as uint8 in the shape of `value`, scales [blocks, 1]); random: as `bits` of `stochastic_round`.
+
+    A block with a NaN is NaN: its scale is.
+    """
     blocks = _blocks(value)
-    scales = scale_of(blocks.abs().amax(-1, keepdim=True), _FORMAT)
+    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    scales = torch.where(largest.isnan(), largest, scale_of(largest, _FORMAT))
     most = torch.finfo(_FORMAT).max
-    scaled = _unblocked(blocks / scales, value).clamp_(-most, most)
-    moved = (scaled.view(torch.int32) + (noise << (_LOW - 16))) & ~((1 << _LOW) - 1)
+    scaled = _unblocked((blocks / scales).clamp_(-most, most), value)
+    moved = scaled.view(torch.int32).add_(random << (_LOW - 16)).bitwise_and_(~((1 << _LOW) - 1))
     return moved.view(torch.float32).clamp_(-most, most).to(_FORMAT).view(torch.uint8), scales
 
 
 def from_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """The fp32 values of a result of `to_blocks`."""
-    return _unblocked(_blocks(codes.view(_FORMAT).float()) * scales, codes)
+    # Shifted by 7 bits, below the sign, e4m3 is fp16 of 2^-8 times the value, subnormal values included. Torch converts
+    # fp16 by an instruction, and e4m3 element by element, which takes ten times as long.
+    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    return _unblocked(_blocks(halves.view(torch.float16).float().mul_(2.0**8)) * scales, codes)
+
+
+def _blocks_of(first: int, part: Tensor) -> slice:
+    """The blocks of a part of a leaf that begins at the index `first`."""
+    return slice(first // _BLOCK, -(-(first + part.numel()) // _BLOCK))
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import params as P
 from fnmodels import llama, tree
 from train import adamw, init_state, lion, make_step, muon, next_token_loss, with_master, with_small_state
+from train.optim import cache_chunks
 from train.optim.small_state import from_blocks, to_blocks
 from train.optim.stochastic_rounding import draw
 
@@ -36,6 +37,29 @@ def test_blocks_round_to_a_neighbor_with_an_exact_mean_at_every_scale():
         assert off.mean().abs() < 1e-4 and off.mean(0).abs().max() < 0.02
     zeros = torch.zeros(300)
     assert torch.equal(from_blocks(*to_blocks(zeros, draw(0, torch.tensor(1), "w", zeros))), zeros)
+
+
+def test_codes_have_the_values_of_torchs_conversion_and_a_block_with_a_nan_is_nan():
+    codes = torch.arange(256, dtype=torch.uint8)
+    wanted, found = codes.view(torch.float8_e4m3fn).float() * 2.0**-3, from_blocks(codes, torch.full((1, 1), 2.0**-3))
+    assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
+    value = torch.ones(3 * 256)
+    value[300] = torch.nan
+    again = from_blocks(*to_blocks(value, draw(0, torch.tensor(1), "w", value)))
+    assert again.isnan().view(3, 256).all(1).tolist() == [False, True, False] and not again[:256].isnan().any()
+
+
+@BITS
+def test_parts_of_a_leaf_get_the_bits_of_the_whole(bits, monkeypatch):
+    optimizer, held = with_small_state(adamw(1e-2), bits=bits), []
+    for size in (1 << 20, 1 << 10):
+        monkeypatch.setattr(cache_chunks, "SIZE", size)
+        params = tree.map(torch.clone, MATRIX)
+        opt_state = optimizer.init(params)
+        for _ in range(2):
+            optimizer.apply_(tree.map(torch.sin, MATRIX), opt_state, params)
+        held.append(tree.leaves((params, opt_state)))
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
 
 
 @BITS
