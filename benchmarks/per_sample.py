@@ -6,10 +6,11 @@
 
 A result is one gradient per row of the batch for every parameter, [8, *shape]: 832 MB. All contenders start from the
 same weights and must first agree with each other. They then take turns in one process, A B C, A B C, ..., so that a
-slow minute of the machine hits all of them; the report has medians of wall and of CPU time (which a busy machine
-disturbs less). "batch" is one gradient of the full batch's loss, what a plain training step takes. "fnmodels out="
-overwrites its earlier result, as a training loop does; "fnmodels fresh" makes a new one like all the others. Both are
-compared with the best of the others and with our own batch. Opacus is skipped with a message if it is not installed.
+slow minute of the machine hits all of them, and keep the memory that they free; the report has medians of wall and of
+CPU time (which a busy machine disturbs less). "batch" is one gradient of the full batch's loss, what a plain training
+step takes. "fnmodels out=" overwrites its earlier result, as a training loop does; "fnmodels fresh" makes a new one
+like all the others. Both are compared with the best of the others and with our own batch. Opacus is skipped with a
+message if it is not installed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch.func import functional_call, grad, vmap
 
 import fnmodels
 import params as P
+import train
 from fnmodels import llama, tree
 from fnmodels.tree import Tree
 
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all times to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    train.keep_freed_memory()
     # torch says for each op that vmap runs it sample by sample; that is part of what is measured here
     warnings.filterwarnings("ignore", message="There is a performance drop")
 

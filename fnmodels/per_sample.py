@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from . import tree
+from .ops.linear import gains_alone, linear
+from .ops.onednn import product
 from .tree import Tree
 
 # (per-row gradients [B, *shape] of a parameter, gradient of the operation's output, 0 to overwrite or 1 to accumulate)
@@ -114,7 +116,8 @@ class _Recorder(TorchFunctionMode):
             raise NotImplementedError(
                 f"{resolve_name(func)} reads the parameters {list(params.values())}; {_ALTERNATIVE}."
             )
-        result = func(*map(self._mark, args), **{name: self._mark(x) for name, x in kwargs.items()})
+        run = _faster_linear if func is F.linear else func
+        result = run(*map(self._mark, args), **{name: self._mark(x) for name, x in kwargs.items()})
         if result.shape[0] != self.rows:
             raise NotImplementedError(
                 f"{resolve_name(func)} with {list(params.values())} gives {list(result.shape)}, which does not have "
@@ -221,7 +224,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
 
     def write_weight(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
         factors = _flat(grad_output).mT, _flat(x)
-        if rows.dtype == grad_output.dtype:
+        if gains_alone(factors[0][0], factors[1][0].t()):
+            for row, left, right in zip(rows, *factors, strict=True):
+                _store(row, product(left, right.t(), None), accumulate)
+        elif rows.dtype == grad_output.dtype:
             rows.baddbmm_(*factors, beta=accumulate)  # in place: writing a product first would go through memory twice
         else:
             _store(rows, torch.bmm(*factors), accumulate)
@@ -230,6 +236,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
         _store(rows, _flat(grad_output).sum(1), accumulate)
 
     return [(weight, write_weight)] if bias is None else [(weight, write_weight), (bias, write_bias)]
+
+
+def _faster_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear by the library that is faster here, as the model would call it outside of the mode."""
+    return linear(input, weight, bias)
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Rule:

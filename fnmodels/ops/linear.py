@@ -136,6 +136,11 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def gains_alone(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` of these matrices is large and faster than torch's own, so that a batch of them is a loop."""
+    return _use_onednn(x, weight, None)
+
+
 def _gains(x: Tensor, weight: Tensor, biased: bool) -> bool:
     """Whether this large product is faster than torch's own on this machine.
 
