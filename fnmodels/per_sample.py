@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from . import tree
-from .ops.linear import gains_alone, linear
+from .ops.linear import gains_alone, linear, uses_onednn
 from .ops.onednn import product
 from .tree import Tree
 
@@ -101,8 +101,10 @@ class _Recorder(TorchFunctionMode):
                 return nodes[0].__torch_function__(func, types, args, kwargs)
         inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
         params = {id(x): self.paths[id(x)] for x in inputs if id(x) in self.paths}
-        if not params or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if not params:
+            return (_frozen_linear if func is F.linear else func)(*args, **kwargs)
         if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[-1], Tensor)):
             return self._derived(func(*args, **kwargs), *params.values())
         if func in FORMS and all(id(x) in params for x in inputs if isinstance(x, Tensor)):
@@ -116,7 +118,7 @@ class _Recorder(TorchFunctionMode):
             raise NotImplementedError(
                 f"{resolve_name(func)} reads the parameters {list(params.values())}; {_ALTERNATIVE}."
             )
-        run = _faster_linear if func is F.linear else func
+        run = _hooked_linear if func is F.linear else func
         result = run(*map(self._mark, args), **{name: self._mark(x) for name, x in kwargs.items()})
         if result.shape[0] != self.rows:
             raise NotImplementedError(
@@ -238,8 +240,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
     return [(weight, write_weight)] if bias is None else [(weight, write_weight), (bias, write_bias)]
 
 
-def _faster_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear by the library that is faster here, as the model would call it outside of the mode."""
+def _frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear by the library that is faster here, as the model calls it outside of the mode."""
+    return linear(input, weight, bias)
+
+
+def _hooked_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same of parameters whose gradients a hook writes: the backward pass must not sum them over the rows too.
+
+    It would, by a custom Function. F.linear does not, and a checkpoint's second pass, outside of the mode, has to save
+    what it saves here.
+    """
+    if input.requires_grad and uses_onednn(input, weight, bias):
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
     return linear(input, weight, bias)
 
 

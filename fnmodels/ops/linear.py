@@ -21,7 +21,7 @@ from fnmodels.inputs.values import batched_gradient
 
 from .invariant import invariant_linear, rows_are_invariant
 from .onednn import dense, product, transposed
-from .torch_internals import alone, in_graph, onednn_linear
+from .torch_internals import alone, in_graph, no_view, onednn_linear
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
 _ONEDNN = torch.backends.mkldnn.is_available()
@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return invariant_linear(x, weight, bias)
     if _one_row(x, weight):
         return _reduction(x, weight, bias)
-    if not _use_onednn(x, weight, bias):
+    if not uses_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         from .linear_op import compiled_linear  # here, for it imports dynamo
@@ -72,7 +72,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: 
     if own is not None and alone(x):
         found: Tensor = own(x, bias, approximate)
         return found
-    if _use_onednn(x, weight, bias) and not torch.compiler.is_compiling():
+    if uses_onednn(x, weight, bias) and not torch.compiler.is_compiling():
         x, weight = dense(x), dense(weight)
         if _is_onednn(x, weight):
             return onednn_linear(x, weight, bias, approximate)
@@ -117,7 +117,8 @@ def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def uses_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` of these calls `product` instead of F.linear."""
     if not (_ONEDNN and isinstance(weight, Tensor) and weight.ndim == 2 and x.ndim > 1):
         return False
     compiled = torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
@@ -137,8 +138,8 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def gains_alone(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` of these matrices is large and faster than torch's own, so that a batch of them is a loop."""
-    return _use_onednn(x, weight, None)
+    """Whether `product` of these two matrices is a large one that torch's own would be slower for."""
+    return uses_onednn(x, weight, None) and (x.dtype is torch.bfloat16 or _is_onednn(x, weight))
 
 
 def _gains(x: Tensor, weight: Tensor, biased: bool) -> bool:
@@ -178,7 +179,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return product(x, weight, bias)
+        return no_view(product(x, weight, bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

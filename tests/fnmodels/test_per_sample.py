@@ -11,7 +11,9 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import per_sample, tree
+from fnmodels.ops import linear as linear_module
+from fnmodels.ops import product_table
 from tests.support.cases import (
     Case,
     batch_of,
@@ -233,3 +235,51 @@ def test_wrong_arguments() -> None:
         fnmodels.per_sample_gradients(lambda p, b: b[0].sum(), params, [torch.randn(3, 4), torch.randn(2, 4)])
     with pytest.raises(ValueError, match="the sizes are \\[None\\]"):
         fnmodels.per_sample_gradients(lambda p, b: b.sum(), params, torch.ones(()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_large_products_by_the_faster_library(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that oneDNN multiplies, of a weight that is read twice, with an activation in place after one."""
+    monkeypatch.setattr(product_table, "ONEDNN", frozenset(product_table.FORMS))
+    calls: list[tuple[int, ...]] = []
+    ours = per_sample.product
+    monkeypatch.setattr(per_sample, "product", lambda *args: calls.append(args[0].shape) or ours(*args))
+    draws = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(384, 384, generator=draws).mul(0.05) for name in ("first", "second")}
+    params |= {"bias": torch.randn(384, generator=draws)} if bias else {}
+    batch = {"x": torch.randn(3, 128, 384, generator=draws)}
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x = F.relu(F.linear(batch["x"], params["first"], params.get("bias")), inplace=True)
+        for name in ("second", "first"):
+            x = F.linear(x, params[name], params.get("bias"))
+            x *= 2
+        return x.square().sum()
+
+    found = fnmodels.per_sample_gradients(loss, params, batch)[0]
+    assert len(calls) == 9 and set(calls) == {(384, 128)}
+    for row in range(3):
+        leaves = {name: leaf.double().requires_grad_() for name, leaf in params.items()}
+        value = loss(leaves, {"x": batch["x"][row : row + 1].double()})
+        wanted = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+        for name, grads in found.items():
+            off = (grads[row] - wanted[name]).abs().max() / wanted[name].abs().max()
+            assert off < 1e-5, (name, row, float(off))
+
+
+def test_the_gradient_of_a_weight_is_not_summed_over_the_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_table, "ONEDNN", frozenset(product_table.FORMS))
+    weights = [torch.randn(384, 384).mul(0.05) for _ in range(3)]
+    of_weights: list[bool] = []
+    forward = linear_module._Linear.forward
+    monkeypatch.setattr(
+        linear_module._Linear, "forward", lambda x, w, b: of_weights.append(w.requires_grad) or forward(x, w, b)
+    )
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for weight in params:
+            x = F.linear(x, weight)
+        return x.square().sum()
+
+    fnmodels.per_sample_gradients(loss, weights, torch.randn(3, 128, 384))
+    assert of_weights == [True, False, False]

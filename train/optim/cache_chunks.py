@@ -10,8 +10,9 @@ SIZE = 1 << 18  # elements: 1 MiB of fp32; with fewer, calls take longer than pa
 def cache_chunks(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
     """(index of the first element, views of the same elements of each tensor), in turn; the tensors have one shape.
 
-    They are flat views of SIZE elements, the last of the rest, on a CPU, where a function of several passes takes a
-    third of the time or less by parts. Elsewhere, and where one is not contiguous, there is one part: the tensors.
+    On a CPU they are flat views of SIZE elements, and a shorter last one: a function of several passes takes a third of
+    the time or less by parts. Tensors of at most SIZE elements, on other devices or not contiguous are one part as they
+    are.
     """
     count = tensors[0].numel()
     if count <= SIZE or not all(t.device.type == "cpu" and t.is_contiguous() for t in tensors):

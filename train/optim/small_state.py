@@ -103,13 +103,14 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
         states = {name: tree.flatten(opt_state["inner"][name]) for name in names}
         scales = {name: tree.flatten(opt_state["scales"][name]) for name in names}
 
-        made: dict[tuple[torch.Size, torch.device], Tensor] = {}  # most parts have one shape
+        known: dict[int, Tensor] = {}  # most parts have one size
 
         def index_like(part: Tensor) -> Tensor:
-            which = part.shape, part.device
-            if which not in made:
-                made[which] = indices(part)
-            return made[which]
+            if part.ndim != 1 or not part.is_cpu:  # a whole leaf
+                return indices(part)
+            if part.numel() not in known:
+                known[part.numel()] = indices(part)
+            return known[part.numel()]
 
         def write(into: Tensor, value: Tensor) -> None:
             into.copy_(value if skip is None else torch.where(skip, into, value))

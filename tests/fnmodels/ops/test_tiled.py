@@ -41,6 +41,16 @@ def test_values_and_gradients(length, sizes):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_key_that_is_no_number_reaches_no_earlier_position(bad, dtype):
+    q, k, v = (torch.randn(2, 64, heads, 16).to(dtype) for heads in (4, 2, 2))
+    wanted = tiled_kernel.tiles_forward(q, k, v, 0.25)
+    k[0, 40] = bad
+    found = tiled_kernel.tiles_forward(q, k, v, 0.25)
+    assert torch.equal(found[0, :40], wanted[0, :40]) and torch.equal(found[1], wanted[1])
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 0)])
 def test_vmap_of_the_gradient_equals_a_loop(in_dims):
     q, k, v = (t.detach() for t in draw(40))

@@ -55,6 +55,7 @@ NAMES = {
     "_weight_int8pack_mm",
     "cpu.get_capabilities",
     "distributed.distributed_c10d._get_default_store",
+    "ops.aten._unsafe_view",
     "ops.mkldnn._is_mkldnn_bf16_supported",
     "ops.mkldnn._linear_pointwise",
     "ops.mkldnn._nbytes",

@@ -19,6 +19,7 @@ from train import (
     with_master,
     with_stochastic_rounding,
 )
+from train.optim import cache_chunks
 from train.optim.stochastic_rounding import draw
 
 STEP = torch.tensor(1)
@@ -129,6 +130,18 @@ def test_pure_and_in_place_are_the_same_but_for_fp32_roundings(name: str) -> Non
     assert all(torch.equal(inplace[n], before[n]) and torch.equal(pure[n], before[n]) for n in ("table", "frozen"))
     moments = [t for path, t in tree.flatten(state).items() if not path.endswith(("step", "table"))]
     assert all(t.dtype == torch.float32 for t in moments)
+
+
+def test_parts_of_a_leaf_get_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    for size in (1 << 20, 1 << 10):
+        monkeypatch.setattr(cache_chunks, "SIZE", size)
+        params = {"w": torch.linspace(-1, 1, 5000, dtype=torch.bfloat16)}
+        optimizer = with_stochastic_rounding(adamw(1e-3))
+        opt_state = optimizer.init(params)
+        optimizer.apply_(tree.map(torch.sin, params), opt_state, params)
+        held.append(params["w"])
+    assert torch.equal(*held)
 
 
 def test_fp32_leaves_are_updated_as_without() -> None:
