@@ -4,8 +4,9 @@ Torch's fused CPU kernel runs at about a third of the matmul peak, in bf16 no fa
 a tile of queries with its visible keys is one batched matmul over all groups, so that the work runs at matmul speed and
 above the diagonal only the tile's own corner is computed. The backward recomputes the probabilities; only q, k and v
 are saved. Measured on 4 x 512 tokens, 8 heads of 64, 4 kv heads, forward and backward, against the fused kernel: on a
-Zen 4, 1.4 times as fast in fp32 and 2.1 times in bf16; on a Zen 5, 1.4 and 2.8 times; on a Xeon with AMX, whose small
-products are fast too, 1.1 and 1.2 times, and in fp32 slower from 1,024 tokens on (0.8 times).
+Zen 4, 1.4 times as fast in fp32 and 2.1 times in bf16; on a Zen 5, 1.4 and 2.8 times, and in bf16 at 2,048 tokens 1.4
+to 1.8 times; on a Xeon with AMX, whose small products are fast too, 1.1 and 1.2 times, and in fp32 slower from 1,024
+tokens on (0.8 times).
 
 In bf16 the scores are rounded to bf16 before the softmax (which is fp32 inside), as in most written-out
 implementations: the error against fp64 is 3.5e-3 where the fused kernel's is 2.0e-3. On CPUs with AMX the forward pass
@@ -25,8 +26,12 @@ from fnmodels.ops.torch_internals import MATRIX_TILES
 
 from .tiled_kernel import save_inputs, tiles_backward, tiles_forward
 
-# {bytes per element: range of lengths where tiles measured faster}; CPUs with AMX are those whose fused kernel is fast
-_LENGTHS = {2: (32, 1024), 4: (256, 512 if MATRIX_TILES else 1024)}
+# {dtype: range of lengths where tiles measured faster}; CPUs with AMX are those whose fused kernel is fast. In fp16 tiles
+# take 1.4 (512 tokens) to 3 times (2,048) as long as the fused kernel.
+_LENGTHS = {
+    torch.bfloat16: (32, 1024 if MATRIX_TILES else 2048),
+    torch.float32: (256, 512 if MATRIX_TILES else 1024),
+}
 
 
 def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -43,7 +48,7 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
 def tiles_are_faster(q: Tensor) -> bool:
     """Whether tiles support these queries and are faster than the fused kernel."""
-    low, high = _LENGTHS.get(q.element_size(), (1, 0))
+    low, high = _LENGTHS.get(q.dtype, (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
     if fits and torch.compiler.is_compiling():
         from fnmodels.ops.torch_internals import transforms  # here, for making it imports dynamo
