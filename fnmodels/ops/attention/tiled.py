@@ -26,8 +26,8 @@ from fnmodels.ops.torch_internals import MATRIX_TILES
 
 from .tiled_kernel import save_inputs, tiles_backward, tiles_forward
 
-# {dtype: range of lengths where tiles measured faster}; CPUs with AMX are those whose fused kernel is fast. In fp16 tiles
-# take 1.4 (512 tokens) to 3 times (2,048) as long as the fused kernel.
+# {dtype: range of lengths where tiles measured faster}; CPUs with AMX are those whose fused kernel is fast. In fp16
+# tiles take 1.4 (512 tokens) to 3 times (2,048) as long as the fused kernel.
 _LENGTHS = {
     torch.bfloat16: (32, 1024 if MATRIX_TILES else 2048),
     torch.float32: (256, 512 if MATRIX_TILES else 1024),
