@@ -162,7 +162,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | No
 
 
 def no_view(result: Tensor) -> Tensor:
-    """`result` of a custom Function as a tensor of its own: autograd refuses operations in place on a view from there."""
+    """`result` of a custom Function as a tensor of its own: autograd refuses operations in place on its views."""
     found = PRIVATE["ops.aten._unsafe_view"]
     unviewed: Tensor = result if found is None else found(result, result.shape)
     return unviewed
