@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.files import write_atomic, write_text
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
-from params.io.files import plain_file, read_json, write_atomic, write_text
+from params.io.files import plain_file, read_json
 from params.io.safetensors_file import LazyTensor, cast_buffer, open_tensors, read_tensor, write_tensors
 
 from .load import load_pretrained

@@ -13,11 +13,13 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import FormatError, UnsupportedError
-from params.io.files import plain_file, read_json, sync
+from fnmodels.files import open_regular, sync
+from params.io.files import plain_file, read_json
 
 MANIFEST = "fnmodels_manifest.json"
 VERSION, HASH = 1, "sha256"
@@ -49,7 +51,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with FileIO(open_regular(path, follow=True)) as file:
         return hashlib.file_digest(file, HASH).hexdigest()
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
+from fnmodels.files import sync
 from fnmodels.models.common.config_json import strict_json
 from fnmodels.models.common.registry import DecoderConfig, family_of, may_have, to_hf
 from fnmodels.tree import Tree
-from params.io.files import sync
 from params.io.safetensors_file import LazyTensor, write_tensors
 from params.io.staging import (
     describe_os_error,

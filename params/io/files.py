@@ -1,18 +1,20 @@
-"""Safe file access in checkpoint folders: path checks, strict JSON, and atomic, flushed writes."""
+"""Names that come from a file or belong to a folder of somebody else's, and strict JSON.
+
+One rule for each such name: it is bare, and a regular file of this folder has it (`plain_file`). Files are opened and
+written by `fnmodels.files`.
+"""
 
 import errno
 import json
 import os
 import stat
-import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import FormatError, UnsafePathError
+from fnmodels.files import check_folder, read_bytes
 
-WRITING = ".writing-"  # prefix of the names of unfinished files
 JSON_LIMIT = 50_000_000  # bytes; the largest published index has about 15 MB
 DEPTH_LIMIT = 32  # of nesting; configurations have 4
 
@@ -24,8 +26,7 @@ def plain_file(folder: Path, name: str) -> Path:
     that leads out of the folder. Links into the `blobs` of a Hugging Face cache, its snapshots' form, are allowed.
     FileNotFoundError, IsADirectoryError: there is no such file.
     """
-    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
-        raise UnsafePathError(f"{folder}: {name!r} is not the bare name of a file in this folder.")
+    check_bare(folder, name)
     path = folder / name
     try:
         mode = path.stat().st_mode
@@ -46,12 +47,34 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
+def check_bare(folder: Path, name: str) -> None:
+    """UnsafePathError unless `name` is the bare name of something in `folder`."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise UnsafePathError(f"{folder}: {name!r} is not the bare name of a file in this folder.")
+
+
+def inner_folder(folder: Path, relative: str) -> Path:
+    """The folder at `relative`, a path from a file: bare names joined by "/", or "" for `folder` itself.
+
+    UnsafePathError: it leads out of `folder`, or through a link. It need not exist.
+    """
+    path = folder
+    for name in relative.split("/") if relative else ():
+        check_bare(folder, name)
+        path = path / name
+        check_folder(path)
+    return path
+
+
+def inner_file(folder: Path, relative: str) -> Path:
+    """`plain_file` for a path from a file that may lead into folders inside of `folder`, such as "images/1.png"."""
+    above, _, name = relative.rpartition("/")
+    return plain_file(inner_folder(folder, above), name)
+
+
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
     """The content of a JSON file. FormatError: not JSON, a duplicate key, nested too deeply, or over `limit` bytes."""
-    size = path.stat().st_size
-    if size > limit:
-        raise FormatError(f"{path} has {size:,} bytes; no such file has more than {limit:,}.")
-    return parse_json(path.read_bytes(), str(path))
+    return parse_json(read_bytes(path, limit, follow=True), str(path))
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
@@ -79,35 +102,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"the key {counts.most_common(1)[0][0][:80]!r} is there twice")
     return built
-
-
-def sync(path: Path) -> None:
-    """fsync a file, or the entries of a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def move_into_place(temporary: Path, path: Path) -> None:
-    """Atomically replace `path` by the finished file `temporary` (on the same file system), and flush both."""
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write(temporary)` write a file, then rename it to `path`. A failed or killed write leaves the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
-        temporary = Path(folder) / path.name
-        temporary.touch()
-        mode = temporary.stat().st_mode  # the mode that the umask gives; safetensors' writer would leave 0600
-        write(temporary)
-        temporary.chmod(mode)
-        move_into_place(temporary, path)
-
-
-def write_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import FormatError, UnsupportedError
+from fnmodels.files import open_regular
 
 from .files import parse_json
 
@@ -75,7 +76,7 @@ class OpenFiles:
         """The open file of `path`. FormatError: it had to be opened again and has been replaced or changed."""
         handle = self._open.pop(path, None)
         if handle is None:
-            handle = FileIO(path)
+            handle = FileIO(open_regular(path, follow=True))  # `plain_file` has checked it, or the caller named it
             found = os.fstat(handle.fileno())
             identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._first.setdefault(path, identity) != identity:

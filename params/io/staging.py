@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .files import sync
+from fnmodels.files import sync
 
 STAGING = ".saving-"  # prefix of the names of staging folders
 LOCK = ".saving.lock"

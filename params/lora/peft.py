@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.files import sync
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Stack, Stored
 from fnmodels.tree import Tree
 from params.checkpoint.shard_index import as_lines
-from params.io.files import plain_file, read_json, sync
+from params.io.files import plain_file, read_json
 from params.io.safetensors_file import LazyTensor, map_file, mapped_tensor, open_tensors, write_tensors
 from params.io.staging import describe_os_error, removed_on_failure, reserved_staging_path
 from params.sharding import sharding_of

@@ -33,10 +33,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import CheckpointError, FormatError, MismatchError
+from fnmodels.files import sync
 from fnmodels.tree import Tree
 from params.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from params.checkpoint.shard_index import as_lines
-from params.io.files import plain_file, read_json, sync
+from params.io.files import plain_file, read_json
 from params.io.safetensors_file import NAMES, LazyTensor, cast_buffer, open_tensors, read_tensor, write_tensors
 from params.io.staging import STAGING, describe_os_error, staging_folder
 

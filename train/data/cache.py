@@ -8,7 +8,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from fnmodels.errors import UserError
-from params.io.files import write_atomic
+from fnmodels.files import write_atomic
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from fnmodels.errors import UserError
-from params.io.files import write_text
+from fnmodels.files import write_text
 from train.losses.moe_balance import Balance
 
 from .run_folder import METRICS, SAMPLES, SPEED

@@ -8,7 +8,7 @@ import json
 from pathlib import PurePath
 
 import params as P
-from params.io.files import write_text
+from fnmodels.files import write_text
 
 from . import run_folder
 from .settings import fixed_settings

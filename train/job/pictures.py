@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fnmodels.errors import UserError
-from params.io.files import write_atomic
+from fnmodels.files import write_atomic
 from train.job.metrics_log import Row, read_rows
 
 NATS_PER_BIT = math.log(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerAction, profile
 
-from params.io.files import write_atomic
+from fnmodels.files import write_atomic
 
 TAIL_BYTES = 10_000  # bytes at the end of a complete trace, which contain its name after the last event
 WARMUP_STEPS = 2  # unprofiled steps before, in which buffers are allocated and kernels chosen

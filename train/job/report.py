@@ -7,8 +7,8 @@ from pathlib import Path
 
 import params as P
 from fnmodels import tree
+from fnmodels.files import write_text
 from params.command_line import printable
-from params.io.files import write_text
 from train.command_line import sentence
 
 from . import run_folder

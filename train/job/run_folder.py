@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
-from params.io.files import WRITING, write_text
+from fnmodels.files import WRITING, write_text
 from train.command_line import suggestion
 
 LOCK = ".lock"

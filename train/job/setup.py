@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UserError
+from fnmodels.files import write_text
 from fnmodels.models.common.config_json import strict_json
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
-from params.io.files import write_text
 from train.checkpoint import saved_steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs

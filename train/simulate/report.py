@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from params.io.files import write_atomic
+from fnmodels.files import write_atomic
 
 from .facts import HELD, RankFacts
 from .search import Plan
