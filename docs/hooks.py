@@ -16,7 +16,8 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def on_files(files: Files, config: Any) -> Files:
-    files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
+    for page, name in (("index.md", "README.md"), ("security.md", "SECURITY.md")):
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     pictures = re.findall(r'src="(?!docs/)([^":]+)"', (ROOT / "README.md").read_text())
     for name in [*pictures, *(f"examples/{path.name}" for path in NOTEBOOKS)]:
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
@@ -27,4 +28,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """The text with links that hold on the site: README.md lies a folder above docs/, and examples/ beside it."""
     if page.file.src_uri == "index.md":
         markdown = re.sub(r'(\]\(|src=")docs/', r"\1", markdown)
+    markdown = markdown.replace("](../SECURITY.md", "](security.md").replace("](SECURITY.md", "](security.md")
     return markdown.replace("](../examples/", "](examples/")

@@ -1,11 +1,11 @@
-"""Environment variables of torchrun: rank, world size, restarts and launch id of this process."""
+"""Environment variables of torchrun and of own starts: rank, world size, restarts and launch id of this process."""
 
 import os
 import socket
 
 import torch.distributed as dist
 
-OWN_STARTS = "train-"  # prefix of the run id of processes that the main job started itself
+STORE = "FNMODELS_STORE"  # names the file through which processes that the main job started find each other
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -20,12 +20,12 @@ def is_started() -> bool:
 
 def is_own_start() -> bool:
     """Whether the main job started this process (`train.job.processes.spawn`)."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_STARTS)
+    return STORE in os.environ
 
 
 def is_torchrun() -> bool:
     """Whether torchrun started this process, and may start the same command again after a failure."""
-    return dist.is_torchelastic_launched() and not is_own_start()
+    return dist.is_torchelastic_launched()
 
 
 def is_restart() -> bool:

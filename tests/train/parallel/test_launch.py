@@ -415,9 +415,12 @@ def test_a_failed_rendezvous_is_reported_and_ends_the_processes(
             (1, None, "environment variable MASTER_ADDR expected, but not set."),
             (1, "closed port", f"(127.0.0.1, {places['closed port']})"),
             (0, "torchrun", "could not join the others: of them 1, 2 did not come in 0.7 seconds."),
+            (0, "own start", "could not join the others: of them 1, 2 did not come in 0.7 seconds."),
         ):
             monkeypatch.setenv("RANK", str(rank))
-            if place:
+            if place == "own start":
+                monkeypatch.setenv(torchrun.STORE, str(tmp_path / "store"))
+            elif place:
                 monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
                 monkeypatch.setenv("MASTER_PORT", str(places[place]))
             assert main(words(tmp_path / "run", "--mesh", "fsdp=3")) == 2

@@ -1,15 +1,18 @@
 """`python -m train --mesh` without torchrun: it starts processes, passes Ctrl-C on, and names one that was killed."""
 
+import ipaddress
 import json
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +22,13 @@ from tests.support.forks import Forks
 from tests.support.ranks_pool import ROOT
 from tests.train.parallel.test_launch import assert_close, losses, words
 from train.cli import main
-from train.dist.torchrun import is_started
+from train.dist.torchrun import STORE, is_started
 from train.job.processes.launch import starter_reports
 
 # A program of its own process group, as a terminal's; its processes are forked, as to start interpreters takes longer
 # than all they do.
 FORKED = """\
-import functools, os, signal, sys
+import multiprocessing, os, signal, sys, tempfile
 from train.cli import main
 from train.job.processes import spawn
 
@@ -38,10 +41,11 @@ def process(*arguments, run=spawn._process):
         sys.stdout.flush()
         os._exit(end.code)
 
+tempfile.tempdir = None  # the environment is that of the program, and not of what it was forked from
 os.setpgid(0, 0)
 with open(sys.argv.pop(1), "w") as file:
     file.write(f"{os.getpid()} ")
-spawn._process, spawn.LaunchConfig = process, functools.partial(spawn.LaunchConfig, start_method="fork")
+spawn._process, spawn.CONTEXT = process, multiprocessing.get_context("fork")
 sys.exit(main())
 """
 
@@ -85,7 +89,8 @@ def start(forks: Forks, path: Path, *flags: str) -> Iterator[Started]:
 
 
 def environment(path: Path) -> dict[str, str]:
-    return {"XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    own = {"XDG_CACHE_HOME": str(path.parent / "cache"), "TMPDIR": str(path.parent), "OMP_NUM_THREADS": "1"}
+    return own | {"GLOO_SOCKET_IFNAME": "none"}  # there is no such interface: an own start talks over the loopback one
 
 
 @pytest.mark.slow
@@ -125,6 +130,42 @@ def test_a_killed_process_ends_all_with_one_sentence(forks: Forks, tmp_path: Pat
     assert done.returncode == 2
     assert done.stderr == "python -m train: process 1 of the run was ended by SIGKILL, and so all have ended.\n"
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def sockets(process: int) -> set[tuple[str, str]]:
+    """{(protocol, address)} of the sockets at which the process waits for others, of Linux's tables."""
+    handles = set()
+    for handle in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            handles.add(os.readlink(handle))
+    found = set()
+    for protocol in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{process}/net/{protocol}").read_text().splitlines()[1:]:
+            _, local, remote, state, *rest = line.split()
+            waits = state == "0A" if protocol.startswith("tcp") else set(remote) <= set("0:")
+            if waits and f"socket:[{rest[5]}]" in handles:
+                words_of_4_bytes = bytes.fromhex(local.partition(":")[0])
+                address = b"".join(words_of_4_bytes[i : i + 4][::-1] for i in range(0, len(words_of_4_bytes), 4))
+                found.add((protocol, str(ipaddress.ip_address(address))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
+def test_its_processes_listen_on_the_loopback_interface_alone(forks: Forks, tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
+        assert {("tcp", "0.0.0.0"), ("tcp6", "::")} <= sockets(os.getpid())  # what must not be seen would be
+    with start(forks, tmp_path / "run", "--mesh", "fsdp=2", "--steps", "100000") as started:
+        started.in_its_third_step()
+        (folder,) = tmp_path.glob("fnmodels-*")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "store").exists()
+        pids = started.processes()
+        found = [sockets(pid) for pid in (started.process, *pids)]
+        os.kill(pids[0], signal.SIGKILL)
+        started.done.result(300)
+    assert not found[0] and all(found[1:])  # gloo's
+    assert set().union(*found) == {("tcp", "127.0.0.1")}
+    assert not folder.exists()
 
 
 @pytest.mark.slow
@@ -175,6 +216,6 @@ def test_a_hang_is_reported_by_the_process_that_waits(monkeypatch: pytest.Monkey
     """The process that started all sees none that has ended then."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert not starter_reports("Connection closed by peer")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "train-1")
+    monkeypatch.setenv(STORE, "a file")
     assert starter_reports("Connection closed by peer")
     assert not starter_reports("Timed out waiting 200ms for recv operation to complete")

@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fnmodels.errors import UserError
 from train.command_line import main_job, sentence
-from train.dist.torchrun import is_own_start, rank_and_world_size
+from train.dist.torchrun import STORE, is_own_start, rank_and_world_size
 from train.parallel.mesh import warn_of_group
 
 JOIN_TIMEOUT = datetime.timedelta(seconds=60)  # for the rendezvous of all processes
@@ -72,14 +72,16 @@ def set_timeout(limit: datetime.timedelta, *groups: dist.ProcessGroup | None) ->
 
 def _rendezvous(rank: int, processes: int) -> Store:
     """The key-value store of all processes, after all have joined. ValueError or RuntimeError where one does not."""
-    found, *_ = next(rendezvous("env://", rank, processes, timeout=JOIN_TIMEOUT))
+    # An own start meets in a file of this user's: torch's other stores listen on every interface, without a secret.
+    place = f"file://{os.environ[STORE]}" if is_own_start() else "env://"
+    found, *_ = next(rendezvous(place, rank, processes, timeout=JOIN_TIMEOUT))
     # torchrun keeps the store over restarts, with the addresses of processes that have ended: hence a prefix.
     store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
     keys = {f"here {other}": other for other in range(processes)}
     store.set(f"here {rank}", "")
     try:
         store.wait(list(keys), JOIN_TIMEOUT)
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistError, but for a file
         missing = ", ".join(str(other) for key, other in keys.items() if not store.check([key]))
         raise ValueError(f"of them {missing} did not come in {JOIN_TIMEOUT.total_seconds():g} seconds") from error
     return store

@@ -1,38 +1,39 @@
-"""Starts the processes of --mesh on this machine with torch's elastic launcher, and forwards stop requests to rank 0.
+"""Starts the processes of --mesh on this machine, and forwards stop requests to rank 0.
+
+Nothing of it can be reached over a network: the processes meet through a file in a folder that only this user may
+open, and talk over the loopback interface.
 
 A terminal sends Ctrl-C to all processes at once, a service manager SIGTERM. The started processes block both; the
 starting process handles them and sends STOP, upon which rank 0 stops as a run in one process does.
 """
 
-import logging
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fnmodels.errors import UserError
 from train.command_line import main_job
-from train.dist.torchrun import OWN_STARTS, rank_and_world_size
+from train.dist.torchrun import STORE, rank_and_world_size
 
 from .launch import PEER_LOST
 from .signals import STOP, counted_requests
 
 BLOCKED = {signal.SIGINT, signal.SIGTERM, STOP}
 GRACE = 10.0  # seconds until a second request kills the processes, as one blocked in a collective handles no signal
+PATIENCE = 30.0  # seconds that the other processes have to end by themselves when one has failed
+CONTEXT = multiprocessing.get_context("spawn")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 Main = Callable[[Sequence[str]], int]
 
@@ -42,64 +43,91 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
 
     UserError where a process was killed by a signal, or all lost their connections.
     """
-    others = set(multiprocessing.active_children())
-    with counted_requests() as requests, _without_logs(), ThreadPoolExecutor(1) as launcher:
-        # The thread blocks the signals, which new processes inherit; the main thread receives them.
-        done = launcher.submit(_launch, main, list(argv), processes)
-        _pass_on(requests, done, lambda: set(multiprocessing.active_children()) - others, processes)
+    with counted_requests() as requests, tempfile.TemporaryDirectory(prefix="fnmodels-") as folder:  # of mode 0700
+        started = _start_processes(main, argv, processes, Path(folder) / "store")
+        try:
+            failed = _wait(started, requests)
+        finally:
+            _end(started)
+    if failed is None:
+        if any(process.exitcode == PEER_LOST for process in started):
+            raise UserError("the processes of the run have lost their connections, and so all have ended")
+        return 0
+    code = started[failed].exitcode
+    assert code is not None
+    if code >= 0:
+        return 130 if code == 130 else 2  # the process has printed the reason
+    if requests():
+        raise KeyboardInterrupt
+    name = signal.Signals(-code).name
+    raise UserError(f"process {failed} of the run was ended by {name}, and so all have ended")
+
+
+def _start_processes(main: Main, argv: Sequence[str], processes: int, store: Path) -> list[BaseProcess]:
+    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    shared |= {STORE: str(store), "GLOO_SOCKET_IFNAME": LOOPBACK}
+    resource_tracker.ensure_running()  # before blocking signals, as its start unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # inherited by the processes
+    started: list[BaseProcess] = []
     try:
-        codes = done.result()
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return 130 if failure.exitcode == 130 else 2  # the process has printed the reason
-        if requests():
-            raise KeyboardInterrupt from error
-        name = signal.Signals(-failure.exitcode).name
-        raise UserError(f"process {rank} of the run was ended by {name}, and so all have ended") from error
-    if PEER_LOST in codes.values():
-        raise UserError("the processes of the run have lost their connections, and so all have ended")
-    return 0
+        for rank in range(processes):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared
+            started.append(CONTEXT.Process(target=_process, args=(main, list(argv), environment)))
+            started[-1].start()
+    except BaseException:
+        _end(started)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return started
 
 
-def _pass_on(requests: Callable[[], int], done: Future[Any], children: Callable[[], set[Any]], processes: int) -> None:
-    """Waits for the processes; sends a STOP per request, and kills them GRACE seconds after the second."""
-    passed, deadline, started = 0, float("inf"), False
-    while not done.done():
-        wait([done], timeout=0.1)
-        alive = children()
-        started = started or len(alive) == processes
-        if started and passed < requests():
+def _wait(started: Sequence[BaseProcess], requests: Callable[[], int]) -> int | None:
+    """The rank of the first process that failed, or None after all have ended. Sends a STOP per request.
+
+    GRACE seconds after the second request it kills the processes. One that has lost its peers has not failed: which of
+    them did is seen here.
+    """
+    passed, deadline = 0, float("inf")
+    while alive := [process for process in started if process.exitcode is None]:
+        connection.wait([process.sentinel for process in alive], timeout=0.1)
+        failed = {rank: one.exitcode for rank, one in enumerate(started) if one.exitcode not in (None, 0, PEER_LOST)}
+        if failed:
+            return min(failed, key=lambda rank: (failed[rank] or 0, rank))  # a signal before what it led to
+        if passed < requests():
             passed += 1
-            for child in alive:
-                os.kill(child.pid, STOP)
+            for process in alive:
+                _send(process, STOP)
             if passed == 2:
                 deadline = time.monotonic() + GRACE
         if time.monotonic() > deadline:
-            for child in alive:
-                child.kill()
+            for process in alive:
+                process.kill()
+    return None
 
 
-def _launch(main: Main, argv: list[str], processes: int) -> dict[int, int]:
-    resource_tracker.ensure_running()  # before blocking signals, as its start unblocks them
-    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"{OWN_STARTS}{uuid.uuid4().hex}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
-    codes: dict[int, int] = elastic_launch(config, _process)(main, argv)
-    return codes
+def _end(started: Sequence[BaseProcess]) -> None:
+    """Ends the processes that are left: with SIGTERM, and PATIENCE seconds later with SIGKILL."""
+    deadline = time.monotonic() + PATIENCE
+    for process in started:
+        if process.pid is not None:
+            process.terminate()
+    for process in started:
+        if process.pid is not None:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
 
 
-def _process(main: Main, argv: list[str]) -> int:
-    """Runs one process. It returns 0 or PEER_LOST; any other code ends it, and the launcher then ends the others."""
+def _send(process: BaseProcess, number: signal.Signals) -> None:
+    if process.exitcode is None and process.pid is not None:  # a process that was waited for may have lent its id
+        os.kill(process.pid, number)
+
+
+def _process(main: Main, argv: list[str], environment: Mapping[str, str]) -> None:
+    """Runs one process, which ends with the code that main(argv) returns."""
+    os.environ.update(environment)
     rank, processes = rank_and_world_size()
     ended = threading.Event()
     threading.Thread(target=_end_with_parent, args=(rank == 0, ended), daemon=True).start()
@@ -108,21 +136,17 @@ def _process(main: Main, argv: list[str]) -> int:
     try:
         if rank == 0:
             signal.signal(STOP, signal.default_int_handler)
-        # The launcher ends other ranks with SIGTERM; they ignore it while rank 0 can end them, see `follow`.
+        # The starting process ends other ranks with SIGTERM; they ignore it while rank 0 can end them, see `follow`.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM if rank else STOP})
         code = main(argv)
     except KeyboardInterrupt:
         print(f"{main_job()}: stopped", file=sys.stderr)
         code = 130
-    except Exception:  # a bug: its traceback is printed here, and the exit code tells the launcher
+    except Exception:  # a bug: its traceback is printed here, and the exit code tells the starting process
         traceback.print_exc()
         code = 1
     ended.set()
-    if code not in (0, PEER_LOST):
-        sys.exit(code)
-    # The launcher ends processes that have returned with SIGTERM.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    return code
+    sys.exit(code)
 
 
 def _end_with_parent(is_rank_0: bool, ended: threading.Event) -> None:
@@ -134,19 +158,3 @@ def _end_with_parent(is_rank_0: bool, ended: threading.Event) -> None:
         os.kill(os.getpid(), STOP)
     ended.wait()
     os._exit(1)
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    """Hides the launcher's log, which reports each end of a process at length."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    before, handler = [logger.propagate for logger in loggers], logging.NullHandler()
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(handler)
