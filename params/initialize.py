@@ -20,7 +20,9 @@ BLOCK = 1 << 20  # elements drawn by one generator; changing it changes what eve
 
 def leaf_dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a leaf is made or loaded for a model in `dtype` (None: as the spec declares)."""
-    return leaf.dtype if dtype is None or leaf.keep_dtype else dtype
+    if dtype is None:
+        return leaf.dtype
+    return torch.promote_types(dtype, leaf.dtype) if leaf.keep_dtype else dtype
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnmodels.apply import hidden
 from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.ops.norm import upcast
 from fnmodels.tree import Tree
 
 from .common import Prepared, differentiable, layer_count, names_of, valid_of
@@ -60,8 +61,8 @@ def train_tuned_lens(
     for prepared in batches:
         with torch.no_grad():
             states = _states(params, prepared, config, kernel)
-            wanted = F.log_softmax(_logits(params, states[-1:], config).float(), -1)
-        found = F.log_softmax(_logits(params, _translated(lens, states)[:-1], config).float(), -1)
+            wanted = F.log_softmax(upcast(_logits(params, states[-1:], config)), -1)
+        found = F.log_softmax(upcast(_logits(params, _translated(lens, states)[:-1], config)), -1)
         divergence = (wanted.exp() * (wanted - found)).sum(-1)
         loss = divergence[:, valid_of(prepared)].mean()
         optimizer.zero_grad()

@@ -64,8 +64,8 @@ def load_pretrained(
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
     dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`), and
     integers with scales (AWQ, GPTQ, compressed-tensors: `params.checkpoint.integer_weights`) the dtype of their scales;
-    otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in its own dtype, or with None in no narrower
-    one. device: None is the CPU.
+    otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in no dtype that is narrower than its own.
+    device: None is the CPU.
     plan: from `params.plan` with a DeviceMesh; leaves become DTensors, and each process reads only its shards: rows
     exactly, columns with small gaps between them. A plan for some pipeline stages loads the leaves that it names.
     Nothing is communicated: errors found in the headers are raised by all processes, errors found in values (a tied

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
@@ -59,7 +60,7 @@ def beam_search(
         last = torch.tensor([[row[-1]] for row in tokens], device=device)
         step = fnmodels.prepare_step(config, last, cache)
         logits, cache = fnmodels.decode_(params, *step, cache, config=config, **options)
-        total = logp[:, None] + torch.log_softmax(logits[:, 0].float(), -1)
+        total = logp[:, None] + torch.log_softmax(upcast(logits[:, 0]), -1)
         parents, ids, values = _best(total, beams + beams * len(stop_ids))
         running: list[tuple[int, int, float]] = []
         for parent, token, value in zip(parents, ids, values, strict=True):
@@ -70,7 +71,7 @@ def beam_search(
                 running.append((parent, token, value))
         finished = sorted(finished, key=lambda answer: -answer.score)[:beams]
         tokens = [[*tokens[parent], token] for parent, token, _ in running]
-        logp = torch.tensor([value for *_, value in running], device=device)
+        logp = total.new_tensor([value for *_, value in running])
         done = len(finished) == beams and (not running or running[0][2] / length**length_penalty <= finished[-1].score)
         if done or not running:
             return finished

@@ -19,6 +19,7 @@ from fnmodels.inputs.values import readable
 from fnmodels.models.common import decoder
 from fnmodels.models.common.heads import problem_of
 from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
+from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -40,8 +41,8 @@ def document_batch(
 
     values: one integer per document, such as labels=, or pairs' labels= and roles=; each becomes int64 [B, S], the
     value at every token of the document and -100 at padding. targets: one number per document, or one per label, for
-    regression and several labels; they become fp32 [B, S, labels], 0 at padding, and labels are 0 if not given.
-    ValueError for a document longer than a row.
+    regression and several labels; they become [B, S, labels] in fp32 at least, 0 at padding, and labels are 0 if not
+    given. ValueError for a document longer than a row.
     """
     if targets is not None:
         values = {"labels": [0] * len(documents)} | values
@@ -55,10 +56,10 @@ def document_batch(
             batch[name][row, start : start + size] = int(given[document])
     if targets is None:
         return batch
-    wanted = torch.as_tensor(targets, dtype=torch.float32).reshape(len(targets), -1)
+    wanted = upcast(torch.as_tensor(targets)).reshape(len(targets), -1)
     if len(wanted) != len(documents):
         raise ValueError(f"targets has {len(wanted)} values for {len(documents)} documents; each has its own.")
-    batch["targets"] = torch.zeros(*packed.tokens.shape, wanted.shape[1])
+    batch["targets"] = torch.zeros(*packed.tokens.shape, wanted.shape[1], dtype=wanted.dtype)
     for document, _, row, start, size in packed.pieces.tolist():
         batch["targets"][row, start : start + size] = wanted[document]
     return batch

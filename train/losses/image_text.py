@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.packing import IGNORE, Document
+from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
@@ -84,12 +85,12 @@ def image_text_loss(
     texts, images, every = texts[real], images[real], every[real]
     similarity = fnmodels.family_of(config).similarity  # type: ignore[attr-defined]
     count = torch.tensor(len(numbers), device=numbers.device)
-    of_text = similarity(params, text, images).float()
+    of_text = upcast(similarity(params, text, images))
     same = numbers[:, None] == every
     if "logit_bias" in params:
         signs = torch.where(same, 1.0, -1.0)
         return -F.logsigmoid(signs * of_text).sum(), count
-    of_image, target = similarity(params, texts, image).float().T, same.int().argmax(1)
+    of_image, target = upcast(similarity(params, texts, image)).T, same.int().argmax(1)
     both = torch.stack([F.cross_entropy(logits, target, reduction="sum") for logits in (of_text, of_image)])
     return both.mean(), count
 

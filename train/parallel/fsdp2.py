@@ -10,6 +10,7 @@ A module holds parameters and computes nothing itself: its forward passes their 
 Hooks that gather parameters therefore run around each layer, and the block inside sees plain tensors.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,8 +94,8 @@ def shard(
 ) -> None:
     """torch's `fully_shard` of each layer and of the rest over `fsdp`, replicated over `dp` (HSDP) if dp > 1.
 
-    Parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and inputs of a layer, such as
-    rotary tables in fp32, are not cast. Gradients are summed and not averaged, since losses are sums. reshard:
+    Parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32 at least, and inputs of a layer,
+    such as rotary tables in fp32, are not cast. Gradients are summed and not averaged, since losses are sums. reshard:
     `fully_shard`'s reshard_after_forward. Untrainable parameters that keep their dtype (`selection_bias`) are left out
     and stay replicated. ValueError for a `dtype` if a trainable parameter keeps its own (ERNIE 4.5's router), which
     fully_shard would cast, and for a mesh with further dimensions, over which gradients would not be summed.
@@ -114,7 +115,9 @@ def shard(
             f"{model.wide[0]} stays in fp32 in any model, and fully_shard would gather it in {dtype} with its layer: "
             "leave dtype out, or take train.make_step(..., mesh=mesh)."
         )
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    dtypes = {parameter.dtype for parameter in model.parameters()} if dtype is None else {dtype}
+    reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for parameter in model.kept:
         parameter.data = parameter.data.to(devices.device_type)  # as fully_shard does with the others
     for module in (*layers_of(model), model):

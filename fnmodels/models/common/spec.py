@@ -50,7 +50,7 @@ class Leaf:
     init: `Normal`, `Constant`, `LogUniform` or `Sinusoids`.
     trainable: False for checkpoint state without a gradient (a router's selection bias).
     decay: whether weight decay applies (not to norms, biases and embeddings).
-    keep_dtype: the parameter stays in `dtype` when the model is cast, and is not loaded in a narrower one.
+    keep_dtype: the parameter is in `dtype` at least, whatever the model is cast to or loaded in.
     unit: elements per head along a heads axis; sharding plans shard between heads only.
     """
 

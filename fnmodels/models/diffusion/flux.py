@@ -282,7 +282,7 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
     total: Any = 0
     for name, shape in config.conditions.items():
         value, dtype = inputs[name], params[name]["up_proj"].dtype
-        value = value if shape else _waves(value)
+        value = value if shape else _waves(value, torch.promote_types(dtype, torch.float32))
         total = total + plain_mlp(params[name], value.to(dtype), activation="silu")
     images = {name: inputs[name] for name in ("text_image", "latent_image")}
     return {"condition": elementwise(ACTIVATIONS["silu"], total)} | images
@@ -304,11 +304,11 @@ def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
 _ACTIVATION = "gelu_pytorch_tanh"
 
 
-def _waves(value: Tensor) -> Tensor:
-    """fp32 [B, M, 256] of values [B, M]."""
+def _waves(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, M, 256] in `dtype`, of values [B, M]."""
     steps = torch.arange(_FREQUENCIES, dtype=torch.float64, device=value.device)
     angles = 1000 * value.double()[..., None] * torch.exp(-math.log(10000) / _FREQUENCIES * steps)
-    return torch.cat((angles.cos(), angles.sin()), -1).float()
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
 
 
 def _modulated_by(layer: Tree, condition: Tensor, images: Tensor, parts: int) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.models.common.spec import bias, norm, weight
 from fnmodels.models.vision import gemma4_vision
 from fnmodels.ops.linear import linear
-from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.norm import rms_norm, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)
@@ -125,10 +125,10 @@ def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Te
     places: of the patches of each cell of `config.vision.pooled` patches a side, see `cells`.
     """
     weights = params["projector"]
-    # in fp32, as the reference: the scale leaves the range of fp16
-    pooled = gather_cells(x, places).float().mean(1)[None].to(x.dtype).float() * config.vision.hidden_size**0.5
+    # in fp32 at least, as the reference: the scale leaves the range of fp16
+    pooled = upcast(upcast(gather_cells(x, places)).mean(1)[None].to(x.dtype)) * config.vision.hidden_size**0.5
     if config.vision.standardize:
-        pooled = (pooled - weights["shift"].float()) * weights["scale"].float()
+        pooled = (pooled - upcast(weights["shift"])) * upcast(weights["scale"])
     return linear(rms_norm(pooled.to(x.dtype), None, eps=config.vision.layer_norm_eps), weights["proj"])
 
 

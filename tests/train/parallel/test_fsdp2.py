@@ -9,7 +9,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from tests.support.cases import cases, generic_params
-from tests.support.one_process import batch, config_of, loss_of, spec_of
+from tests.support.one_process import batch, config_of, full, loss_of, spec_of
 from tests.support.ranks_pool import Ranks, devices
 from train.parallel import Mesh
 from train.parallel.batch_shards import own_rows
@@ -52,6 +52,23 @@ def test_a_module_is_the_tree_and_back() -> None:
     loss = loss_of("deepseek")
     pairs = zip(model(loss, batch()), loss(params, batch()), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def worst_gradient_in_fp64() -> float:
+    """The largest error of the gradients of an fp64 model, relative to each leaf's largest gradient."""
+    wide = {path: leaf.double() for path, leaf in tree.flatten(generic_params(config_of("llama"))).items()}
+    model = Model(tree.unflatten(wide), spec_of("llama"))
+    shard(model, devices(Mesh(fsdp=2)))
+    model(loss_of("llama"), own_rows(batch(), devices(Mesh(fsdp=2))))[0].backward()
+    leaves = [leaf.clone().requires_grad_() for leaf in wide.values()]
+    total, _ = loss_of("llama")(tree.unflatten(dict(zip(wide, leaves, strict=True))), batch())
+    wanted = dict(zip(wide, torch.autograd.grad(total, leaves), strict=True))
+    found = {path: full(parameter.grad) for path, parameter in model.named_parameters()}
+    return max(float((found[path] - wanted[path]).abs().max() / wanted[path].abs().max()) for path in wide)
+
+
+def test_gradients_of_an_fp64_model_are_added_up_in_fp64(ranks: Ranks) -> None:
+    assert max(ranks(2)(worst_gradient_in_fp64)) < 1e-12
 
 
 def refusal() -> str:
