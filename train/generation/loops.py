@@ -15,11 +15,11 @@ from fnmodels.ops.attention.invariant import TILE
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .decoder_traits import Decodes
 from .prompts import activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, check_sampling, stack_samplings
 from .serve import ServeState, admit, empty_state, serve_step, take_slots
-from .stop import Decodes
 
 SLOTS = 32
 Hook = Callable[[Tensor, list[list[int]]], Tensor]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .decoder_traits import Decodes
 from .sampling import Sampling, check_sampling
-from .stop import Decodes, StopText, TextStream
+from .stop import StopText, TextStream
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,18 @@ class Answer:
         """The event of the next token."""
         self.tokens.append(token)
         reason = "stop_id" if token in self.request.stop_ids else None
-        text = ""
-        if self._text is not None:
-            text = self._stop.push("" if reason else self._text.push(token))
-            if self._stop.found:
-                reason = "stop_text"
-        if reason is None and len(self.tokens) >= self.request.max_new:
+        text = "" if self._text is None or reason else self._stop.push(self._text.push(token))
+        if self._stop.found or (self._text is not None and self._stops_here(self._text)):
+            reason = "stop_text"
+        elif reason is None and len(self.tokens) >= self.request.max_new:
             reason = "max_new"
         if reason is not None and self._text is not None and not self._stop.found:
             text += self._stop.push(self._text.flush()) + self._stop.flush()
         return Event(self.row, token, logp, logp_kept, text, reason)
+
+    def _stops_here(self, stream: TextStream) -> bool:
+        """Whether a stop text is complete, though later tokens might have changed it, as bytes do."""
+        return bool(self.request.stop_texts) and self._stop.ends(stream.pending())
 
 
 def collect(events: Iterable[Event], rows: int) -> Generations:

@@ -20,10 +20,10 @@ from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
+from .decoder_traits import Decodes
 from .prompts import activations, empty_caches, prefilled, run_all
 from .requests import Answer, Generations, Request, capacity_of, collect, requests_of
 from .sampling import SampleState, Sampling, sample_state, sample_step, stack_samplings
-from .stop import Decodes
 
 
 @torch.no_grad()

@@ -70,12 +70,6 @@ def test_a_character_is_returned_when_its_last_byte_arrives() -> None:
     assert cut.flush() == BROKEN  # the tail is not lost
 
 
-def test_an_invalid_byte_loses_nothing_behind_it() -> None:
-    ids = [PIECES.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>", "<0xC3>", "s", "▁a")]
-    found = _pieces(TextStream(PIECES), ids)
-    assert found[1] == "é" and "".join(found).endswith("s a")
-
-
 def test_special_tokens_are_in_the_text_only_where_wanted() -> None:
     ids = [*BYTES.encode("a").ids, 256, *BYTES.encode("b").ids]
     assert "".join(_pieces(TextStream(BYTES), ids)) == "ab"

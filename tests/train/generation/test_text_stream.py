@@ -1,0 +1,209 @@
+"""Text that was streamed is never taken back, for any kind of tokenizer: pieces joined are the text of all ids."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models
+
+from train.generation.decoder_traits import decoder_traits
+from train.generation.requests import Answer, Request
+from train.generation.stop import BROKEN, TextStream
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["▁", "▁▁", "▁the", "a", "the", "s", "##s", "##ing", ".", "▁.", "n't", "'", "é", "안", "|", "<pad>", "fox</w>"]
+EXTRA = ["<call>", " two words "]  # added tokens that are no special ones
+SPECIAL = ["<s>", "</s>"]
+D = decoders
+
+
+def _tokenizer(decoder: Any, vocabulary: list[str]) -> Tokenizer:
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], byte_fallback=True))
+    if decoder is not None:
+        made.decoder = decoder
+    made.add_tokens(EXTRA)
+    made.add_special_tokens(SPECIAL)
+    return made
+
+
+def _unigram(decoder: Any) -> Tokenizer:
+    vocabulary = [(token, -1.0) for token in ["<unk>", *WORDS, *BYTES]]
+    made = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    made.decoder = decoder
+    made.add_special_tokens(SPECIAL)
+    return made
+
+
+def _chain(*steps: Any) -> Any:
+    return D.Sequence(list(steps))
+
+
+SPACES = D.Replace("▁", " ")
+FALLBACK = {
+    "llama": _chain(SPACES, D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)),
+    "gemma": _chain(SPACES, D.ByteFallback(), D.Fuse()),
+    "bytes_then_metaspace": _chain(D.ByteFallback(), D.Metaspace()),
+    "bytes_alone": D.ByteFallback(),
+    "strips_much": _chain(SPACES, D.ByteFallback(), D.Fuse(), D.Strip(" ", 5, 0)),
+    "cleans_spaces": _chain(SPACES, D.ByteFallback(), D.Fuse(), D.Replace(" .", "."), D.Replace("s.", "!")),
+    "widens": _chain(SPACES, D.ByteFallback(), D.Fuse(), D.Replace("aa", "bbbb"), D.Replace("bbs", "c")),
+    "by_expression": _chain(SPACES, D.ByteFallback(), D.Fuse(), D.Replace(Regex(" +"), " ")),
+    "fused_first": _chain(D.Fuse(), D.ByteFallback(), D.WordPiece()),
+    "nested": _chain(_chain(SPACES, D.ByteFallback()), _chain(D.Fuse(), D.Strip(" ", 1, 0))),
+}
+OTHERS = {
+    "words": D.WordPiece(),
+    "words_as_they_are": D.WordPiece(cleanup=False),
+    "metaspace": D.Metaspace(),
+    "metaspace_never": D.Metaspace(prepend_scheme="never"),
+    "metaspace_first": D.Metaspace(prepend_scheme="first", split=False),
+    "word_ends": D.BPEDecoder("</w>"),
+    "speech": D.CTC(),
+    "none": None,
+}
+
+
+def _byte_level(*steps: Any) -> Tokenizer:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    pairs = [one + other for one, other in ("Ġt", "ìķ", "he", "ðŁ", "ĺĢ", "ĭë")]  # some end within a character
+    return _tokenizer(_chain(D.ByteLevel(), *steps) if steps else D.ByteLevel(), [*letters, *pairs])
+
+
+@cache
+def _all() -> dict[str, Tokenizer]:
+    made = {name: _tokenizer(decoder, [*WORDS, *BYTES]) for name, decoder in FALLBACK.items()}
+    made |= {name: _tokenizer(decoder, WORDS) for name, decoder in OTHERS.items()}
+    made["unigram"] = _unigram(_chain(D.ByteFallback(), D.Metaspace(prepend_scheme="first")))
+    made["byte_level"], made["byte_level_cleaned"] = _byte_level(), _byte_level(D.Replace(" .", "."))
+    return made
+
+
+NAMES = [*FALLBACK, *OTHERS, "unigram", "byte_level", "byte_level_cleaned"]
+
+
+def _written(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text byte by byte, in either way of writing bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    names = [f"<0x{byte:02X}>" for byte in text.encode()]
+    if tokenizer.token_to_id(names[0]) is None:
+        names = list(ByteLevel(add_prefix_space=False).pre_tokenize_str(text)[0][0])
+    ids = [tokenizer.token_to_id(name) for name in names]
+    return [token for token in ids if token is not None]
+
+
+@st.composite
+def texts(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[list[int], int, bool]:
+    """Ids of any tokens and of characters byte by byte, where they are split, and whether special tokens are left out.
+
+    Lists longer than the stream's window, so that it moves.
+    """
+    count = tokenizer.get_vocab_size()
+    whole = st.sampled_from(["안녕", "ก", "😀", "é", "\n", "a ."]).map(lambda text: _written(tokenizer, text))
+    parts = st.one_of(st.integers(0, count - 1).map(lambda token: [token]), whole)
+    ids = [token for part in draw(st.lists(parts, max_size=60)) for token in part]
+    return ids, draw(st.integers(0, len(ids))), draw(st.booleans())
+
+
+def _check(tokenizer: Tokenizer, before: list[int], new: list[int], skip: bool, found: str) -> None:
+    """`found` is what `new` adds to the decoder's text: that of all, without that of `before`.
+
+    A character that `before` begins belongs to `new`. Where `new` spoils the last run of bytes of `before`, each of its
+    bytes is one replacement character in front of what `new` adds.
+    """
+    shown = tokenizer.decode(before, skip_special_tokens=skip).rstrip(BROKEN)
+    text = tokenizer.decode([*before, *new], skip_special_tokens=skip)
+    if text.startswith(shown):
+        assert found == text[len(shown) :]
+    elif decoder_traits(tokenizer).open_end:  # replacing across the split has no one right answer
+        assert text.endswith(found)
+    else:
+        begin = next(i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
+        assert found == text[begin + _bytes_at_the_end(tokenizer, before, skip) :]
+
+
+def _bytes_at_the_end(tokenizer: Tokenizer, ids: list[int], skip: bool) -> int:
+    names = [tokenizer.id_to_token(token) for token in reversed(ids)]
+    names = [name for name in names if not (skip and name in SPECIAL)]
+    return next((i for i, name in enumerate(names) if name not in BYTES), len(names))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_text_stream_of_any_tokens_adds_up_to_the_decoders_text(name: str, data: st.DataObject) -> None:
+    """Wherever it ends."""
+    tokenizer = _all()[name]
+    ids, split, skip = data.draw(texts(tokenizer))
+    before, new = ids[:split], ids[split:]
+    for end in {len(new), data.draw(st.integers(0, len(new)))}:
+        stream = TextStream(tokenizer, before, skip_special_tokens=skip)
+        pieces = [stream.push(token) for token in new[:end]]
+        pending = stream.pending()
+        rest = stream.flush()
+        assert rest.startswith(pending) and set(rest[len(pending) :]) <= {BROKEN}
+        _check(tokenizer, before, new[:end], skip, "".join(pieces) + rest)
+
+
+def _ids(name: str, *tokens: str) -> list[int]:
+    return [_all()[name].token_to_id(token) for token in tokens]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "unigram", "bytes_then_metaspace"])
+def test_text_stream_behind_a_prompt_of_bytes_is_the_answer_alone(name: str) -> None:
+    prompt = _written(_all()[name], "안녕하세요")
+    stream = TextStream(_all()[name], prompt)
+    assert stream.push(*_ids(name, "▁the")) + stream.flush() == " the"
+    begun = TextStream(_all()[name], prompt[:-1])  # within a character, so that its run is no text yet
+    assert begun.push(prompt[-1]) + begun.push(*_ids(name, "▁the")) == "안녕하세요 the"
+
+
+def test_text_stream_holds_a_run_of_bytes_until_it_ends() -> None:
+    tokenizer = _all()["llama"]
+    first, second = _written(tokenizer, "안"), _written(tokenizer, "녕")
+    stream = TextStream(tokenizer, _ids("llama", "a"))
+    assert [stream.push(token) for token in [*first, *second]] == [""] * 6
+    assert stream.pending() == "안녕"
+    assert stream.push(tokenizer.token_to_id("<s>")) == "" and stream.pending() == "안녕"  # the run goes on behind it
+    assert stream.push(first[0]) == stream.pending() == ""  # what was a text is no more, and was not sent
+    assert stream.push(*_ids("llama", "a")) == BROKEN * 7 + "a"
+
+
+def test_text_stream_of_a_tokenizer_of_transformers_cleans_spaces_before_it_sends() -> None:
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=_all()["unigram"], clean_up_tokenization_spaces=True)
+    ids = _ids("unigram", "▁the", "▁", ".", "▁the", "▁", "n't", *["▁the"] * 10) + _written(_all()["unigram"], "é\n")
+    stream = TextStream(tokenizer, ids[:1])
+    pieces = [stream.push(token) for token in ids[1:]]
+    assert "".join(pieces) + stream.flush() == ". then't" + " the" * 10 + "é\n"
+    assert any(pieces)
+
+
+def _answer(
+    name: str, ids: list[int], *, max_new: int = 99, stop_ids: tuple[int, ...] = (), stops: tuple[str, ...] = ()
+) -> tuple[str, str | None, int]:
+    """(the text, the reason, how many tokens were taken)."""
+    answer = Answer(0, Request(_ids(name, "a"), max_new, stop_ids=stop_ids, stop_texts=stops), _all()[name])
+    text = ""
+    for token in ids:
+        event = answer.append(token, 0.0, 0.0)
+        text += event.text
+        if event.reason:
+            return text, event.reason, len(answer.tokens)
+    return text, None, len(answer.tokens)
+
+
+def test_answer_ends_with_the_byte_that_completes_a_stop_text() -> None:
+    """Although later bytes might have spoiled it: they never come."""
+    ids = _ids("llama", "the") + _written(_all()["llama"], "안\n\n녕!")
+    assert _answer("llama", ids, stops=("\n\n",)) == ("the안", "stop_text", 6)
+    assert _answer("llama", ids, stops=("the안\n",)) == ("", "stop_text", 5)
+    assert _answer("llama", ids, stops=("녕!", "x")) == ("the안\n\n", "stop_text", 10)
+    assert _answer("llama", ids, stops=("녕!",), max_new=10) == ("the안\n\n", "stop_text", 10)
+    assert _answer("llama", ids, stops=("녕!",), max_new=9) == ("the안\n\n녕", "max_new", 9)
+    assert _answer("llama", ids, stops=(BROKEN,), max_new=3) == ("the", "max_new", 3)  # an incomplete character is none
+    assert _answer("llama", ids, stop_ids=(ids[-1],)) == ("the안\n\n녕", "stop_id", 10)
