@@ -34,10 +34,10 @@ def add(
 ) -> Tree:
     """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
 
-    targets: last components of paths ("q_proj": every linear weight of that name, except experts'), or shell patterns
-    over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). ValueError: a target matches nothing, or matches a
-    leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path),
-    uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
+    targets: last components of paths ("q_proj": every trainable linear weight of that name, except experts'), or shell
+    patterns over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). ValueError: a target matches nothing, or
+    matches a leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by
+    (seed, path), uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
     rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a magnitude, which starts as the norms of the
     weight's rows; UnsupportedError for DTensors.
     """

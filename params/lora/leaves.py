@@ -26,7 +26,7 @@ def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]
     chosen: set[str] = set()
     for target in targets:
         ends = {p for p in leaves if p.rpartition(".")[2] == target}
-        named = {p for p in ends if is_linear(p, leaves[p])} or ends
+        named = {p for p in ends if is_linear(p, leaves[p]) and leaves[p].trainable} or ends
         named |= {p for p in leaves if fnmatch.fnmatchcase(p, target)}
         if not named:
             last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if is_linear(p, leaf)})
@@ -39,8 +39,12 @@ def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]
 
 
 def targets(config: DecoderConfig) -> list[str]:
-    """The paths of all weights that can have an adapter: linear ones, and those of experts."""
-    return [path for path, leaf in tree.flatten(family_of(config).spec(config)).items() if takes_adapter(path, leaf)]
+    """The paths of all weights whose adapters are trainable: linear ones, and those of experts.
+
+    An indexer's (DeepSeek-V3.2), which gradients do not reach, are not among them.
+    """
+    leaves = tree.flatten(family_of(config).spec(config))
+    return [path for path, leaf in leaves.items() if leaf.trainable and takes_adapter(path, leaf)]
 
 
 def is_linear(path: str, leaf: Leaf | Tensor) -> bool:

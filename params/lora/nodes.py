@@ -15,6 +15,19 @@ from params.sharding import sharding_of
 class _AppliedByLinear:
     """A weight that F.linear alone applies, by its method `linear`."""
 
+    weight: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weight, to which a model casts what it multiplies."""
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """That of the weight: 2, or 3 for experts."""
+        return int(self.weight.ndim)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """F.linear(x, self, bias); torch raises for every other function of a Lora, naming it."""

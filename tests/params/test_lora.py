@@ -12,6 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params import lora
+from tests.support import adapters as every_target
 from tests.support.cases import batch_of, cases, generic, generic_params, off, segments
 from train import adamw, init_state, make_step, next_token_loss
 
@@ -385,3 +386,25 @@ def test_transforms_of_adapters_alone(dora: bool) -> None:
     both = torch.func.vmap(torch.func.grad(loss))(tree.stack([trained, direction]))
     for got, want in zip(tree.leaves(both), tree.leaves(found), strict=True):
         torch.testing.assert_close(got[0], want)
+
+
+def test_adapters_at_every_target_of_every_model_have_gradients_and_add_to_their_weights() -> None:
+    """The loss is that of the merged weights, also where a model reads a weight outside of its layers."""
+    for name in every_target.structures():
+        setting = every_target.setting_of(name)
+        one, params = every_target.one_process(name, True)
+        total, *_ = setting.loss(params, setting.batch)
+        merged, *_ = setting.loss(lora.merge(params), setting.batch)
+        bare, *_ = setting.loss(lora.weights(params), setting.batch)
+        assert abs(total - merged) < 1e-4 * abs(total - bare), name
+        assert {f"{path}.{part}" for path in setting.targets(vocab=True) for part in "ab"} == one.grads.keys(), name
+        assert all(grad.abs().max() > 0 for grad in one.grads.values()), name
+
+
+def test_a_name_of_a_weight_that_gradients_do_not_reach_names_the_others() -> None:
+    """The indexer of DeepSeek-V3.2 has a q_b_proj as attention has one."""
+    config = next(case.config for case in cases() if case.name == "deepseek_v32")
+    adapted = lora.add(config, generic_params(config), rank=2, targets=("q_b_proj",))
+    found = {path for path in tree.flatten(adapted) if path.endswith(".a")}
+    assert found and not any(".indexer." in path for path in found)
+    assert not any(".indexer." in path for path in lora.targets(config))

@@ -10,6 +10,7 @@
 
 A job that fails on one rank leaves others waiting, so the ranks of that world size are killed and forked again for the
 next job; the message holds their exceptions. `devices` caches device meshes, whose process groups are slow to create.
+After each step over a mesh, all copies of a leaf are compared (`copies`).
 Imports of DTensor or dynamo are cheap in jobs: they are loaded before the fork. Between jobs ranks are stopped
 (SIGSTOP), because each gloo process group has a thread that wakes a hundred times per second.
 
@@ -54,6 +55,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import params  # noqa: F401
 import train  # noqa: F401
+from tests.support import copies
 from tests.support.cases import cases
 from train.parallel import Mesh
 
@@ -216,6 +218,7 @@ def member(rank: int, world: int, store: str, jobs: int, answers: int) -> None:
     """Runs jobs until the server is gone; never returns."""
     os.close(0)
     torch.set_num_threads(1)
+    copies.watch()
     with os.fdopen(answers, "w") as out:
         for line in lines(jobs):
             try:

@@ -309,7 +309,8 @@ def embed_patches(params: Tree, inputs: Any, *, config: Any) -> Tensor:
             "A vision tower needs the dict of inputs that fnmodels.prepare makes, with patches and positions."
         )
     weights = params["patch_proj"]
-    x = linear(inputs["tokens"].to(weights.dtype), weights.flatten(1), params.get("patch_bias"))
+    flat = weights if weights.ndim == 2 else weights.flatten(1)  # of a convolution
+    x = linear(inputs["tokens"].to(weights.dtype), flat, params.get("patch_bias"))
     if "masked" in inputs:
         x = torch.where(inputs["masked"][..., None], params["mask_token"].reshape(-1), x)
     names = [name for name in ("class_token", "register_tokens") if name in params]

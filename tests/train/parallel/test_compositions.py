@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from fnmodels import llama, tree
 from fnmodels.ops.attention import flex
 from tests.support import one_process as reference
+from tests.support.copies import may_differ
 from tests.support.one_process import (
     HYBRIDS,
     MODELS,
@@ -538,7 +539,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
 def errors_with(what: str) -> dict[str, float]:
     spoil, way, name, _ = MISTAKES[what]
     one_process(name, None if way == "fsdp2" else WAYS[way].layers)  # before it is spoiled
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, may_differ():
         spoil(patch)
         if way == "fsdp2":
             return errors_of_modules(name, "fsdp=2")

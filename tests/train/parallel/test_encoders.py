@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from fnmodels import tree
+from tests.support.copies import may_differ
 from tests.support.encoder_losses import SETTINGS, TWO_TOWERS, errors_over, one_process, spec_of
 from tests.support.one_process import worst
 from tests.support.ranks_pool import Ranks
@@ -92,7 +93,7 @@ def errors_with(what: str) -> dict[str, float]:
         changed = {name: MISTAKES[what](x) if name == "memory" else x for name, x in earlier.items()}
         return right(stack, numbers, given, part, changed)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, may_differ():
         patch.setattr(staged_loss, "_through", through)
         return errors_over("pairs", "pp=2", {"split": (3, 1)}, accumulate=2)
 
@@ -104,7 +105,7 @@ def test_mistakes_of_the_memory_are_seen(ranks: Ranks, what: str) -> None:
 
 def errors_without_sums(name: str) -> dict[str, float]:
     """A planted error: each stage keeps its own gradient of a parameter that several hold."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, may_differ():
         patch.setattr(gradients, "_sum_copies", lambda *_: None)
         return errors_over(name, "pp=2", accumulate=2)
 
@@ -124,7 +125,7 @@ def errors_with_roles_of_the_tower() -> dict[str, float]:
             uses |= {path: dataclasses.replace(use, shared=False, rows=None) for path, use in uses.items()}
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, may_differ():
         patch.setattr(api, "uses_of", uses_of)
         return errors_over("qwen2_5_vl", "tp=2")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.registry import is_indexed, source_kind
+from tests.support.copies import may_differ
 from tests.support.one_process import HYBRIDS, SEQUENTIAL, config_of, errors_of, one_process, spec_of, worst
 from tests.support.ranks_pool import Ranks
 from train.parallel import Mesh
@@ -117,7 +118,7 @@ def errors_with(what: str) -> dict[str, float]:
         how |= {keyword: change(how[keyword])} if lo else {}
         return right(params, x, masks, freqs, lo, hi, **how)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, may_differ():
         patch.setattr(staged_loss.fnmodels, "run_layers", run)
         split = {"split": (1, 3) if name == "glm_moe_dsa" else (2, 2)}
         return errors_of(name, "pp=2", split, {"accumulate": 2})

@@ -1,5 +1,6 @@
 """Adapters over a mesh: divided as their weights are, and trained as one process trains them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 import params as P
 from fnmodels import tree
 from params import lora
+from tests.support import adapters, copies
 from tests.support.cases import generic, generic_params
 from tests.support.one_process import batch, config_of, error, loss_of, spec_of, worst
 from tests.support.ranks_pool import Ranks, devices
@@ -101,17 +103,86 @@ def test_adapters_are_those_of_one_process(
     assert len(found[0]) > 50
 
 
-def unsummed() -> dict[str, float]:
+LIMIT = 1e-5
+ROUTED = ["deepseek_v3", "gpt_oss", "kimi_linear", "lfm2_moe", "mixtral", "nemotron_h_latent_bias", "qwen3_moe"]
+RECURRENT = ["bamba", "falcon_h1", "kimi_linear", "qwen3_next_dense_tied"]
+# {mesh: (models, strategy, the step's options)}; None: one of each structure of adapters
+MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
+    "tp=2": (None, {}, {}),
+    "tp=2, sequence": ([*ROUTED, *RECURRENT, "gpt_oss", "eurobert"], {"sequence": True}, {"remat": "full"}),
+    "tp=4": (["qwen3_moe", "gpt_oss", "qwen3_next_dense_tied"], {}, {}),
+    "fsdp=2,tp=2": ([*ROUTED, "flow", "llama4_images"], {}, {"remat": "full"}),
+    "ep=2,tp=2": (ROUTED, {}, {}),
+    "ep=2,tp=2, sequence": (["mixtral", "kimi_linear"], {"sequence": True}, {}),
+    "fsdp=2": (["siglip", "flow", "lfm2_moe"], {}, {}),
+    "ep=2": (["mixtral", "nemotron_h_latent_bias"], {}, {}),
+    "cp=2": (["lfm2_moe", "kimi_linear", "deepseek_v32"], {}, {}),
+    "pp=2": (["lfm2_moe", "pairs", "flow"], {"schedule": "1F1B"}, {"accumulate": 2}),
+    "pp=2,tp=2": (["mixtral", "flow"], {"schedule": "GPipe"}, {"accumulate": 1}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_adapters_at_every_target_have_the_gradients_of_one_process(ranks: Ranks, mesh: str) -> None:
+    """Every gradient, and every adapter after a step, on every kind of mesh."""
+    names, strategy, options = MESHES[mesh]
+    over = mesh.partition(", ")[0]
+    for name in names or adapters.structures():
+        found = ranks(Mesh.parse(over).world)(adapters.errors_of, name, over, strategy, options)
+        assert worst(found)[0] < LIMIT, (name, worst(found))
+        targets = adapters.setting_of(name).targets(vocab="tp" not in over)
+        every = {f"gradient of {path}.{part}" for path in targets for part in "ab"}
+        assert {what for errors in found for what in errors} >= every, name
+
+
+def unsummed_attention(patch: pytest.MonkeyPatch) -> None:
     """Adapters whose gradients stay those of one process' heads."""
-    with pytest.MonkeyPatch.context() as patch:
-        plain = leaf_roles.Use("plain", False)
-        patch.setattr(leaf_roles, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), plain))
-        return errors_of("gpt_oss", "dp=2,tp=2", {}, "")
+    plain = leaf_roles.Use("plain", False)
+    patch.setattr(leaf_roles, "_adapted", lambda *_: dict.fromkeys(("weight", "a", "b"), plain))
 
 
-def test_a_mistake_is_seen(ranks: Ranks) -> None:
-    found = ranks(4)(unsummed)
-    assert all(worst(found, f"stepped layers.0.attention.{leaf}")[0] > 1e-3 for leaf in ("q_proj.a", "o_proj.b"))
+def unsummed_experts(patch: pytest.MonkeyPatch) -> None:
+    """Adapters of experts whose replicated half has the gradient of one process' widths."""
+    right, plain = leaf_roles._adapted, leaf_roles.Use("plain", False)
+
+    def adapted(leaf: Any, *how: Any) -> Any:
+        return dict.fromkeys(("weight", "a", "b"), plain) if "expert" in leaf.axes else right(leaf, *how)
+
+    patch.setattr(leaf_roles, "_adapted", adapted)
+
+
+def summed_shards(patch: pytest.MonkeyPatch) -> None:
+    """Halves that are sharded have the sum of different shards' gradients."""
+    shared = leaf_roles.Use("plain", True)
+    patch.setattr(leaf_roles, "_adapted", lambda *_: dict.fromkeys(("weight", "a", "b"), shared))
+
+
+# {what is wrong: (the patch, the leaves that show it, those of which copies differ)}
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[str]]] = {
+    "unsummed": (unsummed_attention, *[["attention.q_proj.a", "attention.o_proj.b"]] * 2),
+    "unsummed experts": (
+        unsummed_experts,
+        *[["mlp.experts.gate_proj.a", "mlp.experts.up_proj.a", "mlp.experts.down_proj.b"]] * 2,
+    ),
+    "summed shards": (summed_shards, ["attention.q_proj.b", "mlp.experts.down_proj.a"], []),
+}
+
+
+def errors_with(what: str) -> tuple[dict[str, float], list[str]]:
+    adapters.one_process("mixtral", False)  # before it is spoiled
+    with pytest.MonkeyPatch.context() as patch, copies.may_differ() as differing:
+        MISTAKES[what][0](patch)
+        return adapters.errors_of("mixtral", "tp=2"), sorted(differing)
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_gradients_of_adapters_with_a_planted_fault_are_seen(ranks: Ranks, what: str) -> None:
+    _, shown, copied = MISTAKES[what]
+    errors, differing = zip(*ranks(2)(errors_with, what), strict=True)
+    for leaf in shown:
+        assert worst(list(errors), f"gradient of layers.0.{leaf}")[0] > 1e-2, leaf
+    assert {f"params.layers.0.{leaf}" for leaf in copied} <= set(differing[0])
+    assert bool(copied) == bool(differing[0]) and differing[0] == differing[1]
 
 
 def refused() -> list[str]:

@@ -76,7 +76,7 @@ def uses_of(
                     f"{path} is used by each process in another way than {inner} of another stack; leave heads out of "
                     "the rules."
                 )
-            uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
+            uses |= {f"{inner}.{part}": one for part, one in _adapted(leaf, dims[path], use, sharded, region).items()}
     return found
 
 
@@ -189,8 +189,13 @@ def _is_inside(leaf: Leaf, sharded: frozenset[str]) -> bool:
     return any(axis in sharded and not {axis, *inside}.isdisjoint(leaf.axes) for axis, inside in _REGIONS.items())
 
 
-def _adapted(use: Use, inside: bool) -> dict[str, Use]:
-    """Roles of an adapted weight: b is sharded like its rows, a like its columns; replicated parts are shared."""
-    columns = use.kind == "write"
-    a, b = (not columns, columns or use.shared) if inside else (use.shared, use.shared)
+def _adapted(leaf: Leaf, dim: int | None, use: Use, sharded: frozenset[str], region: Region) -> dict[str, Use]:
+    """Roles of an adapted weight: a is sharded like its columns, b like its rows; dim: the one that `tp` shards.
+
+    Each rank multiplies by a and b where it multiplies by the weight. Inside of a region the gradient of what is not
+    sharded is therefore partial, also where the weight itself has no gradient.
+    """
+    columns, rows = len(leaf.shape) - 1, len(leaf.shape) - 2
+    inside = "expert_mlp" in sharded if "expert" in leaf.axes else _is_inside(leaf, sharded)
+    a, b = (dim != columns, dim != rows) if inside else (region.sequence, region.sequence)
     return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}
