@@ -7,6 +7,7 @@ tests/fnmodels/ops/test_torch_internals.py says which names the installed torch 
 import functools
 import gc
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -60,7 +61,10 @@ PRIVATE: dict[str, Any] = {
     )
 }
 _CPU = found() if (found := PRIVATE["cpu.get_capabilities"]) else {}
-MATRIX_TILES = bool(_CPU.get("amx_bf16", False))  # whether this CPU multiplies bf16 matrices in tiles (AMX)
+# What oneDNN is held to, by the name of the last instructions that it may use.
+_LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
+# Whether bf16 matrices are multiplied in tiles (AMX).
+MATRIX_TILES = bool(_CPU.get("amx_bf16", False)) and (_LIMIT in ("ALL", "DEFAULT") or "AMX" in _LIMIT)
 SECOND_LEVEL_CACHE = int(_CPU.get("l2_cache_size", 0)) or 1 << 20  # bytes per core; 1 MiB if unknown
 # aten operators whose results selective rematerialization saves: matrix products and attention.
 COSTLY = (

@@ -24,7 +24,6 @@ from fnmodels.ops import invariant
 from fnmodels.ops.attention import invariant as tiles
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.moe import router
-from fnmodels.ops.torch_internals import MATRIX_TILES
 from tests.contract.test_invariant import (
     DTYPES,
     EACH,
@@ -37,6 +36,7 @@ from tests.contract.test_invariant import (
     sampled,
 )
 from tests.support.cases import generic_params, variants_of
+from tests.support.processor import needs_matrix_tiles
 
 EIGHT = tuple(((n, length), (None, max(LENGTHS) - length)) for n, length in enumerate(LENGTHS)) * 2
 CHUNKS = (37, 17, 5, 3, 2, 1, 1, 37, 36)
@@ -297,7 +297,7 @@ BUGS: dict[str, tuple[Any, str, Any, Callable[[], bool]]] = {
 }
 
 
-@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+@needs_matrix_tiles
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, wrong, found = BUGS[bug]
@@ -305,7 +305,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert found()
 
 
-@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+@needs_matrix_tiles
 def test_explain_invariance_finds_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     for bug in ("attention products of 4 rows", "bf16 products in tiles", "sums over all rows"):
         monkeypatch.setattr(*BUGS[bug][:3])
@@ -315,7 +315,7 @@ def test_explain_invariance_finds_planted_bugs(monkeypatch: pytest.MonkeyPatch) 
     assert not found["number of threads"]
 
 
-@pytest.mark.skipif(not MATRIX_TILES, reason="which kernels add in another order differs between CPUs")
+@needs_matrix_tiles
 @pytest.mark.parametrize(
     ("module", "name", "wrong"), [(invariant, "GELU_GRAIN", 1 << 30), (invariance, "softmax", _torchs)]
 )

@@ -76,7 +76,8 @@ def decay_of(log: Tensor) -> Tensor:
     Such factors change no result, but they or products of two are subnormal numbers, on which processors compute about
     a hundred times as long.
     """
-    return F.threshold(log.clamp(max=0), _least(log.dtype), -torch.inf).exp()
+    at_most_0 = log.masked_fill(log > 0, 0)  # the gradient of clamp at its limit is 1 or 0, by the release of torch
+    return F.threshold(at_most_0, _least(log.dtype), -torch.inf).exp()
 
 
 def negligible(dtype: torch.dtype) -> float:

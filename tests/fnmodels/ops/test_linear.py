@@ -17,7 +17,9 @@ from fnmodels.ops import onednn, product_table
 from fnmodels.ops.linear import _Times, linear, linear_gelu
 from fnmodels.ops.torch_internals import onednn_layout, onednn_linear
 from params import weight_forms
+from tests.support.processor import needs_bf16_products
 
+BF16 = pytest.param("bf16", marks=needs_bf16_products)
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
 X, W, BIAS = torch.randn(2, ROWS // 2, IN), torch.randn(OUT, IN), torch.randn(OUT)
 
@@ -83,6 +85,7 @@ def test_bf16_is_widened_where_that_is_faster(
     assert ours(linear(leaves[0][:1, : few + 1], leaves[1].repeat(10, 1)))
 
 
+@needs_bf16_products
 def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
     """torch's own product copies the bias into each row of the result first; without a bias it is the same product."""
     leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
@@ -99,7 +102,7 @@ def test_a_bf16_bias_is_added_by_onednn_in_eager_mode() -> None:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("bias", [None, BIAS])
 @pytest.mark.parametrize(
-    "form", ["fp32", "bf16", "packed", "one slice", "packed slice", "torch's own", "widened", "transposed", "small"]
+    "form", ["fp32", BF16, "packed", "one slice", "packed slice", "torch's own", "widened", "transposed", "small"]
 )
 def test_gelu_with_its_product(
     form: str, bias: Tensor | None, approximate: str, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +140,7 @@ def test_gelu_with_its_product(
     assert calls == ([] if alone or form in ("torch's own", "widened", "transposed", "small") else [approximate])
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "packed"])
+@pytest.mark.parametrize("form", ["fp32", BF16, "packed"])
 def test_a_bias_may_have_any_strides(form: str) -> None:
     """oneDNN reads past the memory of a bias with other strides."""
     dtype = torch.bfloat16 if form == "bf16" else torch.float32

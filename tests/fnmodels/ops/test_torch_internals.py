@@ -393,3 +393,17 @@ assert len(made) < 10, len(made)
 assert "torch._inductor.compile_fx" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_matrix_tiles_that_onednn_may_not_use_are_none() -> None:
+    program = """
+import importlib, os, torch
+from fnmodels.ops import torch_internals
+limits = {"ALL": True, "avx10_1_512_amx": True, "AVX512_CORE_BF16": True, "AVX2": True, "DEFAULT": False}
+for limit, tiles in limits.items():
+    torch.cpu.get_capabilities = lambda: {"amx_bf16": tiles}
+    os.environ["ONEDNN_MAX_CPU_ISA"] = limit
+    print(importlib.reload(torch_internals).MATRIX_TILES)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True", "False", "False", "False"]

@@ -168,7 +168,7 @@ def picture_folder(folder: Path) -> Path:
 def test_pictures_of_classes_are_learned_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, run = picture_folder(tmp_path / "pictures"), tmp_path / "run"
     sizes = (*SIZES[:4], "--heads", "2", *SIZES[6:], "--side", "8", "--patch", "4", "--samples", "2")
-    flags = ("--steps", "250", "--batch", "12", "--learning-rate", "0.01")
+    flags = ("--steps", "250", "--batch", "24", "--learning-rate", "0.01")
     assert started(run, folder, *flags, sizes=sizes) == 0
     assert json.loads((run / "classes.json").read_text()) == ["blue", "red"]
     with Image.open(run / "samples.png") as picture:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import params as P
+from fnmodels.ops import product_table
 from train.checkpoint import saved_steps
 from train.cli import main
 from train.job import report, run, setup
@@ -312,6 +313,15 @@ def test_text_of_which_no_row_can_be_held_out_is_refused_before_the_folder_is_a_
     assert kilobytes
     short.write_text(text.read_text()[: 1000 * int(kilobytes[1])])
     assert train(tmp_path / "run", short) == 0
+
+
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "amx_bf16", "avx512_f"])
+@pytest.mark.parametrize("widens", [False, True])
+def test_fast_dtype_is_bf16_where_products_in_it_are_faster(instructions, widens, monkeypatch):
+    """Widens: as with ONEDNN_MAX_CPU_ISA=AVX2, whatever instructions the CPU has."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True})
+    monkeypatch.setattr(product_table, "WIDENS", widens)
+    assert setup.fast_dtype() == ("bfloat16" if "bf16" in instructions and not widens else "float32")
 
 
 def test_a_run_keeps_the_dtype_it_began_with_on_another_machine(tmp_path, text, monkeypatch):
