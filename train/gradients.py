@@ -132,7 +132,10 @@ def loss_and_outputs(result: Any) -> tuple[tuple[Any, ...], list[Tree]]:
 
 
 def checked_loss(result: Any) -> tuple[Any, ...]:
-    """(sum, count) or (sum, count, aux) of the loss function's result; ValueError for another form."""
+    """(sum, count) or (sum, count, aux) of the loss function's result; ValueError for another form.
+
+    count and aux are in `exact` dtypes, in which they are added up.
+    """
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) == 4:  # outputs
         parts = parts[:2] if parts[2] is None else parts[:3]
@@ -144,12 +147,17 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
                     "The loss function's aux must be a tree of tensors, sums that add up over parts of a batch; "
                     f"{name} is a {type(leaf).__name__}."
                 )
-        return tuple(parts)
+        return (parts[0], *tree.map(exact, tuple(parts[1:])))
     kinds = [type(p).__name__ + (f" of shape {list(p.shape)}" if isinstance(p, Tensor) else "") for p in parts]
     raise ValueError(
         "The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors; "
         f"it returned {', '.join(kinds)}."
     )
+
+
+def exact(number: Tensor) -> Tensor:
+    """The tensor in int64, or in fp64 where it is floating: fp32 counts no further than 2^24."""
+    return number if number.is_complex() else number.to(torch.float64 if number.is_floating_point() else torch.int64)
 
 
 def valid_count(total: Tensor, count: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def make_step(
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by
         fnmodels.hidden or forward with the params that it receives, which carry the step's options (remat, compilation,
-        layouts, a mesh), see `train.losses.model_loss`. Options that the loss sets itself are kept or wrapped.
+        layouts, a mesh), see `train.losses.model_loss`. Options that the loss sets itself are kept or wrapped. count
+        and aux are added up and returned in int64, or in fp64 where they are floating.
     batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such dicts with any lengths: microbatches
         of one step.
     accumulate: the number of microbatches into which the batch's rows are split, as evenly as possible; gradients are

@@ -162,7 +162,7 @@ def test_aux_is_summed():
     for accumulate in (1, 3):
         _, (metrics,) = run(loss, sgd(0.1), toy_params(), [toy_batch()], accumulate=accumulate)
         assert int(metrics["aux"]["tokens"]) == 6 and not metrics["aux"]["sum"].requires_grad
-        torch.testing.assert_close(metrics["aux"]["sum"], accumulate * toy_params()["head"].sum())
+        torch.testing.assert_close(metrics["aux"]["sum"], accumulate * toy_params()["head"].sum().double())
 
 
 # Nothing to learn from, and nothing that can be learned from.

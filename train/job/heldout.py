@@ -19,8 +19,8 @@ def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch
     with torch.no_grad():
         for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
             batch_sum, batch_count, *_ = run(params, select_rows(rows, indices))
-            total, count = total + float(batch_sum), count + int(batch_count)
-    return total / max(count, 1)
+            total, count = total + float(batch_sum), count + batch_count.item()
+    return total / (count or 1)
 
 
 def bits_per_byte(loss: float, targets: int, size: int) -> float:

@@ -103,8 +103,8 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
             f"The selection bias is {bias.dtype}, in which moves of {rate} are lost to rounding: it must be fp32 at "
             "least, as params.load_pretrained returns it whatever the other leaves are."
         )
-    wide = counts.to(torch.promote_types(bias.dtype, torch.float32))
-    return (bias + rate * torch.sign(wide.mean() - wide)).to(bias.dtype)
+    wide = counts.double()  # fp32 does not tell counts above 2^24 apart
+    return (bias + rate * torch.sign(wide.mean() - wide).to(bias.dtype)).to(bias.dtype)
 
 
 def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def dpo_loss(
     better, worse = beta * (chosen - reference_chosen.detach()), beta * (rejected - reference_rejected.detach())
     margin = better - worse
     losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    metrics = {"chosen": better, "rejected": worse, "margin": margin, "accuracy": (margin > 0).to(margin)}
+    metrics = {"chosen": better, "rejected": worse, "margin": margin, "accuracy": margin > 0}
     count = torch.tensor(chosen.numel(), device=chosen.device)
     return losses.sum(), count, {name: m.detach().sum() for name, m in metrics.items()}
 
@@ -96,7 +96,7 @@ def policy_loss(
         gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
         beyond = beyond | ((ratio > dual_clip) & (advantages < 0))
     losses = -gain
-    metrics = {"ratio": ratio, "clipped": beyond.to(ratio)}
+    metrics = {"ratio": ratio, "clipped": beyond}
     if reference_logp is not None:
         r = (torch.where(valid, reference_logp.detach(), 0.0) - logp).clamp(max=MAX_LOG_RATIO)
         metrics["kl"] = r.exp() - r - 1
@@ -106,7 +106,7 @@ def policy_loss(
         losses = losses - entropy_bonus * metrics["entropy"]
     losses = losses if weights is None else losses * weights.detach()
     total = torch.where(valid, losses, 0.0).sum()
-    return total, valid.sum(), {name: torch.where(valid, m.detach(), 0.0).sum() for name, m in metrics.items()}
+    return total, valid.sum(), {name: torch.where(valid, m.detach(), 0).sum() for name, m in metrics.items()}
 
 
 def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:

@@ -66,7 +66,7 @@ def value_loss(
     values, old, returns = (torch.where(valid, t, 0.0) for t in (values, old_values.detach(), returns.detach()))
     plain = (values - returns) ** 2
     limited = plain if clip is None else (values.clamp(old - clip, old + clip) - returns) ** 2
-    metrics = {"value": values, "clipped": (limited > plain).to(values)}
+    metrics = {"value": values, "clipped": limited > plain}
     return 0.5 * torch.maximum(plain, limited).sum(), valid.sum(), {n: m.detach().sum() for n, m in metrics.items()}
 
 
@@ -78,7 +78,7 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.
     """
     same_shape(chosen=chosen, rejected=rejected)
     count = torch.tensor(chosen.numel(), device=chosen.device)
-    metrics = {"chosen": chosen, "rejected": rejected, "accuracy": (chosen > rejected).to(chosen)}
+    metrics = {"chosen": chosen, "rejected": rejected, "accuracy": chosen > rejected}
     losses = -F.logsigmoid(chosen - rejected - margin)
     return losses.sum(), count, {name: m.detach().sum() for name, m in metrics.items()}
 

@@ -20,7 +20,7 @@ from fnmodels.models.common.decoder import scores
 from fnmodels.models.common.registry import may_have
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
-from train.gradients import loss_and_outputs
+from train.gradients import exact, loss_and_outputs
 from train.losses.model_loss import ModelLoss, keywords
 from train.losses.moe_balance import Balance, balance_terms
 
@@ -114,7 +114,7 @@ class StagedLoss:
             added, sums = balance_terms(of_layers, part.inputs["valid"], routers.labelled, terms)
             if carries_term(routers):
                 sent["term"] = added.to(term_dtype(states.dtype))
-            raise _Done(sent, tree.map(Tensor.detach, sums) if routers.aux else {})
+            raise _Done(sent, tree.map(lambda x: exact(x.detach()), sums) if routers.aux else {})
 
         given = self._joint(params, is_last)
         staged = self.loss.with_options(stage=layers, balance=balance_of_layers)
