@@ -90,8 +90,7 @@ def policy_loss(
     logp, old_logp, advantages = (torch.where(valid, t, 0.0) for t in (logp, old_logp.detach(), advantages.detach()))
     ratio = (logp - old_logp).clamp(max=MAX_LOG_RATIO).exp()
     low, high = 1 - clip[0], 1 + clip[1]
-    gain = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    gain, beyond = clipped_gain(ratio, advantages, low, high)
     if dual_clip is not None:
         gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
         beyond = beyond | ((ratio > dual_clip) & (advantages < 0))
@@ -107,6 +106,16 @@ def policy_loss(
     losses = losses if weights is None else losses * weights.detach()
     total = torch.where(valid, losses, 0.0).sum()
     return total, valid.sum(), {name: torch.where(valid, m.detach(), 0).sum() for name, m in metrics.items()}
+
+
+def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(min(ratio advantages, ratio.clamp(low, high) advantages), where the clip stops the gradient).
+
+    A ratio that is `low` or `high` has its gradient, as at the old policy with a clip of 0: the gradient of clamp there
+    is 1 or 0, by the release of torch.
+    """
+    beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    return torch.where(beyond, ratio.clamp(low, high), ratio) * advantages, beyond
 
 
 def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:

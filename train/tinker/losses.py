@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from train.losses.policy import clipped_gain
+
 LossFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
@@ -40,8 +42,8 @@ def _ppo(config: Mapping[str, float]) -> LossFunction:
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
 
     def loss(logp: Tensor, entropy: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        ratio, gain = (logp - batch["logprobs"]).exp(), batch["advantages"]
-        return -(ratio * gain).minimum(ratio.clamp(low, high) * gain).sum(), _count(batch)
+        ratio = (logp - batch["logprobs"]).exp()
+        return -clipped_gain(ratio, batch["advantages"], low, high)[0].sum(), _count(batch)
 
     return loss
 

@@ -98,11 +98,13 @@ def test_policy_loss_is_its_formula(dual: float | None, weighted: bool) -> None:
     assert {name: float(metrics[name]) for name in sums} == pytest.approx(sums)
 
 
-def test_at_the_old_policy_the_gradient_is_the_policy_gradient() -> None:
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.0), (0.0, 0.2), (0.0, 0.0)])
+def test_at_the_old_policy_the_gradient_is_the_policy_gradient(clip: tuple[float, float]) -> None:
+    """Also where a ratio of 1 is a limit of the clip."""
     logp, gains = -_normal(2, 3).abs(), _normal(2, 3)
     valid = torch.tensor([[True, True, False], [True, False, True]])
     live = logp.clone().requires_grad_()
-    total, _, _ = policy_loss(live, logp, gains, valid)
+    total, _, _ = policy_loss(live, logp, gains, valid, clip=clip)
     (grad,) = torch.autograd.grad(total, live)
     torch.testing.assert_close(grad, torch.where(valid, -gains, 0.0))
 
