@@ -9,9 +9,16 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import documents
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.inputs.segments import integers
+from fnmodels.inputs.segments import integers, positions_from_segments
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, check_fields, family_of, field_of, may_have
+from fnmodels.models.common.registry import (
+    DecoderConfig,
+    check_fields,
+    family_of,
+    field_of,
+    may_have,
+    text_config,
+)
 
 
 def prepare(
@@ -22,6 +29,8 @@ def prepare(
     segment_ids: Tensor | None = None,
     length: int | Tensor | None = None,
     token_types: Tensor | None = None,
+    places: Tensor | None = None,
+    grids: Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
     """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
 
@@ -33,6 +42,11 @@ def prepare(
         integer dtype; made int64.
     length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
     token_types: [B, S], for an encoder that has embeddings of them; 0 by default.
+    places: [B, S, 2], where the features of images are, see the `image_places` of a family of
+        `fnmodels.models.vision_language`. config is then that of the whole model, and the results are those of its
+        text: `family.with_images` puts the features into the inputs. Images that see all of themselves do so.
+    grids: [images, 3], the frames, rows and columns of each image's features, which positions of three axes follow
+        from; needed with places for a model that has these, unless positions are given.
 
     For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
     """
@@ -44,6 +58,14 @@ def prepare(
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
     shape = tokens.shape[:2]
+    if (text := text_config(config)) is not config:
+        ones = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
+        ids = ones.expand(shape) if segment_ids is None else _per_token("segment_ids", segment_ids, shape)
+        if positions is None and places is not None:
+            positions = positions_of_images(config, ids, places, grids)
+        made, masks, tables = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
+        return made, with_image_masks(config, masks, made["positions"], ids, places), tables
+    check_text_alone(config, places, grids)
     if positions is not None:
         axes = positions.shape[2:] if positions.ndim == 3 else ()
         positions = _per_token("positions", positions, shape + axes)
@@ -72,6 +94,41 @@ def prepare(
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= may_have(family, "batch_inputs")(config, positions)
     return inputs, masks, family.freqs_cis(config, positions, length=length)
+
+
+def positions_of_images(config: Any, segment_ids: Tensor, places: Tensor, grids: Tensor | None) -> Tensor | None:
+    """Positions [B, S, 4] of text with images: the order, then three axes, both from 0 in each document; None for a
+    model whose positions have one axis. ValueError without grids."""
+    family: Any = family_of(config)
+    if not hasattr(family, "image_positions"):
+        return None
+    if grids is None:
+        raise ValueError(
+            "The positions of this model's images follow from their rows and columns: pass grids [images, 3], of "
+            "(frames, rows, columns) of features, or positions [B, S, 3]."
+        )
+    axes = family.image_positions(places[..., 0] >= 0, segment_ids, grids)
+    return torch.cat((positions_from_segments(segment_ids)[..., None], axes), -1)
+
+
+def with_image_masks(
+    config: Any, masks: dict[str, MaskLike], positions: Tensor, segment_ids: Tensor, places: Tensor | None
+) -> dict[str, MaskLike]:
+    """The masks of a text with images: those of the text, unless the tokens of an image see each other."""
+    family: Any = family_of(config)
+    if places is None or not hasattr(family, "image_masks"):
+        return masks
+    found: dict[str, MaskLike] = family.image_masks(config, positions, segment_ids, places)
+    return masks | found
+
+
+def check_text_alone(config: Any, places: Tensor | None, grids: Tensor | None) -> None:
+    """ValueError for images with a model that reads none."""
+    if places is not None or grids is not None:
+        raise ValueError(
+            f"{type(config).__module__}.{type(config).__name__} is the Config of a model of text alone, and places and "
+            "grids are of images: pass the Config of the whole model, of fnmodels.models.vision_language."
+        )
 
 
 def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:

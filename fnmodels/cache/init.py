@@ -1,6 +1,7 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, may_have, source_kind
+from fnmodels.models.common.registry import (
+    DecoderConfig,
+    family_of,
+    field_of,
+    may_have,
+    source_kind,
+    text_config,
+)
 from fnmodels.ops.huge_pages import advise_huge_pages
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
@@ -34,10 +42,11 @@ def init_cache(
 ) -> Cache:
     """An empty cache of `batch` rows with room for `capacity` tokens each.
 
-    dtype: that of the model's activations. kv_dtype: torch.int8 keeps keys, values and latents as int8 with one scale
-    per slot and head, about half the memory of bf16, for decoding without gradients; None keeps them in `dtype`. rings:
-    kinds of layers that see only the last tokens (a window, a chunk) hold no more than these, which needs one document
-    per row. length: see `Cache`; by default the capacity.
+    config: of a model with images, the whole one or its text's. dtype: that of the model's activations. kv_dtype:
+    torch.int8 keeps keys, values and latents as int8 with one scale per slot and head, about half the memory of bf16,
+    for decoding without gradients; None keeps them in `dtype`. rings: kinds of layers that see only the last tokens (a
+    window, a chunk) hold no more than these, which needs one document per row. length: see `Cache`; by default the
+    capacity.
 
     ValueError for a size below 1, for a model in which tokens see later ones, and for int8 where a model has neither
     keys nor latents.
@@ -45,6 +54,7 @@ def init_cache(
     for name, size in (("batch", batch), ("capacity", capacity)):
         if size < 1:
             raise ValueError(f"{name} is {size}; a cache has at least one row and one slot.")
+    config = text_config(config)
     family = family_of(config)
     if may_have(family, "stacks")(config):
         raise ValueError("A model of an encoder and a decoder has its cache from fnmodels.encode, which fills it.")
@@ -61,7 +71,9 @@ def init_cache(
     layers: list[Entry] = []
     for kind, entry in zip(family.kinds(config), entries, strict=True):
         if kind not in slots and any(slotted for _, _, slotted in entry.values()):
-            slots[kind] = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
+            found = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
+            axes = bool(field_of(config, "mrope_section"))
+            slots[kind] = replace(found, highest=found.positions.clone()) if axes else found
         layers.append({})
         for name, (shape, kept, slotted) in entry.items():
             room = (slots[kind].segments.shape[1],) if slotted else ()

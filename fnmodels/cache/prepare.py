@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
-from fnmodels.inputs.segments import positions_from_segments
+from fnmodels.inputs.rules import reads_spans
+from fnmodels.inputs.segments import integers, positions_from_segments
 from fnmodels.inputs.values import has_values, host_is_away
-from fnmodels.models.common.registry import DecoderConfig, source_kind
+from fnmodels.models.common.registry import DecoderConfig, source_kind, text_config
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
+from fnmodels.preparation import check_text_alone, positions_of_images, with_image_masks
 
 from .value import Cache, Slots
 
@@ -24,15 +27,20 @@ def prepare_step(
     positions: Tensor | None = None,
     segment_ids: Tensor | None = None,
     length: int | Tensor | None = None,
+    places: Tensor | None = None,
+    grids: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
     """(inputs, masks, freqs_cis) of the next tokens [B, S] of the cache's rows; arguments as for `fnmodels.prepare`.
 
     segment_ids: by default each row goes on with its document. positions: by default each document goes on after its
-    highest position in the cache. length: by default that of the cache.
+    highest position in the cache, on any axis where there are several. [B, S, 3] are those of the axes, for tokens in
+    their order. length: by default that of the cache. places, grids: of the new tokens and of the images that begin
+    among them; an image that goes on in a later call, without grids there, needs positions.
     The masks' queries are the new tokens, their keys the cache's slots followed by the new tokens.
 
     Where values can be read without waiting for a device, ValueError names the row that has no room, whose positions go
-    backwards, whose document is not known, or that has several documents in a cache with rings.
+    backwards, whose document is not known, that has several documents in a cache with rings, or that goes on inside an
+    image whose tokens see each other: such an image is computed in one call.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"prepare_step takes the config, tokens [B, S] and a Cache, not a {type(cache).__name__}.")
@@ -42,19 +50,35 @@ def prepare_step(
     held = _fullest(cache)
     if segment_ids is None:
         segment_ids = _going_on(held, tokens)
-    if positions is None:
-        positions = _next_positions(held, segment_ids.expand(tokens.shape[:2]))
+    segment_ids, text = segment_ids.expand(tokens.shape[:2]), text_config(config)
+    if text is config:
+        check_text_alone(config, places, grids)
+    elif positions is None and places is not None:
+        positions = _placed(config, held, segment_ids, places, grids)
+    if held is not None and held.highest is not None:
+        positions = _ordered(held, held.highest, segment_ids, positions)
+    elif positions is None:
+        positions = _next_positions(held, segment_ids)
     length = cache.length if length is None else length
-    inputs, masks, freqs_cis = prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=length)
-    _check_values(cache, masks)
+    inputs, masks, freqs_cis = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
+    if held is not None and held.highest is not None:
+        inputs["highest"] = _highest(held, held.highest, segment_ids, inputs["positions"])
+    if text is not config:
+        masks = with_image_masks(config, masks, inputs["positions"], segment_ids, places)
+    return inputs, _on_cache(inputs, masks, cache), freqs_cis
+
+
+def _on_cache(inputs: dict[str, Any], masks: Mapping[str, MaskLike], cache: Cache) -> dict[str, MaskLike]:
+    """The masks of new tokens with the cache's slots as further keys; `inputs` gets what a decoder's need."""
+    check_values(cache, masks)
     if cache.memory is not None:
-        own, held = _mask_of(next(iter(cache.slots)), masks), cache.memory
-        inputs["memory_mask"] = cross_mask(own.q_positions, own.q_segments, held.positions, held.segments)
+        own, memory = _mask_of(next(iter(cache.slots)), masks), cache.memory
+        inputs["memory_mask"] = cross_mask(own.q_positions, own.q_segments, memory.positions, memory.segments)
     made: dict[tuple[int, bool], MaskLike] = {}
     for kind, slots in cache.slots.items():
         mask = _mask_of(kind, masks)
         if (id(mask), slots.ring) not in made:
-            made[id(mask), slots.ring] = _with_slots(mask, slots)
+            made[id(mask), slots.ring] = with_slots(mask, slots)
 
     def of_step(kind: str, mask: MaskLike) -> MaskLike:
         source = source_kind(kind) or kind
@@ -62,14 +86,17 @@ def prepare_step(
             return mask
         return with_attention(mask, made[id(attention_part(masks[source])), cache.slots[source].ring])
 
-    return inputs, {kind: of_step(kind, mask) for kind, mask in masks.items()}, freqs_cis
+    return {kind: of_step(kind, mask) for kind, mask in masks.items()}
 
 
-def _with_slots(mask: Mask, slots: Slots) -> Mask:
-    """The mask of new tokens with the slots as further keys, before the new ones."""
-    spans = None
-    if slots.spans is not None and mask.kv_spans is not None:
-        spans = torch.cat((slots.spans, mask.kv_spans), dim=1)
+def with_slots(mask: Mask, slots: Slots) -> Mask:
+    """The mask of new tokens with the slots as further keys, before the new ones. Spans count on from the slots'."""
+    spans = mask.kv_spans
+    if spans is not None:
+        held = torch.zeros_like(slots.segments) if slots.spans is None else slots.spans.where(slots.occupied, 0)
+        spans = torch.where(spans > 0, spans + held.amax(dim=1, keepdim=True), 0)
+        mask = replace(mask, q_spans=spans)
+        spans = torch.cat((held, spans), dim=1)
     return replace(
         mask,
         kv_positions=torch.cat((slots.positions, mask.kv_positions), dim=1),
@@ -108,17 +135,64 @@ def _going_on(held: Slots | None, tokens: Tensor) -> Tensor:
 
 def _next_positions(held: Slots | None, segment_ids: Tensor) -> Tensor:
     """Positions [B, S] that continue each document after its highest position in the slots."""
-    one = segment_ids.shape[1] == 1
-    rank = torch.zeros_like(segment_ids) if one else positions_from_segments(segment_ids)
+    rank = _rank(segment_ids)
     if held is None:
         return rank
+    return (rank + _newest(held, held.positions, segment_ids) + 1).where(segment_ids > 0, 0)
+
+
+def _rank(segment_ids: Tensor) -> Tensor:
+    """[B, S]: how many tokens of its document are before each token in this call."""
+    return torch.zeros_like(segment_ids) if segment_ids.shape[1] == 1 else positions_from_segments(segment_ids)
+
+
+def _newest(held: Slots, values: Tensor, segment_ids: Tensor) -> Tensor:
+    """[B, S], or [B, 1] for all: the highest of the slots' values [B, C] of each token's document; -1 without any."""
+    one = segment_ids.shape[1] == 1
     documents = segment_ids  # [B, S], or [B, 1] where each row is known to have one
     if not one and has_values(segment_ids):
         highest = segment_ids.amax(dim=1, keepdim=True)
         documents = highest if bool(((segment_ids == highest) | (segment_ids <= 0)).all()) else segment_ids
     same = held.segments[:, None] == documents[..., None]
-    newest = held.positions[:, None].where(same & held.occupied[:, None], -1).amax(dim=-1)
-    return (rank + newest + 1).where(segment_ids > 0, 0)
+    return values[:, None].where(same & held.occupied[:, None], -1).amax(dim=-1)
+
+
+def _placed(
+    config: DecoderConfig, held: Slots | None, segment_ids: Tensor, places: Tensor, grids: Tensor | None
+) -> Tensor | None:
+    """Positions [B, S, 3] of text with whole images after what the slots hold; None for a model with one axis."""
+    found = positions_of_images(config, segment_ids, places, grids)
+    if found is None or held is None or held.highest is None:
+        return None
+    return found[..., 1:] + (_newest(held, held.highest, segment_ids) + 1)[..., None]
+
+
+def _ordered(held: Slots, highest: Tensor, segment_ids: Tensor, positions: Tensor | None) -> Tensor:
+    """Positions [B, S, 4]: the order of each token in its document, then the axes: those given, or by default going on
+    after the `highest` [B, C]. Positions [B, S] are those of all axes."""
+    if positions is not None and positions.ndim == 3 and positions.shape[-1] != 3:  # as they are, or refused
+        return positions
+    order = _newest(held, held.positions, segment_ids) + 1
+    if positions is not None and positions.ndim == 3:
+        order, axes = order + _rank(segment_ids), integers("positions", positions)
+    elif positions is not None and positions.ndim == 2:
+        # the distance between both is that of the document's last token: none in a text without images
+        axes = integers("positions", positions)
+        order, axes = axes + order - _newest(held, highest, segment_ids) - 1, axes[..., None].expand(-1, -1, 3)
+    else:
+        rank = _rank(segment_ids)
+        order, axes = order + rank, (_newest(held, highest, segment_ids) + 1 + rank)[..., None].expand(-1, -1, 3)
+    axes = axes.expand(*segment_ids.shape, 3)
+    return torch.cat((order[..., None], axes), dim=-1).where(segment_ids[..., None] > 0, 0)
+
+
+def _highest(held: Slots, highest: Tensor, segment_ids: Tensor, positions: Tensor) -> Tensor:
+    """`Slots.highest` of the new tokens, [B, S]; positions [B, S, 4]."""
+    own = positions[..., 1:].amax(dim=-1)
+    if own.shape[1] > 1:  # documents one after the other: no lower one is above any of a later one
+        document = (_rank(segment_ids) == 0).logical_and(segment_ids > 0).cumsum(dim=1) << 40
+        own = (own.where(segment_ids > 0, 0) + document).cummax(dim=1).values - document
+    return torch.maximum(own, _newest(held, highest, segment_ids))
 
 
 def _checkable(tensor: Tensor) -> bool:
@@ -126,7 +200,8 @@ def _checkable(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not host_is_away() and has_values(tensor) and tensor.is_cpu
 
 
-def _check_values(cache: Cache, masks: Mapping[str, MaskLike]) -> None:
+def check_values(cache: Cache, masks: Mapping[str, MaskLike]) -> None:
+    """ValueError for masks of new tokens alone that do not fit the cache, see `prepare_step`."""
     seen: set[tuple[int, bool]] = set()
     for kind, slots in cache.slots.items():
         mask = _mask_of(kind, masks)
@@ -134,6 +209,7 @@ def _check_values(cache: Cache, masks: Mapping[str, MaskLike]) -> None:
             continue
         seen.add((id(mask), slots.ring))
         _check_rows(slots, mask.q_positions, mask.q_segments)
+        _check_images(slots, mask)
 
 
 def _check_rows(slots: Slots, positions: Tensor, segments: Tensor) -> None:
@@ -167,4 +243,19 @@ def _check_rows(slots: Slots, positions: Tensor, segments: Tensor) -> None:
         raise ValueError(
             f"Row {int(back.nonzero()[0])} has a new token whose position is not above those of its document in the "
             "cache: positions go forwards; fnmodels.truncate drops tokens from the end."
+        )
+
+
+def _check_images(slots: Slots, mask: Mask) -> None:
+    """ValueError that names the first row whose new tokens go on inside an image whose tokens see each other."""
+    if slots.spans is None or mask.q_spans is None or not reads_spans(mask.rule):
+        return
+    first = (_rank(mask.q_segments) == 0) & (mask.q_segments > 0) & (mask.q_spans > 0)
+    newest = _newest(slots, 2 * slots.positions + (slots.spans > 0), mask.q_segments)  # odd: within an image
+    inside = (first & (newest > 0) & (newest % 2 == 1)).any(dim=1)
+    if bool(inside.any()):
+        raise ValueError(
+            f"Row {int(inside.nonzero()[0])} goes on inside an image, whose tokens see each other: all of "
+            "an image, and of images without text between them, are computed in one call. A prompt may be divided "
+            "before the first token of an image and after the last one."
         )

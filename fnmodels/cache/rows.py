@@ -36,7 +36,7 @@ def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Ca
     ValueError for rows that do not fit: in number, twice the same, another `length` or `kv_dtype`, more tokens than
     there are slots, or a ring that cannot be made the form of this cache.
     """
-    index, fitted = _inserted(cache, rows, other)
+    index, cache, fitted = _inserted(cache, rows, other)
     found: Cache = tree.map(lambda tensor, new: tensor.index_copy(0, index, new.to(tensor.dtype)), cache, fitted)
     return known_clean(found) if is_clean(cache) and is_clean(other) else found
 
@@ -44,14 +44,16 @@ def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Ca
 @torch.no_grad()
 def insert_(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
     """`insert` that writes into the cache's tensors and uses the cache up, as `decode_` does."""
-    index, fitted = _inserted(cache, rows, other)
+    given = cache
+    index, cache, fitted = _inserted(cache, rows, other)
     clean = is_clean(cache) and is_clean(other)
     found: Cache = tree.map(lambda tensor, new: tensor.index_copy_(0, index, new.to(tensor.dtype)), cache, fitted)
-    consume(cache)
+    consume(given)
     return known_clean(found) if clean else found
 
 
-def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> tuple[Tensor, Cache]:
+def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> tuple[Tensor, Cache, Cache]:
+    """(rows, the cache, the other one in its form)."""
     index = _indices(cache, [rows] if isinstance(rows, int) else rows)
     count = next(iter(tree.leaves(other))).shape[0]
     if len(index) != count or (has_values(index) and len(index.unique()) != count):
@@ -66,15 +68,28 @@ def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) ->
         raise ValueError(f"The caches have memories of {places[0]} and {places[1]} tokens: encode rows of one length.")
     if [entry.keys() for entry in cache.layers] != [entry.keys() for entry in other.layers]:
         raise ValueError("The caches hold different tensors: make both for one model, with the same kv_dtype=.")
-    return index, _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
+    fitted = _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
+    return index, _with_spans_of(cache, fitted), _with_spans_of(fitted, cache)
+
+
+def _with_spans_of(cache: Cache, other: Cache) -> Cache:
+    """The cache with `Slots.spans` where the other one has them."""
+    slots = {
+        kind: replace(held, spans=torch.zeros_like(held.segments))
+        if held.spans is None and other.slots[kind].spans is not None
+        else held
+        for kind, held in cache.slots.items()
+    }
+    found = replace(cache, slots=slots)
+    return known_clean(found) if is_clean(cache) else found
 
 
 def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     """The cache with only the first n_valid [B] tokens of each row, counted from 0; more than it has changes nothing.
 
     In rings, where rows are one document from position 0, these are the positions below n_valid. ValueError where the
-    tokens that a ring needs then were overwritten (row named, where values can be read), and for recurrent layers:
-    continue from the cache of that time, which is a value.
+    tokens that a ring needs then were overwritten or have seen dropped tokens of their image (row named, where values
+    can be read), and for recurrent layers: continue from the cache of that time, which is a value.
     """
     if any(name not in SLOTTED | MEMORY for entry in cache.layers for name in entry):
         raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
@@ -100,7 +115,17 @@ def _truncated(slots: Slots, count: Tensor) -> Slots:
                 f"Row {row} cannot go back to {int(count[row])} tokens: its ring of {slots.segments.shape[1]} holds "
                 f"positions from {int(oldest[row])} on. Continue from the cache as it was, or use rings=False."
             )
-    return Slots(slots.positions, slots.segments.where(keep, 0), slots.spans, slots.ring)
+    if slots.spans is not None and has_values(slots.segments) and has_values(count):
+        image = slots.spans.where(slots.occupied, 0)
+        newest = image.where(keep, 0).amax(dim=1, keepdim=True)
+        cut = ((image == newest) & (newest > 0) & ~keep).any(dim=1)
+        if bool(cut.any()):
+            row = int(cut.nonzero()[0])
+            raise ValueError(
+                f"Row {row} cannot go back to {int(count[row])} tokens, which end inside an image: those that are kept "
+                "have seen those that are dropped. Go back to before the image, or to its last token."
+            )
+    return replace(slots, segments=slots.segments.where(keep, 0))
 
 
 def _dropped_is_finite(before: Cache, after: Cache) -> bool:
@@ -178,8 +203,7 @@ def _fit(slots: Slots, like: Slots) -> tuple[Slots, Callable[[Tensor], Tensor]]:
     def moved(tensor: Tensor) -> Tensor:
         return write(tensor.new_zeros(tensor.shape[0], room, *tensor.shape[2:]), tensor, index)
 
-    spans = None if slots.spans is None else moved(slots.spans)
-    return Slots(moved(slots.positions), moved(slots.segments), spans, True), moved
+    return replace(tree.map(moved, slots), ring=True), moved
 
 
 def _indices(cache: Cache, rows: Tensor | Sequence[int]) -> Tensor:

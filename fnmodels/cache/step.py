@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.apply import CacheStep, hidden, unembedded
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
-from fnmodels.inputs.rules import Everything, simplify
+from fnmodels.inputs.rules import Everything, reads_spans, simplify
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, may_have, source_kind
 from fnmodels.ops.attention.invariant import TILE
@@ -23,6 +23,7 @@ from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
 
+from .prepare import check_values, with_slots
 from .value import Cache, Slots, consume, is_clean, known_clean
 
 
@@ -42,6 +43,7 @@ def prefill(
 
     at: the tokens whose logits are computed. "last": each row's last token that is no padding, [B, V]; an index in the
     row per row, int64 [B], [B, V]; "all", [B, S, V]. A row of padding only has meaningless logits at "last".
+    masks: those of `prepare_step`, or for images whose tokens see each other also those of a family's `image_masks`.
     options: as for `fnmodels.forward`. TypeError for masks that are no `fnmodels.Mask`; ValueError for masks that are
     not of this cache.
     """
@@ -107,7 +109,7 @@ def step_on(
     inputs, masks, freqs_cis = prepared
     run_params = isinstance(params, RunParams)
     known: dict[str, Any] = {"inplace": inplace, "clean": clean, "filled": filled}
-    planned = plan_step(masks, cache, config, options, run_params=run_params, **known)
+    planned = plan_step(masks, cache, config, options, inputs=inputs, run_params=run_params, **known)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
     if may_have(family_of(config), "BIASED"):
@@ -139,12 +141,13 @@ def plan_step(
     config: DecoderConfig,
     options: ForwardOptions,
     *,
+    inputs: Tree,
     run_params: bool = False,
     inplace: bool = False,
     clean: bool | None = None,
     filled: int | None = None,
 ) -> PlannedStep:
-    """masks: those of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
+    """masks, inputs: those of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
         raise ValueError(
             'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
@@ -152,6 +155,8 @@ def plan_step(
         )
     free = options.layer_fn is None and not run_params  # blocks are not compiled
     clean = is_clean(cache) if clean is None else clean
+    masks = _with_images(masks, cache)
+    how: dict[str, Any] = {"highest": _highest_of(inputs, cache), "filled": filled}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
@@ -162,7 +167,7 @@ def plan_step(
             needs_mask = needs_mask or may_have(family_of(config), "BIASED")
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             multiple = TILE if options.invariant else 1
-            plans[key] = _plan(mask, slots, free, maskless=maskless, multiple=multiple, filled=filled)
+            plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
         options = replace(options, layout=_new_layout(list(plans.values())))
@@ -210,9 +215,18 @@ class _Plan:
     use: SlotUse
 
 
-def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int, filled: int | None) -> _Plan:
-    """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is
-    all True. multiple: so many slots are read at a time. filled: see `step_on`.
+def _plan(
+    mask: Mask,
+    slots: Slots,
+    free: bool,
+    *,
+    highest: Tensor | None,
+    maskless: bool,
+    multiple: int,
+    filled: int | None,
+) -> _Plan:
+    """free: shapes may depend on values. highest: `Slots.highest` of the new tokens. maskless: attention without any
+    mask may replace a mask that is all True. multiple: so many slots are read at a time. filled: see `step_on`.
     """
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
@@ -222,14 +236,20 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
     free = free and readable and segments.is_cpu
     first = _first(index, slots) if free else None
     put = functools.partial(_put, index=index, first=first)
-    spans = None if slots.spans is None or mask.q_spans is None else put(slots.spans, mask.q_spans)
+    spans, new = slots.spans, mask.q_spans if slots.spans is not None or reads_spans(mask.rule) else None
+    if spans is not None or new is not None:
+        held = torch.zeros_like(slots.segments) if spans is None else spans
+        spans = put(held, torch.zeros_like(segments) if new is None else new.expand_as(segments))
     after = Slots(put(slots.positions, positions), put(slots.segments, segments), spans, slots.ring)
+    if slots.highest is not None and highest is not None:
+        after = replace(after, highest=put(slots.highest, highest.expand_as(segments)))
     if tokens > 1 and readable and not bool(slots.occupied.any()):
         own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
         return _Plan(index, after, own, SlotUse("new", first=first))
     if slots.ring and tokens > 1:
         return _Plan(index, after, mask, SlotUse("both"))
-    seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments, kv_spans=after.spans)
+    seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments)
+    seen = replace(seen, q_spans=new, kv_spans=None if new is None else after.spans)
     if not free:
         if filled is None or slots.ring:
             return _Plan(index, after, seen, SlotUse("slots"))
@@ -276,6 +296,36 @@ def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mas
             f"{room + queries} keys: prepare_step makes the masks, of the same cache."
         )
     return mask
+
+
+def _with_images(masks: Mapping[str, MaskLike], cache: Cache) -> Mapping[str, MaskLike]:
+    """The masks with those of new tokens alone made masks of the step, where they are of images: `image_masks`."""
+    alone: dict[str, Mask] = {}
+    for kind, mask in masks.items():
+        part = attention_part(mask)
+        if kind not in cache.slots or not isinstance(part, Mask) or part.q_spans is None:
+            continue
+        if part.kv_segments.shape[1] == part.q_segments.shape[1]:
+            alone[kind] = part
+    if not alone:
+        return masks
+    check_values(replace(cache, slots={kind: cache.slots[kind] for kind in alone}), alone)
+    made = {(id(mask), cache.slots[kind].ring): with_slots(mask, cache.slots[kind]) for kind, mask in alone.items()}
+    of_step = {kind: made[id(mask), cache.slots[kind].ring] for kind, mask in alone.items()}
+    return {kind: with_attention(mask, of_step[kind]) if kind in of_step else mask for kind, mask in masks.items()}
+
+
+def _highest_of(inputs: Tree, cache: Cache) -> Tensor | None:
+    """`Slots.highest` of the new tokens; ValueError where a cache needs it and the inputs do not say it."""
+    if all(slots.highest is None for slots in cache.slots.values()):
+        return None
+    if not isinstance(inputs, Mapping) or "highest" not in inputs:
+        raise ValueError(
+            'The positions of this model have several axes, and a step needs inputs["highest"], which prepare_step '
+            "makes: change its inputs instead of replacing them."
+        )
+    highest: Tensor = inputs["highest"]
+    return highest
 
 
 def _new_layout(plans: list[_Plan]) -> Layout | None:

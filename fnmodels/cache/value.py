@@ -19,13 +19,17 @@ from fnmodels.ops.torch_internals import version
 class Slots:
     """The tokens in the C slots of each row: int64 [B, C]; segment 0 is an empty slot.
 
-    ring: a token at position p stands in slot p % C; else tokens stand in the order of their arrival.
+    positions: those of masks, which count tokens. spans: the image that a token belongs to, of those whose tokens see
+    each other, from 1; 0 for others; None where there were none. ring: a token at position p stands in slot p % C; else
+    tokens stand in the order of their arrival. highest: of a model with rotary positions of several axes, the highest
+    on any axis of the token's document up to this token; text goes on after it.
     """
 
     positions: Tensor
     segments: Tensor
     spans: Tensor | None
     ring: bool = tree.static()
+    highest: Tensor | None = None
 
     @property
     def occupied(self) -> Tensor:

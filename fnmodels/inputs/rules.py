@@ -197,6 +197,13 @@ class SameSpan(Rule):
         return (q.spans == kv.spans) & (q.spans > 0)
 
 
+def reads_spans(rule: Rule) -> bool:
+    """Whether the rule is `SameSpan` or has it as a part."""
+    return isinstance(rule, SameSpan) or any(
+        reads_spans(part) for part in vars(rule).values() if isinstance(part, Rule)
+    )
+
+
 def simplify(rule: Rule, q: Range, kv: Range) -> Rule:
     """An equivalent rule for queries at `q` and keys at `kv`, without the terms that are always true there."""
     if rule.covers(q, kv):

@@ -336,7 +336,7 @@ def test_a_model_that_sees_later_tokens_has_no_cache(case: Case) -> None:
 
 
 def with_other_keys(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    made = prepare._with_slots
+    made = prepare.with_slots
     return lambda mask, slots: change(made(mask, slots), slots)
 
 
@@ -396,11 +396,11 @@ def slots_of_the_first_row(index: Tensor, slots: Any) -> int | None:
 
 
 def masks_by(change: Callable[[Any, Any], Any]) -> Any:
-    return prepare, "_with_slots", with_other_keys(change)
+    return prepare, "with_slots", with_other_keys(change)
 
 
 INDEX_OF = value.Slots.index_of
-UNCHECKED, AS_GIVEN = (prepare, "_check_values", lambda *_: None), (step, "_plan", kept_masks)
+UNCHECKED, AS_GIVEN = (prepare, "check_values", lambda *_: None), (step, "_plan", kept_masks)
 BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "position + 1": [(prepare, "_next_positions", late)],
     "position - 1": [(prepare, "_next_positions", functools.partial(late, by=-1)), UNCHECKED],

@@ -227,8 +227,8 @@ class _Head:
         """(the head's states [B, S, D], its cache) of the model's states x [B, S, D] and the tokens after them."""
         config: Any = self.model.config
         lengths = self.model.lengths
-        _, masks, freqs = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
-        planned = plan_step(masks, cache, config, self.model.options)
+        inputs, masks, freqs = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
+        planned = plan_step(masks, cache, config, self.model.options, inputs=inputs)
         last = len(fnmodels.family_of(config).kinds(config)) - 1
         step = replace(planned.step, entries={last: cache.layers[0]})
         known = tokens.where(segment_ids > 0, -1)[..., None]

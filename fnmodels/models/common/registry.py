@@ -205,6 +205,11 @@ def family_of(config: Any) -> Family:
     return cast(Family, module)
 
 
+def text_config(config: Any) -> Any:
+    """The Config of the text of a model that reads images among its tokens; of other models the config itself."""
+    return config.text if hasattr(family_of(config), "with_images") else config
+
+
 def check_fields(config: Any) -> None:
     """TypeError if a field of `DecoderConfig` is missing; a tower has none of text."""
     family = family_of(config)

@@ -146,9 +146,9 @@ def image_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask} of the text model: causal, and each image bidirectional within itself; a window bounds the past.
 
-    config: of the text. positions, segment_ids [B, S]; places [B, S, 2], see `image_places`.
+    config: of the whole model, or of its text. positions, segment_ids [B, S]; places [B, S, 2], see `image_places`.
     """
-    seen = Causal() | SameSpan()
+    config, seen = getattr(config, "text", config), Causal() | SameSpan()
     rules: dict[str, Rule] = {"full": seen, "sliding": Window(config.sliding_window or 1) & seen}
     spans = image_spans(places, segment_ids)
     used = {kind: rules[kind] for kind in family_of(config).kinds(config)}

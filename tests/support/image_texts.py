@@ -1,0 +1,144 @@
+"""Every vision-language family with a tiny config, and rows of text with images as arguments of `forward` and steps."""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.models import vision_language
+from tests.support.cases import generic_params
+
+TEXT = 40  # the ids of text are below
+
+# Rows of documents: text of n tokens, and the (rows, columns) of images, in tokens.
+Row = Sequence[int | tuple[int, int]]
+ROWS: tuple[Row, ...] = (
+    ((2, 3), 3, (1, 4), 4),  # an image first
+    (5, (3, 2), 1, (2, 2)),  # and last
+    (9,),
+    (2, (2, 2), (3, 2), 2),  # one after the other
+)
+
+
+@dataclass(frozen=True)
+class ImageCase:
+    """A family of `fnmodels.models.vision_language` with a tiny config."""
+
+    name: str
+    family: Any
+    config: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def image_cases() -> list[ImageCase]:
+    """Found by the folder of the families; the configs are those of tests/fnmodels/models/test_FAMILY.py."""
+    found = []
+    for name in (module.name for module in pkgutil.iter_modules(vision_language.__path__)):
+        family = importlib.import_module(f"fnmodels.models.vision_language.{name}")
+        tests = importlib.import_module(f"tests.fnmodels.models.test_{name}")
+        for label, config in _configs(tests, family, name).items():
+            found.append(ImageCase(label if label.startswith(name) else f"{name}_{label}", family, config))
+    return found
+
+
+def _configs(tests: Any, family: Any, name: str) -> dict[str, Any]:
+    if hasattr(tests, "CONFIG"):
+        return {name: tests.CONFIG}
+    values = tests.VARIANTS if hasattr(tests, "VARIANTS") else {each: tests.values_of(each) for each in tests.NAMES}
+    return {label: family.Config.from_hf(own) for label, own in values.items()}
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Rows of text with images: tokens, segment_ids [B, S], places [B, S, 2]; grids [images, 3]; features [1, N, D]."""
+
+    case: ImageCase
+    tokens: Tensor
+    segment_ids: Tensor
+    places: Tensor
+    grids: Tensor
+    features: tuple[Tensor, ...]
+
+    def positions(self) -> Tensor:
+        """[B, S], or [B, S, 3] of a model with several axes."""
+        if hasattr(self.case.family, "image_positions"):
+            found: Tensor = self.case.family.image_positions(self.places[..., 0] >= 0, self.segment_ids, self.grids)
+            return found
+        return fnmodels.positions_from_segments(self.segment_ids)
+
+    def arguments(self, params: Any, prepared: Any) -> tuple[Any, dict[str, Any]]:
+        """(inputs, masks, freqs_cis) with the features in them, and options of the call."""
+        family, config = self.case.family, self.case.config
+        inputs, *rest = prepared
+        inputs = family.with_images(params, inputs, self.features[0], self.places, config=config)
+        later = {} if len(self.features) == 1 else {"edits": family.deepstack(self.features[1:], self.places)}
+        return (inputs, *rest), later
+
+    def forward(self, params: Any, kernel: str = "math") -> Tensor:
+        """Logits [B, S, V] of one pass over all tokens."""
+        config, known = self.case.config, {"segment_ids": self.segment_ids, "places": self.places}
+        axes = hasattr(self.case.family, "image_positions")
+        more = {"grids": self.grids} if axes else {"positions": self.positions()}
+        prepared, options = self.arguments(params, fnmodels.prepare(config, self.tokens, **known, **more))
+        logits: Tensor = fnmodels.forward(params["text"], *prepared, config=config.text, kernel=kernel, **options)
+        return logits
+
+    def part(self, starts: Sequence[int], ends: Sequence[int]) -> tuple["ImageBatch", Tensor]:
+        """(tokens starts[b] to ends[b] of each row b, which may end with padding; their positions)."""
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        at = torch.tensor(starts)[:, None] + torch.arange(width)
+        inside = at < torch.tensor(ends)[:, None]
+        rows, at = torch.arange(len(at))[:, None], at.clamp(max=self.tokens.shape[1] - 1)
+        positions = self.positions()[rows, at]
+        begun = [int(number) for number in self.places[rows, at][..., 1][inside & (self.places[rows, at][..., 0] >= 0)]]
+        offsets = self.grids.prod(-1).cumsum(0) - self.grids.prod(-1)
+        images = [image for image, first in enumerate(offsets.tolist()) if first in begun]
+        found = replace(
+            self,
+            tokens=self.tokens[rows, at],
+            segment_ids=self.segment_ids[rows, at].where(inside, 0),
+            places=self.places[rows, at].where(inside[..., None], -1),
+            grids=self.grids[images],
+        )
+        return found, positions
+
+
+def image_batch(
+    case: ImageCase, rows: Sequence[Row] = ROWS, *, left: Sequence[int] = (), dtype: torch.dtype = torch.float64
+) -> ImageBatch:
+    """A batch of one document per row, padded on the right, and with left[b] tokens of padding before row b."""
+    generator = torch.Generator().manual_seed(1)
+    left = left or [0] * len(rows)
+    sizes = [[one if isinstance(one, int) else one[0] * one[1] for one in row] for row in rows]
+    width = max(pad + sum(size) for pad, size in zip(left, sizes, strict=True))
+    tokens, segment_ids = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    places = torch.full((len(rows), width, 2), -1)
+    grids: list[tuple[int, int, int]] = []
+    count = 0
+    for b, (pad, row, size) in enumerate(zip(left, rows, sizes, strict=True)):
+        at = pad
+        segment_ids[b, pad : pad + sum(size)] = 1
+        tokens[b, pad : pad + sum(size)] = torch.randint(1, TEXT, (sum(size),), generator=generator)
+        for one, length in zip(row, size, strict=True):
+            if not isinstance(one, int):
+                grids.append((1, *one))
+                places[b, at : at + length, 0] = 0
+                places[b, at : at + length, 1] = torch.arange(count, count := count + length)
+            at += length
+    tokens = tokens.where(places[..., 0] < 0, case.config.image_token)
+    layers = len(getattr(case.config.vision, "deepstack", ()))
+    width = case.config.text.hidden_size
+    features = [torch.randn(1, max(count, 1), width, generator=generator, dtype=dtype) for _ in range(1 + layers)]
+    return ImageBatch(case, tokens, segment_ids, places, torch.tensor(grids).reshape(-1, 3), tuple(features))
+
+
+def image_params(case: ImageCase, dtype: torch.dtype = torch.float64) -> Any:
+    """{"text": ...} with generic values."""
+    return {"text": generic_params(case.config.text, dtype)}
