@@ -8,34 +8,29 @@ The assistant's turns are located in the rendered text, which is tokenized in on
 tokenizing turn by turn gives other tokens at the boundaries.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import torch
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from fnmodels.errors import UserError
+from fnmodels.files import read_text
 from fnmodels.inputs.packing import IGNORE
-from params.io.files import read_json
+from params.io.files import plain_file, read_json
 
+from .chat_process import render_elsewhere
+from .chat_renderer import MARK_BEGIN, MARK_END
 from .encoder import RenderedChat, encode_chats
 
 Message = Mapping[str, Any]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MARK_BEGIN, MARK_END = "\ufdd0", "\ufdd1"  # mark the assistant's text; Unicode noncharacters occur in no text
+SOURCE_LIMIT = 1_000_000  # bytes of a template; the longest published ones have 20,000
 
 
 class RewrittenError(UserError):
@@ -76,15 +71,20 @@ def read_template(folder: str | Path) -> Template:
     """A checkpoint folder's template: chat_template.jinja or tokenizer_config.json. UserError where it has none."""
     folder = Path(folder)
     own = folder / "chat_template.jinja"
-    try:
-        source = own.read_text(encoding="utf-8") if own.exists() else _tokenizer_config(folder).get("chat_template")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{own} is not UTF-8 text") from error
+    source: Any
+    if own.exists():
+        source = read_text(plain_file(folder, own.name), SOURCE_LIMIT, follow=True)
+    else:
+        source = _tokenizer_config(folder).get("chat_template")
     if isinstance(source, list):  # several named templates; "default" is the one for chat
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None
     if not isinstance(source, str):
         raise UserError(f"{folder} has no chat template: neither {own.name} nor 'chat_template' in {TOKENIZER_CONFIG}")
+    if len(source) > SOURCE_LIMIT:
+        raise UserError(
+            f"{folder}: the chat template has {len(source):,} characters; none has more than {SOURCE_LIMIT:,}"
+        )
     return Template(source, special_tokens(folder))
 
 
@@ -112,36 +112,10 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
 
 
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
-    try:
-        # as in transformers
-        variables: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}
-        variables["strftime_now"] = (datetime.fromisoformat(template.day) if template.day else datetime.now()).strftime
-        return _compiled(template.source).render(messages=list(messages), add_generation_prompt=prompt, **variables)
-    except Exception as error:  # a template is a foreign program, which can fail in any way
-        raise UserError(f"the chat template cannot render the conversation: {error}") from error
-
-
-@lru_cache(maxsize=1)  # compiling is slower than rendering, and a data set has one template
-def _compiled(source: str) -> jinja2.Template:
-    extensions = [loopcontrols, GenerationExtension]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(source)
-
-
-class GenerationExtension(Extension):
-    """The Jinja tag {% generation %} ... {% endgeneration %}, with which templates mark the assistant's text."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return MARK_BEGIN + caller() + MARK_END
+    # as in transformers
+    variables: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}
+    variables |= {"messages": list(messages), "add_generation_prompt": prompt}
+    return render_elsewhere(template.source, template.day, variables)
 
 
 def _extract_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -154,17 +128,6 @@ def _extract_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
             spans.append((size, size + len(piece)))
         size += len(piece)
     return "".join(pieces[::2]), spans
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The tojson filter as in transformers; jinja2's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def assistant_spans(

@@ -1,7 +1,7 @@
 """Files of pictures as pixels: of captions, and of folders of a class each; and pixels as a file."""
 
-import json
-import math
+import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.errors import UserError
+from fnmodels.errors import CheckpointError, UserError
+from fnmodels.files import read_bytes
 from fnmodels.inputs.images import center_crop, normalized, resize, shortest_edge
+from fnmodels.models.common.config_json import shown
+from params.io.files import read_json
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # whatever a file is called: Pillow hands some other formats to programs
+BYTES_LIMIT = 250_000_000  # of a file
+PIXELS_LIMIT = 50_000_000  # of a picture: a few kilobytes can stand for any number
+LONGEST = 4  # the longer side over the shorter one, from which on the ends are cut off before the picture is resized
 
 _HALF = (0.5, 0.5, 0.5)
+_LARGEST = 1e6  # of a mean or deviation; they are near 0.5
 
 
 @dataclass(frozen=True)
@@ -30,29 +39,61 @@ class Pixels:
     def of(folder: Path, side: int) -> "Pixels":
         """The reader with the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
         file = folder / "preprocessor_config.json"
-        values: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        values: Any = read_json(file) if file.exists() else {}
         found = []
-        for name, above in (("image_mean", -math.inf), ("image_std", 0)):
+        for name, above in (("image_mean", -_LARGEST), ("image_std", 0)):
             value = values.get(name, list(_HALF)) if isinstance(values, dict) else None
             numbers = value if isinstance(value, list) and len(value) == 3 else []
-            if not numbers or not all(type(one) in (int, float) and above < one < math.inf for one in numbers):
-                what = "three numbers" if math.isinf(above) else "three numbers above 0"
-                raise UserError(f"{file}: {name!r} is {json.dumps(value)}; it must be {what}, of red, green and blue")
+            if not numbers or not all(type(one) in (int, float) and above < one < _LARGEST for one in numbers):
+                what = "three numbers" if above else "three numbers above 0"
+                raise UserError(f"{file}: {name!r} is {shown(value)}; it must be {what}, of red, green and blue")
             found.append(tuple(numbers))
         return Pixels(side, *found)
 
 
 def read_picture(file: Path, pixels: Pixels) -> Tensor:
-    """[3, side, side]: the shorter edge resized to the side, the middle cropped, normalized. UserError."""
-    from PIL import Image
+    """A picture, resized so that its shorter edge is the side; its middle is cropped and normalized.
 
-    try:
-        with Image.open(file) as picture:
-            image = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
-    except OSError as error:
-        raise UserError(f"{file} is no picture that can be read ({error})") from error
+    Args:
+        file: of one of FORMATS, with at most PIXELS_LIMIT pixels.
+        pixels: the side, mean and deviation.
+
+    Returns:
+        [3, side, side]. At most LONGEST times its square is held on the way, however long the picture is.
+
+    Raises:
+        UserError: the file is no such picture, or damaged.
+    """
+    image = _decoded(file)
     resized = resize(image, shortest_edge(image, pixels.side))
     return normalized(center_crop(resized, (pixels.side, pixels.side)), pixels.mean, pixels.std)
+
+
+def _decoded(file: Path) -> Tensor:
+    """uint8 [3, H, W]: the picture, or where one side is more than LONGEST times the other, the middle of it."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        data = io.BytesIO(read_bytes(file, BYTES_LIMIT, follow=True))
+        with warnings.catch_warnings():  # Pillow's own limit is another, and is no error
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(data, formats=FORMATS)
+        with opened as picture:
+            (width, height), short = picture.size, min(picture.size)
+            if not 0 < width * height <= PIXELS_LIMIT:
+                raise UserError(f"{file} has {width:,} x {height:,} pixels; a picture has at most {PIXELS_LIMIT:,}")
+            left, top = (max(0, side - LONGEST * short) // 2 for side in (width, height))
+            box = (left, top, left + min(width, LONGEST * short), top + min(height, LONGEST * short))
+            middle = picture if box == (0, 0, width, height) else picture.crop(box)
+            return torch.from_numpy(np.array(middle.convert("RGB"))).permute(2, 0, 1)
+    except (UserError, CheckpointError):
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: there is no such picture") from error
+    except Exception as error:  # decoders of damaged files raise what they please: SyntaxError, struct.error, ...
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = "" if unknown else f" ({getattr(error, 'strerror', None) or error})"
+        raise UserError(f"{file} is no picture that can be read{why}; one is {', '.join(FORMATS)}") from error
 
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

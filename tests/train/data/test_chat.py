@@ -420,7 +420,7 @@ def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"add_bos_token": True, "pad_token": None}))
     assert read_template(tmp_path).special == SPECIAL | {"sep_token": "<sep>"}
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8"):
         read_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("B")
     for content, message in (

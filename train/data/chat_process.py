@@ -1,0 +1,121 @@
+"""The process in which chat templates are rendered (`train.data.chat_renderer`), one for all conversations."""
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from fnmodels.errors import UserError
+
+from . import chat_renderer
+from .chat_renderer import ANSWER, HEADER
+
+SECONDS = 5.0  # of processor time for a conversation, which needs a thousandth of a second
+MEMORY, MEMORY_FACTOR = 512 << 20, 64  # bytes, and bytes for each byte of the conversation
+CHARACTERS, CHARACTERS_FACTOR = 1 << 20, 16  # of the rendered text, and those for each byte of the conversation
+
+
+def render_elsewhere(source: str, day: str | None, variables: Mapping[str, Any]) -> str:
+    """The text that a template renders, the assistant's parts between marks.
+
+    Args:
+        source: the template, which may be a stranger's.
+        day: the date that it is told (ISO), or None for today's.
+        variables: what it may name: anything that can be pickled.
+
+    Raises:
+        UserError: it fails, or takes more time, memory or text than the conversation can need.
+    """
+    try:
+        data = pickle.dumps((source, day, variables), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects of any class may be among the variables
+        raise UserError(f"the conversation cannot be sent to its chat template: {error}") from error
+    memory, characters = MEMORY + MEMORY_FACTOR * len(data), CHARACTERS + CHARACTERS_FACTOR * len(data)
+    with _renderer.lock:
+        good, text = _renderer.answer(HEADER.pack(len(data), SECONDS, memory, characters) + data)
+    if not good:
+        raise UserError(f"the chat template cannot render the conversation: {text}")
+    return text
+
+
+class _Renderer:
+    """Starts the process when it is first needed, and again after its end. A process that is forked starts its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def answer(self, request: bytes) -> tuple[bool, str]:
+        """(whether the template was rendered, the text or else the error)."""
+        process = self._running()
+        assert process.stdin and process.stdout
+        try:
+            with suppress(BrokenPipeError):  # the process has ended: so says the empty answer
+                process.stdin.write(request)
+                process.stdin.flush()
+            head = process.stdout.read(ANSWER.size)
+            if len(head) == ANSWER.size:
+                good, size = ANSWER.unpack(head)
+                text = process.stdout.read(size)
+                if len(text) == size:
+                    return good, text.decode("utf-8", "surrogatepass")
+            return False, _end_of(process.wait())
+        except BaseException:  # Ctrl-C: the answer that is still to come would be taken for that to the next request
+            process.kill()
+            raise
+        finally:
+            if process.poll() is not None:
+                self.close()
+
+    def close(self) -> None:
+        """Ends the process, which ends by itself when its input does."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        assert process.stdin and process.stdout
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", chat_renderer.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches the caller alone
+            )
+        return self.process
+
+    def _forked(self) -> None:
+        # The renderer is the other process', and ends only when all let go of its pipes.
+        self.lock = threading.Lock()
+        if self.process is not None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self.process.stdin, self.process.stdout):
+                assert pipe
+                os.dup2(nothing, pipe.fileno(), inheritable=False)
+            os.close(nothing)
+            self.process = None
+
+
+def _end_of(code: int) -> str:
+    if os.name == "posix" and code == -signal.SIGPROF:
+        return f"it takes more than {SECONDS:g} seconds of processor time"
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the process in which it is rendered was ended by {name}"
+
+
+_renderer = _Renderer()
