@@ -50,7 +50,7 @@ from .exports import Shard, full_tensors, shards
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .loss_call import Batch, microbatches
 from .offload import offload
-from .state import State, init_state
+from .state import State, init_state, on_all_stages
 from .step import check_strategy, make_forward_only
 from .update import StepOptions, check_state, update
 
@@ -117,12 +117,17 @@ class Engine:
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer) -> None:
-        params = local_tree(self.params)
-        check_state(optimizer, local_tree(self.state))
-        ours, given = (trainable_mask(params, one.trainable) for one in (self._trains(), optimizer))
-        if tree.flatten(ours) != tree.flatten(given):
-            raise ValueError("The new optimizer trains other parameters than the engine's: make a new Engine for it.")
-        self._updates = self._updates_by(optimizer)
+        def updates() -> ShardedUpdate | None:
+            params = local_tree(self.params)
+            check_state(optimizer, local_tree(self.state))
+            ours, given = (trainable_mask(params, one.trainable) for one in (self._trains(), optimizer))
+            if tree.flatten(ours) != tree.flatten(given):
+                raise ValueError(
+                    "The new optimizer trains other parameters than the engine's: make a new Engine for it."
+                )
+            return self._updates_by(optimizer)
+
+        self._updates = on_all_stages(updates, optimizer, self.params)
         self._optimizer = optimizer
 
     def _updates_by(self, optimizer: Optimizer) -> ShardedUpdate | None:

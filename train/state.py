@@ -1,7 +1,8 @@
 """`State`: step, parameters and optimizer state of a training run between two steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
 from fnmodels.tree import Tree
-from train.dist.dtensor import like_params, local_tree, map_local
+from train.dist.dtensor import like_params, local_tree, map_local, of_all_stages
 from train.optim.base import Optimizer, check_optimizer
+
+T = TypeVar("T")
 
 
 @tree.pytree
@@ -49,9 +52,37 @@ def init_state(params: Tree, optimizer: Optimizer, *, copy: bool = True) -> Stat
     copy: False takes the tensors themselves, which in-place steps then overwrite, and saves a second set of parameters.
 
     If parameters are DTensors, so are the moments, placed alike. ValueError for one tensor at two paths, which would
-    become two: a tied weight is one leaf. TypeError for what is no `train.Optimizer`.
+    become two: a tied weight is one leaf; and for patterns of the optimizer that do not fit. Over pipeline stages all
+    processes call it, each with its own stage, and an error of one is raised by all. TypeError for what is no
+    `train.Optimizer`.
     """
     check_optimizer(optimizer)
+    return on_all_stages(lambda: _initial(params, optimizer, copy), optimizer, params)
+
+
+def on_all_stages(prepare: Callable[[], T], optimizer: Optimizer, params: Tree) -> T:
+    """prepare(), once it has succeeded on all pipeline stages and the optimizer's patterns fit the leaves of all.
+
+    Without `pp` it is prepare() alone, for the `init` of an optimizer checks a whole model. ValueError on all stages.
+    """
+    failure: Exception | None = None
+    try:
+        made = prepare()
+    except Exception as error:  # raising here alone would leave the other stages waiting
+        failure = error
+    stages = of_all_stages(params, (list(tree.flatten(params)), "" if failure is None else str(failure)))
+    faults = [fault for _, fault in stages]
+    if failure is not None and len(set(faults)) == 1:
+        raise failure
+    for stage, fault in enumerate(faults):
+        if fault:
+            raise ValueError(f"Rank {stage} of the pipeline: {fault}") from failure
+    if optimizer.check_paths is not None and len(stages) > 1:
+        optimizer.check_paths(dict.fromkeys(path for paths, _ in stages for path in paths))
+    return made
+
+
+def _initial(params: Tree, optimizer: Optimizer, copy: bool) -> State:
     seen: dict[int, str] = {}
     for path, leaf in tree.flatten(params).items():
         if seen.setdefault(id(leaf), path) != path:

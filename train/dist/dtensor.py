@@ -5,15 +5,18 @@ a mesh of six dimensions there are so many that one `clone` takes a second.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .collectives import all_gather
+
+T = TypeVar("T")
 
 
 def is_dtensor(leaf: Any) -> bool:
@@ -25,6 +28,17 @@ def local_tree(values: Tree) -> Tree:
     """The local shards, as plain tensors that share their memory; leaves that are no DTensors stay as they are."""
     with torch.no_grad():  # with gradients enabled, to_local would return a view
         return tree.map(lambda leaf: leaf.to_local() if is_dtensor(leaf) else leaf, values)
+
+
+def of_all_stages(params: Tree, mine: T) -> list[T]:
+    """`mine` of every pipeline stage (`pp`) of these params' mesh, in order, all-gathered; [mine] for other params."""
+    mesh = next((leaf.device_mesh for leaf in tree.leaves(params) if is_dtensor(leaf)), None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or "pp" not in names or mesh.size(names.index("pp")) == 1:
+        return [mine]
+    gathered: list[Any] = [None] * mesh.size(names.index("pp"))
+    dist.all_gather_object(gathered, mine, group=mesh.get_group("pp"))
+    return gathered
 
 
 def placed_like(local: Tensor, leaf: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ moments and in `updates`, whatever `grads` has for it; a leaf with None in `grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -50,6 +50,8 @@ class Optimizer:
         none that can be replaced.
     per_leaf: whether the update of a leaf depends on that leaf alone (elementwise implies it), so that a pipeline stage
         can update its own. An optimizer without it is refused over `pp`.
+    check_paths(paths): ValueError for the paths of all leaves of a model which its patterns do not fit; None: it has no
+        patterns. `init` of a pipeline stage's params does not check them.
     for_shards(on_full) -> the same optimizer for sharded leaves, if it needs functions of full matrices. An optimizer
         that has none and is not elementwise is refused for sharded parameters.
     """
@@ -64,6 +66,7 @@ class Optimizer:
     for_shards: Callable[[OnFull], Optimizer] | None = None
     remake: Callable[..., Optimizer] | None = None
     per_leaf: bool = False
+    check_paths: Callable[[Iterable[str]], None] | None = None
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -204,7 +207,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def first_step(params: Tree) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=next(iter(tree.leaves(params))).device)
+    """Without a leaf, as a group of a partition may be on a pipeline stage, it is on the default device."""
+    device = next((leaf.device for leaf in tree.leaves(params)), None)
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:

@@ -1,6 +1,7 @@
 """Gradient transforms before an optimizer: `chain` passes the result of each to the next."""
 
-import fnmatch
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .base import OnFull, Optimizer, clip_by_global_norm, remake, sharded_version, supports_shards, with_paths
+from .patterns import check_used, first_match, is_stage_share
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -50,6 +52,12 @@ def chain(*transforms: Optimizer) -> Optimizer:
     def for_shards(on_full: OnFull) -> Optimizer:
         return chain(*(made for transform in transforms if (made := sharded_version(transform, on_full))))
 
+    def check_paths(paths: Iterable[str]) -> None:
+        known = list(paths)
+        for transform in transforms:
+            if transform.check_paths is not None:
+                transform.check_paths(known)
+
     lr, rates = last.lr, last.rates
     return Optimizer(
         init,
@@ -62,6 +70,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         per_leaf=all(transform.elementwise or transform.per_leaf for transform in transforms),
         for_shards=for_shards if all(supports_shards(transform) for transform in transforms) else None,
         remake=None if last.remake is None else lambda **values: chain(*before, remake(last, **values)),
+        check_paths=check_paths,
     )
 
 
@@ -82,8 +91,8 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
 
         optimizer = chain(masked(clip_norm(0.1), "embed_*", "lm_head"), adamw(3e-4))
 
-    A pattern without a leaf is a ValueError. State: the transform's, None at other leaves. For leaves that need
-    another optimizer, or none, use `partition`: here their raw gradients would be added to them.
+    A pattern without a leaf in the model is a ValueError. State: the transform's, None at other leaves. For leaves that
+    need another optimizer, or none, use `partition`: here their raw gradients would be added to them.
     """
     if not patterns:
         raise ValueError("masked needs at least one pattern.")
@@ -91,16 +100,16 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
         raise ValueError("masked is for transforms before an optimizer; train.partition assigns optimizers to leaves.")
 
     def own(values: Tree) -> Tree:
-        return with_paths(
-            lambda path, leaf: leaf if any(fnmatch.fnmatchcase(path, p) for p in patterns) else None, values
-        )
+        return with_paths(lambda path, leaf: None if first_match(path, patterns) is None else leaf, values)
+
+    def check_paths(paths: Iterable[str]) -> None:
+        known = list(paths)
+        used = {pattern for pattern in patterns if any(first_match(path, [pattern]) for path in known)}
+        check_used(patterns, used, known)
 
     def init(params: Tree) -> Tree:
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in tree.flatten(params)):
-                raise ValueError(
-                    f"The pattern {pattern!r} gets no leaf; the paths are like {next(iter(tree.flatten(params)))}."
-                )
+        if not is_stage_share(params):
+            check_paths(tree.flatten(params))
         return transform.init(own(params))
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -108,4 +117,5 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
         flat = tree.flatten(changed)
         return with_paths(lambda path, grad: flat.get(path, grad), grads), state
 
-    return Optimizer(init, update, elementwise=transform.elementwise, per_leaf=transform.per_leaf)
+    kinds: dict[str, Any] = {"elementwise": transform.elementwise, "per_leaf": transform.per_leaf}
+    return Optimizer(init, update, check_paths=check_paths, **kinds)

@@ -1,7 +1,7 @@
 """Wrappers around optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
 
-import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from fnmodels.tree import Tree
 
 from . import base
 from .base import OnFull, Optimizer, with_paths
+from .patterns import check_used, first_match, is_stage_share
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
 
     Patterns are shell patterns (`fnmatch`) over the full path: "layers.*.attention.*", "*norm*", "*". ValueError for a
-    leaf that matches none, or a pattern without a leaf: over pipeline stages each needs one on every stage.
+    leaf that matches none, or a pattern without a leaf in the model (over pipeline stages: in that of all stages).
     Each group has its own rate: in the metrics of a step `lr` is that of the first, and `lr_of` has one for each
     pattern. State: a list, one per optimizer in the given order.
     """
@@ -25,15 +26,22 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     if not trained:
         raise ValueError("partition needs at least one optimizer.")
 
-    def assign(params: Tree) -> dict[str, str]:
-        found = {path: next((p for p in groups if fnmatch.fnmatchcase(path, p)), "") for path in tree.flatten(params)}
-        lost = [path for path, pattern in found.items() if not pattern]
+    def assigned_to(paths: Iterable[str]) -> dict[str, str]:
+        found = {path: first_match(path, groups) for path in paths}
+        lost = [path for path, pattern in found.items() if pattern is None]
         if lost:
             raise ValueError(f"No pattern of {list(groups)} matches {lost[0]} ({len(lost)} such leaves).")
-        idle = [pattern for pattern in groups if pattern not in found.values()]
-        if idle:
-            raise ValueError(f"The pattern {idle[0]!r} gets no leaf; the paths are like {next(iter(found))}.")
-        return found
+        return {path: pattern for path, pattern in found.items() if pattern is not None}
+
+    def check_paths(paths: Iterable[str]) -> None:
+        assigned = assigned_to(paths)
+        check_used(groups, assigned.values(), assigned)
+        for pattern, optimizer in trained.items():
+            if optimizer.check_paths is not None:
+                optimizer.check_paths([path for path in assigned if assigned[path] == pattern])
+
+    def assign(params: Tree) -> dict[str, str]:
+        return assigned_to(tree.flatten(params))
 
     def parts(values: Tree, assigned: dict[str, str]) -> dict[str, Tree]:
         """The same tree once per optimizer, with None at the other optimizers' leaves."""
@@ -43,8 +51,11 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         }
 
     def init(params: Tree) -> Tree:
+        if not is_stage_share(params):
+            check_paths(tree.flatten(params))
         pruned = parts(params, assign(params))
-        return [optimizer.init(pruned[pattern]) for pattern, optimizer in trained.items()]
+        with next(iter(tree.leaves(params))).device:  # for the step count of a group without a leaf on this stage
+            return [optimizer.init(pruned[pattern]) for pattern, optimizer in trained.items()]
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         assigned = assign(params)
@@ -86,7 +97,8 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     parted = for_shards if all(base.supports_shards(optimizer) for optimizer in trained.values()) else None
     own_leaf = all(optimizer.elementwise or optimizer.per_leaf for optimizer in trained.values())
     own_apply = apply_ if in_place else None
-    return Optimizer(init, update, own_apply, lr, trainable, rates, elementwise, parted, per_leaf=own_leaf)
+    kinds: dict[str, Any] = {"elementwise": elementwise, "per_leaf": own_leaf, "check_paths": check_paths}
+    return Optimizer(init, update, own_apply, lr, trainable, rates, for_shards=parted, **kinds)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
@@ -188,7 +200,8 @@ def around(
     own, other = apply_ if optimizer.apply_ is not None else None, optimizer.for_shards
     parted = None if other is None or again is None else lambda on_full: again(other(on_full))
     remade = None if again is None or optimizer.remake is None else lambda **v: again(base.remake(optimizer, **v))
-    kinds = {"elementwise": optimizer.elementwise, "per_leaf": optimizer.per_leaf}
+    kinds: dict[str, Any] = {"elementwise": optimizer.elementwise, "per_leaf": optimizer.per_leaf}
+    kinds["check_paths"] = optimizer.check_paths
     return Optimizer(init, update, own, lr, optimizer.trainable, rates, for_shards=parted, remake=remade, **kinds)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.dist.collectives import broadcast, summed
-from train.dist.dtensor import full_tensor
+from train.dist.dtensor import full_tensor, of_all_stages
 from train.parallel.pipeline.stages import pipeline_of
 
 from .mesh import mesh_of
@@ -26,9 +26,7 @@ def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     held = tree.flatten(params)
     devices = next(iter(held.values())).device_mesh
     group, size, rank = devices.get_group("pp"), devices["pp"].size(), devices.get_local_rank("pp")
-    kinds: list[Any] = [{path: (tuple(leaf.shape), leaf.dtype) for path, leaf in held.items()}] * size
-    if size > 1:
-        dist.all_gather_object(kinds, kinds[0], group=group)
+    kinds = of_all_stages(params, {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in held.items()})
     stages = {path: stage for stage in reversed(range(size)) for path in kinds[stage]}
     leaves = {path: kind for of_stage in kinds for path, kind in of_stage.items()}
 
