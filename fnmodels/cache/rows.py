@@ -91,7 +91,7 @@ def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     tokens that a ring needs then were overwritten or have seen dropped tokens of their image (row named, where values
     can be read), and for recurrent layers: continue from the cache of that time, which is a value.
     """
-    if any(name not in SLOTTED | MEMORY for entry in cache.layers for name in entry):
+    if is_recurrent(cache):
         raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
     batch = next(iter(tree.leaves(cache))).shape[0]
     device = next(iter(tree.leaves(cache))).device
@@ -99,6 +99,11 @@ def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     slots = {kind: _truncated(held, count) for kind, held in cache.slots.items()}
     found = replace(cache, slots=slots)
     return known_clean(found) if is_clean(cache) and _dropped_is_finite(cache, found) else found
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether some layer keeps a state, beside keys and values or without them: a cache that cannot be truncated."""
+    return any(name not in SLOTTED | MEMORY for entry in cache.layers for name in entry)
 
 
 def _truncated(slots: Slots, count: Tensor) -> Slots:

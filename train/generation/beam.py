@@ -13,7 +13,9 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .checks import check_request, learned_positions
 from .prompts import activations, empty_caches, prefilled, run_all
+from .requests import Request
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def beam_search(
         raise ValueError(
             f"beams ({beams}), max_new ({max_new}) and the prompt's length ({len(prompt)}) must be above 0."
         )
+    check_request(0, Request(prompt, max_new), config, learned=learned_positions(config))
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)

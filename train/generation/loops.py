@@ -1,5 +1,6 @@
 """Generation of many continuations: a queue of requests over slots, `generate` and `stream`."""
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,10 +16,11 @@ from fnmodels.ops.attention.invariant import TILE
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .checks import check_request, learned_positions
 from .decoder_traits import Decodes
 from .prompts import activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
-from .sampling import Sampling, check_sampling, stack_samplings
+from .sampling import Sampling, stack_samplings
 from .serve import ServeState, admit, empty_state, serve_step, take_slots
 
 SLOTS = 32
@@ -73,8 +75,8 @@ def serve(
     minute; a result of that function, made with the same config and options, which keeps its graphs for the next
     call; "graph" for steps by `fnmodels.captured_step`, on CUDA; or "none". logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
-    `fnmodels.forward`. ValueError for a request that is empty or does not fit, and for options that no compiled step
-    has.
+    `fnmodels.forward`. ValueError for options that no compiled step has, and for a request that cannot be answered to
+    its end: before the first token where requests are a sequence, else when all requests before it are answered.
     """
     if not callable(compile) and compile not in ("none", *_STEPS):
         raise ValueError(
@@ -85,21 +87,32 @@ def serve(
         raise ValueError(
             'compile is a compiled step, which has no layer_fn and not kernel="invariant": leave compile out, or these.'
         )
+    check = functools.partial(
+        check_request, config=config, tokenizer=tokenizer, capacity=capacity, learned=learned_positions(config)
+    )
+    known = isinstance(requests, Sequence)
+    for row, request in enumerate(requests if known else ()):
+        check(row, request)
     step = compile if callable(compile) else _STEPS[compile](config, **options) if compile in _STEPS else None
     dtype, device = activations(params, dtype)
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
+    mistake: Exception | None = None  # of a later request, or of the iterator: raised when no answer is under way
     queue, admission, drained, idle = enumerate(requests), None, False, slots  # idle: slot-steps without a request
     while True:
         free = [row for row, answer in enumerate(places) if answer is None]
         if admission is None and not drained and free and 4 * (idle + len(free)) >= slots:
-            answers = [
-                Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
-            ]
+            answers = []
+            try:
+                for row, request in islice(queue, len(free)):
+                    if not known:
+                        check(row, request)
+                    answers.append(Answer(row, request, tokenizer, skip_special_tokens))
+            except Exception as error:
+                mistake = error
             drained, idle = len(answers) < len(free), 0
             if answers:
-                _check(answers, capacity)
                 prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
                 chunks = prefilled(params, config, prompts, lengths, empty=empty, chunk=chunk, **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
@@ -112,6 +125,8 @@ def serve(
         active = [(row, answer) for row, answer in enumerate(places) if answer is not None]
         if not active:
             if admission is None and drained:
+                if mistake is not None:
+                    raise mistake
                 return
             idle = slots
             continue
@@ -132,17 +147,6 @@ def serve(
             yield event
         if ended:
             state = replace(state, active=state.active.index_fill(0, torch.tensor(ended, device=device), False))
-
-
-def _check(answers: list[Answer], capacity: int) -> None:
-    """ValueError for a request that is too long or has settings out of range."""
-    for answer in answers:
-        if _length(answer) > capacity:
-            raise ValueError(
-                f"Request {answer.row} has {len(answer.request.prompt)} tokens and max_new {answer.request.max_new}; "
-                f"the capacity is {capacity} tokens."
-            )
-        check_sampling(answer.request.sampling)
 
 
 def _length(answer: Answer) -> int:

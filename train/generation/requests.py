@@ -66,12 +66,6 @@ class Answer:
     """The answer to a request as it grows, on the host."""
 
     def __init__(self, row: int, request: Request, tokenizer: Decodes | None, skip_special_tokens: bool = True) -> None:
-        if not request.prompt:
-            raise ValueError(f"The prompt of request {row} is empty: there must be at least one token to continue.")
-        if request.max_new < 1:
-            raise ValueError(f"max_new of request {row} is {request.max_new}; it must be at least 1.")
-        if request.stop_texts and tokenizer is None:
-            raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
         self.row, self.request, self.tokens = row, request, list[int]()
         self._text = (
             None

@@ -14,16 +14,20 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache, mtp
+from fnmodels.cache.rows import is_recurrent
 from fnmodels.cache.step import logits_at, plan_step, step_on
-from fnmodels.models.common.registry import DecoderConfig, family_of, source_kind
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
+from .checks import check_request, learned_positions
 from .decoder_traits import Decodes
 from .prompts import activations, empty_caches, prefilled, run_all
 from .requests import Answer, Generations, Request, capacity_of, collect, requests_of
 from .sampling import SampleState, Sampling, sample_state, sample_step, stack_samplings
+
+_ENDLESS = 1 << 62  # positions of a model that computes them
 
 
 @torch.no_grad()
@@ -58,14 +62,17 @@ def speculate(
     made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
     if not made:
         return collect([], 0), 0.0
+    learned = learned_positions(config)
+    for row, request in enumerate(made):
+        check_request(row, request, config, tokenizer=tokenizer, learned=learned)
     answers = [Answer(row, request, tokenizer) for row, request in enumerate(made)]
-    model = _Side(params, config, made, ahead, chunk, options, kv_dtype)
+    model = _Side(params, config, made, chunk, options, kv_dtype)
     draft: _Side | _Head
     if draft_params is None or draft_config is None:
         draft = _Head(model, made)
     else:
         _check_vocabulary(config, draft_config)
-        draft = _Side(draft_params, draft_config, made, ahead, chunk, options)
+        draft = _Side(draft_params, draft_config, made, chunk, options)
     device = model.device
     last, seed, draw = (
         torch.tensor(values, device=device)
@@ -77,12 +84,15 @@ def speculate(
     active = torch.ones(len(made), dtype=torch.bool, device=device)
     events, right, drafted = [], 0, 0
     while bool(active.any()):
-        tokens = draft.drafted(last, active, draws, ahead)  # [B, ahead + 1], the last token first
-        x, after = model.step(model.cache, tokens, active[:, None].long().expand_as(tokens))
+        left = torch.tensor([request.max_new for request in made]) - torch.tensor([len(a.tokens) for a in answers])
+        # a step draws a token itself: drafts that the answer has no room for could stand beyond the model's positions
+        count = (left.to(device) - 1).clamp(max=ahead).minimum(draft.room()).where(active, -1)
+        tokens = draft.drafted(last, count, draws)  # [B, most drafts + 1], the last token first
+        x, after = model.step(model.cache, tokens, _first(count + 1, tokens.shape[1]))
         logits = model.logits(x)
-        found, draws = _checked(logits, tokens, draws, active)
+        found, draws = _checked(logits, tokens, draws, count)
         kept = found.count
-        drafted += ahead * int(active.sum())
+        drafted += int(count.clamp(min=0).sum())
         right += int((kept - 1).clamp(min=0).sum())
         model.keep(after, tokens, kept)
         draft.follow(x, tokens, found.tokens, kept)
@@ -94,7 +104,12 @@ def speculate(
                 if events[-1].reason is not None:
                     active[answer.row] = False
                     break
-    return collect(events, len(made)), right / drafted
+    return collect(events, len(made)), right / max(drafted, 1)
+
+
+def _first(count: Tensor, width: int) -> Tensor:
+    """int64 [B, width] with 1 in the first count [B] columns: segment ids of that many tokens."""
+    return (torch.arange(width, device=count.device) < count[:, None]).long()
 
 
 def _check_vocabulary(config: DecoderConfig, draft_config: DecoderConfig) -> None:
@@ -107,7 +122,7 @@ def _check_vocabulary(config: DecoderConfig, draft_config: DecoderConfig) -> Non
 
 @dataclass(frozen=True)
 class _Checked:
-    """The model's draws [B, ahead + 1], of which the first count [B] are valid; 0 for idle rows."""
+    """The model's draws [B, S], of which the first count [B] are valid; 0 for idle rows."""
 
     tokens: Tensor
     logp: Tensor
@@ -115,44 +130,48 @@ class _Checked:
     count: Tensor
 
 
-def _checked(logits: Tensor, tokens: Tensor, draws: SampleState, active: Tensor) -> tuple[_Checked, SampleState]:
-    """The model's own draws: one after the other while the draft agrees, and the first on which it does not."""
-    going, found = active, []
-    count = torch.zeros_like(tokens[:, 0])
+def _checked(logits: Tensor, tokens: Tensor, draws: SampleState, count: Tensor) -> tuple[_Checked, SampleState]:
+    """The model's own draws: one after the other while the draft agrees, and the first on which it does not.
+
+    count: int64 [B], the tokens that were drafted, -1 for idle rows.
+    """
+    going, found = count >= 0, []
+    kept = torch.zeros_like(count)
     for place in range(tokens.shape[1]):
-        token, logp, kept, draws = sample_step(logits[:, place], draws, active=going)
-        found.append((token, logp, kept))
-        count = count + going
+        token, logp, logp_kept, draws = sample_step(logits[:, place], draws, active=going)
+        found.append((token, logp, logp_kept))
+        kept = kept + going
         if place + 1 < tokens.shape[1]:
-            going = going & (token == tokens[:, place + 1])
+            going = going & (place < count) & (token == tokens[:, place + 1])
     ids, logp, logp_kept = (torch.stack(values, 1) for values in zip(*found, strict=True))
-    return _Checked(ids, logp, logp_kept, count), draws
+    return _Checked(ids, logp, logp_kept, kept), draws
 
 
 class _Side:
-    """A model with its cache, which holds all tokens of each row but the last."""
+    """A model with its cache, which holds all tokens of each row but the last, or as many as it has learned positions.
+
+    held: int64 [B], how many.
+    """
 
     def __init__(
         self,
         params: Tree,
         config: DecoderConfig,
         requests: Sequence[Request],
-        ahead: int,
         chunk: int,
         options: ForwardKwargs,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.params, self.config, self.options = params, config, ForwardOptions(**options)
         _, self.device = activations(params)
-        prompts = [request.prompt for request in requests]
+        self.learned = learned_positions(config) or _ENDLESS
+        prompts = [request.prompt[: self.learned + 1] for request in requests]
         sizes = [len(request.prompt) + request.max_new for request in requests]
         # drafted tokens are written before they are dropped: not into rings, where they would evict others
-        empty = empty_caches(params, config, capacity_of(requests) + ahead, rings=False, kv_dtype=kv_dtype)
+        empty = empty_caches(params, config, capacity_of(requests), rings=False, kv_dtype=kv_dtype)
         self.cache = run_all(prefilled(params, config, prompts, sizes, empty=empty, chunk=chunk, **options))
         self.lengths = torch.tensor(sizes, device=self.device)
         self.held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        slotted = set(self.cache.slots)
-        self.recurrent = any((source_kind(kind) or kind) not in slotted for kind in family_of(config).kinds(config))
         self.ahead_cache = self.cache
 
     def step(self, cache: Cache, tokens: Tensor, segment_ids: Tensor) -> tuple[Tensor, Cache]:
@@ -164,23 +183,29 @@ class _Side:
         with invariant_rows(self.options.invariant):
             return logits_at(self.params, x, {}, self.config, "all", self.options.edits)
 
-    def drafted(self, last: Tensor, active: Tensor, draws: SampleState, ahead: int) -> Tensor:
-        """[B, ahead + 1]: the last token, and those drawn after it; `ahead_cache` holds them all."""
-        cache, tokens, segment_ids = self.cache, [last], active[:, None].long()
-        for place in range(ahead + 1):
-            x, cache = self.step(cache, tokens[-1][:, None], segment_ids)
-            if place < ahead:
-                token, _, _, draws = sample_step(self.logits(x)[:, 0], draws, active=active)
+    def room(self) -> Tensor:
+        """int64 [B], the learned positions behind the tokens that the cache holds."""
+        return self.learned - self.held
+
+    def drafted(self, last: Tensor, count: Tensor, draws: SampleState) -> Tensor:
+        """[B, S]: the last token, and the count [B] drawn after it, -1 for idle rows; `ahead_cache` holds them all,
+        where there is room."""
+        cache, tokens, width = self.cache, [last], int(count.max()) + 1
+        inside = _first((count + 1).minimum(self.room()), width)
+        for place in range(width):
+            x, cache = self.step(cache, tokens[-1][:, None], inside[:, place : place + 1])
+            if place + 1 < width:
+                token, _, _, draws = sample_step(self.logits(x)[:, 0], draws, active=place < count)
                 tokens.append(token)
         self.ahead_cache = cache
         return torch.stack(tokens, 1)
 
     def keep(self, after: Cache, tokens: Tensor, count: Tensor) -> None:
-        """Keeps the first count [B] of the tokens [B, S] that `after` holds beyond `cache`."""
+        """Keeps the first count [B] of the tokens [B, S] that `after` holds beyond `cache`, where there is room."""
+        count = count.minimum(self.room())
         self.held = self.held + count
-        if self.recurrent:  # a state cannot be rolled back: from the old one, with the tokens that are kept
-            kept = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
-            _, self.cache = self.step(self.cache, tokens, kept.long())
+        if is_recurrent(after):  # a state cannot be rolled back: from the old one, with the tokens that are kept
+            _, self.cache = self.step(self.cache, tokens, _first(count, tokens.shape[1]))
         else:
             self.cache = fnmodels.truncate(after, self.held)
 
@@ -217,7 +242,7 @@ class _Head:
         self.first = torch.zeros(len(prompts), model.config.hidden_size, dtype=dtype, device=model.device)
         held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
         if tokens.shape[1] > 1:
-            inside = (torch.arange(tokens.shape[1] - 1, device=model.device) < held[:, None]).long()
+            inside = _first(held, tokens.shape[1] - 1)
             prepared = fnmodels.prepare(model.config, tokens[:, :-1], segment_ids=inside, length=model.lengths)
             how = model.options.keywords
             x = fnmodels.hidden(model.params, *prepared, config=model.config, **how)
@@ -243,23 +268,24 @@ class _Head:
             )
         return found[:, 0]
 
-    def drafted(self, last: Tensor, active: Tensor, draws: SampleState, ahead: int) -> Tensor:
-        """[B, ahead + 1]: the last token, and those drawn after it."""
+    def room(self) -> Tensor:
+        return torch.full_like(self.model.held, _ENDLESS)  # it stands at the model's positions
+
+    def drafted(self, last: Tensor, count: Tensor, draws: SampleState) -> Tensor:
+        """[B, S]: the last token, and the count [B] drawn after it, -1 for idle rows."""
         state, cache, tokens = self.first, self.cache, [last]
-        for place in range(ahead):
+        for place in range(int(count.max())):
             if place:
-                x, cache = self._step(
-                    self.own_params, state[:, None], tokens[-1][:, None], cache, active[:, None].long()
-                )
+                inside = (place < count)[:, None].long()
+                x, cache = self._step(self.own_params, state[:, None], tokens[-1][:, None], cache, inside)
                 state = x[:, 0]
-            token, _, _, draws = sample_step(self._logits(state), draws, active=active)
+            token, _, _, draws = sample_step(self._logits(state), draws, active=place < count)
             tokens.append(token)
         return torch.stack(tokens, 1)
 
     def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
         """Goes on with the model's states x [B, S, D] of tokens [B, S], of which the first count [B] were kept, and
         the tokens drawn after each of them, [B, S]."""
-        inside = torch.arange(x.shape[1], device=x.device) < count[:, None]
-        states, self.cache = self._step(self.params, x, drawn, self.cache, inside.long())
+        states, self.cache = self._step(self.params, x, drawn, self.cache, _first(count, x.shape[1]))
         newest = states.gather(1, (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2]))[:, 0]
         self.first = torch.where(count[:, None] > 0, newest, self.first)

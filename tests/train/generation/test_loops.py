@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fnmodels
 import train
-from fnmodels import gemma, llama
+from fnmodels import gemma, gpt2, llama
 from tests.support.cases import generic_params
 from tests.variants.gemma import variants
 from train.generation.beam import beam_search
@@ -269,6 +269,9 @@ def test_logits_fn_sees_the_answers_and_restricts_them() -> None:
         ({"stop_texts": ["x"]}, "need a tokenizer"),
         ({"stop_texts": "x"}, "stop_texts is 'x'"),
         ({"sampling": Sampling(top_p=2.0)}, "top_p is 2.0"),
+        ({"prompts": [[1], [2, 40]]}, "Token 1 of the prompt of request 1 is 40; token ids are integers from 0 to 39"),
+        ({"prompts": [[1], [2, -1]]}, "Token 1 of the prompt of request 1 is -1"),
+        ({"prompts": [[1], [1.5]]}, r"Token 0 of the prompt of request 1 is 1\.5"),
     ],
 )
 def test_mistakes_are_named(change: dict, words: str) -> None:
@@ -277,6 +280,78 @@ def test_mistakes_are_named(change: dict, words: str) -> None:
         train.generate(PARAMS, LLAMA, given.pop("prompts"), **given)
     with pytest.raises(ValueError, match="capacity is 5"):
         list(serve(PARAMS, LLAMA, [Request([1, 2, 3], 4)], slots=1, capacity=5))
+
+
+GPT2 = gpt2.Config(V, 32, 48, 2, 4, max_position_embeddings=20)
+LEARNED = generic_params(GPT2)
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.mark.parametrize("run", ["generate", "stream", "serve", "speculate", "speculate_alike", "beam_search"])
+def test_request_beyond_learned_positions_is_refused_before_the_first_token(run: str, monkeypatch) -> None:
+    """Up to the last position it is answered; the last token is not read, so that it needs none."""
+    prompts, sizes = [[1, 2, 3], [4] * 9], [18, 12]
+
+    def answers(sizes: list[int]) -> list[list[int]]:
+        how: dict[str, Any] = {"sampling": GREEDY}
+        if run == "generate":
+            return train.generate(LEARNED, GPT2, prompts, max_new=sizes, slots=1, **how).tokens
+        if run.startswith("speculate"):
+            draft = (LEARNED, GPT2) if run == "speculate_alike" else (PARAMS, LLAMA)
+            return speculate(LEARNED, GPT2, *draft, prompts, max_new=sizes, **how)[0].tokens
+        if run == "beam_search":
+            pairs = list(zip(prompts, sizes, strict=True))
+            return [beam_search(LEARNED, GPT2, p, beams=1, max_new=n)[0].tokens for p, n in pairs]
+        found: list[list[int]] = [[], []]
+        if run == "stream":
+            for row, token, _ in train.stream(LEARNED, GPT2, prompts, max_new=sizes, slots=1, **how):
+                found[row].append(token)
+        else:
+            requests = [Request(p, n, GREEDY) for p, n in zip(prompts, sizes, strict=True)]
+            for event in serve(LEARNED, GPT2, requests, slots=1, capacity=40):
+                found[event.row].append(event.token)
+        return found
+
+    assert [len(tokens) for tokens in answers(sizes)] == sizes
+    calls: list[Any] = []
+    decode_ = fnmodels.decode_
+    monkeypatch.setattr(fnmodels, "decode_", lambda *a, **k: calls.append(a) or decode_(*a, **k))
+    words = r"Request \d has 9 tokens and max_new 13, but the model has learned 20 positions: max_new is at most 12"
+    with pytest.raises(ValueError, match=words):
+        answers([18, 13]) if run != "beam_search" else beam_search(LEARNED, GPT2, prompts[1], beams=1, max_new=13)
+    assert not calls
+    with pytest.raises(ValueError, match=r"Request 0 has 21 tokens .*: a prompt has at most 20 tokens"):
+        train.generate(LEARNED, GPT2, [[1] * 21], max_new=1)
+
+
+def test_drafts_stay_within_what_the_draft_has_learned() -> None:
+    """A draft of fewer positions drafts as long as it can; prompts may be longer than it knows."""
+    prompts, sizes = [[1, 2, 3], [4] * 9, [5, 6] * 7], [17, 11, 6]
+    for positions in (4, 9, 13):
+        config = dataclasses.replace(GPT2, max_position_embeddings=positions)
+        draft = {**LEARNED, "embed_positions": LEARNED["embed_positions"][:positions]}
+        for params, own in ((LEARNED, GPT2), (PARAMS, LLAMA)):
+            found, right = speculate(params, own, draft, config, prompts, max_new=sizes, sampling=GREEDY, chunk=5)
+            assert found.tokens == train.generate(params, own, prompts, max_new=sizes, sampling=GREEDY).tokens
+            assert right == 1 if own is GPT2 else right < 1
+
+
+def test_a_request_that_cannot_be_answered_loses_no_answer_before_it() -> None:
+    """Neither one that is wrong nor an iterator that fails; each is raised when the others are answered."""
+
+    def failing() -> Any:
+        yield from requests[:3]
+        raise OSError("the queue is closed")
+
+    requests = [Request(PROMPTS[0], 4, GREEDY), Request([7], 9, GREEDY), Request([3], 2, GREEDY), Request([1, 99], 3)]
+    for queue, words in ((iter(requests), "Token 1 of the prompt of request 3 is 99"), (failing(), "queue is closed")):
+        found: list[list[int]] = [[], [], []]
+        events = serve(PARAMS, LLAMA, queue, slots=2, capacity=20)
+        for event in itertools.islice(events, 15):
+            found[event.row].append(event.token)
+        with pytest.raises((ValueError, OSError), match=words):
+            next(events)
+        assert [len(tokens) for tokens in found] == [4, 9, 2]
 
 
 def test_best_of_picks_the_likeliest_of_each_group() -> None:

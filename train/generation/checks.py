@@ -1,0 +1,66 @@
+"""Checks of requests before their first token, so that a mistake in one does not cost the answers to others."""
+
+from collections.abc import Sequence
+from operator import index
+
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.spec import Leaf
+
+from .decoder_traits import Decodes
+from .requests import Request
+from .sampling import check_sampling
+
+
+def check_request(
+    row: int,
+    request: Request,
+    config: DecoderConfig,
+    *,
+    tokenizer: Decodes | None = None,
+    capacity: int | None = None,
+    learned: int | None = None,
+) -> None:
+    """ValueError that names the request where it cannot be answered to its end.
+
+    capacity: the tokens that its row of the cache has room for. learned: of `learned_positions`.
+    """
+    size = len(request.prompt)
+    if not size:
+        raise ValueError(f"The prompt of request {row} is empty: there must be at least one token to continue.")
+    if request.max_new < 1:
+        raise ValueError(f"max_new of request {row} is {request.max_new}; it must be at least 1.")
+    if request.stop_texts and tokenizer is None:
+        raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
+    _check_ids(row, request.prompt, config.vocab_size)
+    check_sampling(request.sampling)
+    if capacity is not None and size + request.max_new > capacity:
+        raise ValueError(
+            f"Request {row} has {size} tokens and max_new {request.max_new}; the capacity is {capacity} tokens."
+        )
+    if learned is not None and size + request.max_new - 1 > learned:  # the last token of an answer is not read
+        most = learned + 1 - size
+        raise ValueError(
+            f"Request {row} has {size} tokens and max_new {request.max_new}, but the model has learned "
+            f"{learned} positions: "
+            + (f"max_new is at most {most} there." if most > 0 else f"a prompt has at most {learned} tokens.")
+        )
+
+
+def learned_positions(config: DecoderConfig) -> int | None:
+    """The number of positions that the model has a learned vector for; None where it computes them from any number."""
+    leaves = [leaf for leaf in family_of(config).spec(config).values() if isinstance(leaf, Leaf)]
+    sizes = [leaf.shape[leaf.axes.index("position")] for leaf in leaves if "position" in leaf.axes]
+    return min(sizes, default=None)
+
+
+def _check_ids(row: int, prompt: Sequence[int], vocab: int) -> None:
+    place = next((place for place, token in enumerate(prompt) if not _is_id(token, vocab)), None)
+    if place is not None:
+        raise ValueError(
+            f"Token {place} of the prompt of request {row} is {prompt[place]!r}; "
+            f"token ids are integers from 0 to {vocab - 1}."
+        )
+
+
+def _is_id(token: object, vocab: int) -> bool:
+    return hasattr(token, "__index__") and 0 <= index(token) < vocab
