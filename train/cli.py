@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) 
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
-    """Runs the main job. Returns the exit code: 0, 2 for a user error, 130 when stopped by a signal."""
+    """Runs the main job. Returns the exit code: 0, 2 for a user error, 4 for a diverged run, 130 when stopped."""
     bound_product_caches()
     keep_freed_memory()
     argv = sys.argv[1:] if argv is None else argv

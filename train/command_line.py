@@ -8,8 +8,19 @@ import params.command_line
 from fnmodels.errors import UserError
 from params.command_line import Parser, program_name, sentence, suggestion
 
-__all__ = ["NEEDS", "Parser", "check_installed", "main_job", "program_name", "run_command", "sentence", "suggestion"]
+__all__ = [
+    "DIVERGED",
+    "NEEDS",
+    "Parser",
+    "check_installed",
+    "main_job",
+    "program_name",
+    "run_command",
+    "sentence",
+    "suggestion",
+]
 
+DIVERGED = 4  # exit code of a run whose last steps are not finite
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")  # by the main job
 EXTRA_OF = {
     "tokenizers": "text",

@@ -106,7 +106,7 @@ def train(arguments: argparse.Namespace) -> int:
         if (file := arguments.init / name).is_file():
             shutil.copyfile(file, arguments.run / "model" / name)
     print(f"model: {arguments.run / 'model'}")
-    return 0
+    return plain_run.finished(arguments.run)
 
 
 def _pictures(arguments: argparse.Namespace, examples: Examples) -> list[Path]:

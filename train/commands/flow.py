@@ -93,7 +93,7 @@ def train(arguments: argparse.Namespace) -> int:
         (arguments.run / "classes.json").write_text(json.dumps(classes) + "\n", encoding="utf-8")
         write_grid(arguments.run / "samples.png", _samples(arguments, config, state.params, data, len(classes)))
         print(f"samples: {arguments.run / 'samples.png'}, a row of each class: {', '.join(classes)}")
-    return 0
+    return plain_run.finished(arguments.run)
 
 
 def _data(arguments: argparse.Namespace) -> tuple[dict[str, Tensor], list[str]]:

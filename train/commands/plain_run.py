@@ -18,7 +18,8 @@ from fnmodels.errors import UserError
 from params.checkpoint.manifest import digest
 from train import checkpoint
 from train.command_line import Parser
-from train.job.metrics_log import truncate_after
+from train.job.metrics_log import exit_code, json_line, read_rows, truncate_after, warn_at_resume
+from train.job.run_folder import METRICS
 from train.job.setting_types import POSITIVE, integer
 from train.losses.model_loss import Batch
 from train.optim.adamw import adamw
@@ -122,16 +123,17 @@ def run_steps(
 ) -> State:
     """The state after all steps, which are saved and logged. batch: of a step's number, from 0.
 
-    UserError where rows of metrics.jsonl are missing; a file that was moved away begins anew.
+    One line says that a resumed run has diverged. UserError where rows of metrics.jsonl are missing; a file that was
+    moved away begins anew.
     """
-    log = arguments.run / "metrics.jsonl"
+    log = arguments.run / METRICS
     begin = int(state.step)
-    truncate_after(log, begin)
+    warn_at_resume(truncate_after(log, begin))
     with log.open("a") as out:
         for index in range(begin, arguments.steps):
             state, measured = step(state, batch(index))
             row = {"step": index + 1} | {name: float(measured[name]) for name in ("loss", "grad_norm", "lr")}
-            out.write(json.dumps(row) + "\n")
+            out.write(json_line(row))
             last = index + 1 == arguments.steps
             if last or (index + 1) % max(1, arguments.steps // 20) == 0:
                 print(f"step {index + 1}: loss {row['loss']:.4f}", flush=True)
@@ -139,3 +141,8 @@ def run_steps(
                 out.flush()
                 checkpoint.save(arguments.run / "steps", index + 1, state, identity, keep=2)
     return state
+
+
+def finished(run: Path) -> int:
+    """The exit code of the run in this folder, all of whose steps are made; see `metrics_log.exit_code`."""
+    return exit_code(read_rows(run / METRICS))

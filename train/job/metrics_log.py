@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl with one flushed row per optimizer step, speed.jsonl and trackers.
+"""Metrics of a run: metrics.jsonl with one flushed row per optimizer step, speed.jsonl, trackers, and divergence.
 
 metrics.jsonl has the same bytes for a resumed run as for an uninterrupted one: no value in it depends on the clock.
 Times and memory go into speed.jsonl.
@@ -7,6 +7,7 @@ Times and memory go into speed.jsonl.
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fnmodels.errors import UserError
 from fnmodels.files import write_text
+from train.command_line import DIVERGED
 from train.losses.moe_balance import Balance
 
 from .run_folder import METRICS, SAMPLES, SPEED
@@ -62,6 +64,49 @@ def truncate_after(path: Path, step: int, *, needed: bool = True) -> list[Row]:
     kept = [row for row in rows if row["step"] <= step]
     write_text(path, "".join(map(json_line, kept)))
     return kept
+
+
+def diverged_since(rows: Sequence[Row]) -> int | None:
+    """The first of the steps up to the last whose loss or gradient norm is not finite; None where the last one's are.
+
+    rows: of metrics.jsonl, where such a number is null.
+    """
+    first = None
+    for row in reversed(rows):
+        if all(_is_finite(row.get(name)) for name in ("loss", "grad_norm")):
+            break
+        first = row["step"]
+    return first
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def exit_code(rows: Sequence[Row], heldout_loss: float = 0.0) -> int:
+    """The exit code of a run that is complete: 0, or `DIVERGED` after one line on standard error."""
+    first = diverged_since(rows)
+    if first is not None:
+        what = (
+            f"the loss or its gradient is not finite from step {first} to the last, {rows[-1]['step']}, so these steps "
+            f"changed no weights, which are those of step {first - 1}"
+        )
+    elif not math.isfinite(heldout_loss):
+        what = "the loss on held-out text is not finite"
+    else:
+        return 0
+    print(f"The run has diverged: {what}; a lower --learning-rate in a new --run may keep it finite.", file=sys.stderr)
+    return DIVERGED
+
+
+def warn_at_resume(rows: Sequence[Row]) -> None:
+    """One line on standard error where the saved step that a run is resumed from has diverged."""
+    if (first := diverged_since(rows)) is not None:
+        print(
+            f"The run that is resumed has diverged: since step {first} the loss or its gradient is not finite, and no "
+            "step has changed the weights.",
+            file=sys.stderr,
+        )
 
 
 def json_line(row: Row) -> str:

@@ -94,7 +94,8 @@ def train_run(options: Options, defaults: Settings) -> int:
         if summary is not None and report.is_complete(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
-            return 0
+            rows = metrics_log.read_rows(options.run / run_folder.METRICS)
+            return metrics_log.exit_code(rows, summary["heldout_bits_per_byte"])
         preflight.check_data_paths(settings.data) if saved else preflight.check(settings, mesh_setup)
         print("reading the text", flush=True)
         began = time.monotonic()
@@ -203,6 +204,7 @@ def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controll
     rows = metrics_log.truncate_after(job.path / run_folder.METRICS, position.step)
     costs = metrics_log.truncate_after(job.path / run_folder.SPEED, position.step, needed=False)
     metrics_log.truncate_after(job.path / run_folder.SAMPLES, position.step, needed=False)
+    metrics_log.warn_at_resume(rows)
     state = train_steps(job, state, rows, costs, position, controller)
     stopped = int(state.step)
     if stopped < job.settings.steps:
@@ -215,7 +217,7 @@ def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controll
     run_folder.write_json(job.path / run_folder.SUMMARY, summary)
     model_card.write(job, stopped, summary)
     report.result(summary, job.path)
-    return 0
+    return metrics_log.exit_code(rows, summary["heldout_bits_per_byte"])
 
 
 def train_steps(

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from tests.support.ranks_pool import ROOT
 from tests.train.parallel.test_launch import assert_close, losses, words
 from train.cli import main
 from train.dist.torchrun import STORE, is_started
+from train.job.processes import spawn
 from train.job.processes.launch import starter_reports
 
 # A program of its own process group, as a terminal's; its processes are forked, as to start interpreters takes longer
@@ -219,3 +221,14 @@ def test_a_hang_is_reported_by_the_process_that_waits(monkeypatch: pytest.Monkey
     monkeypatch.setenv(STORE, "a file")
     assert starter_reports("Connection closed by peer")
     assert not starter_reports("Timed out waiting 200ms for recv operation to complete")
+
+
+@pytest.mark.parametrize(("code", "of_run"), [(0, 0), (4, 4), (130, 130), (1, 2)])
+def test_exit_code_of_the_processes_is_the_runs(code: int, of_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all have ended before the first look at them."""
+    made = [multiprocessing.get_context("fork").Process(target=os._exit, args=(code,)) for _ in range(2)]
+    for process in made:
+        process.start()
+        process.join()
+    monkeypatch.setattr(spawn, "_start_processes", lambda *_: made)
+    assert spawn.start(main, [], 2) == of_run

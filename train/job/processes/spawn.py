@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from fnmodels.errors import UserError
-from train.command_line import main_job
+from train.command_line import DIVERGED, main_job
 from train.dist.torchrun import STORE, rank_and_world_size
 
 from .launch import PEER_LOST
@@ -56,7 +56,7 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
     code = started[failed].exitcode
     assert code is not None
     if code >= 0:
-        return 130 if code == 130 else 2  # the process has printed the reason
+        return code if code in (130, DIVERGED) else 2  # the process has printed the reason
     if requests():
         raise KeyboardInterrupt
     name = signal.Signals(-code).name
@@ -89,11 +89,13 @@ def _wait(started: Sequence[BaseProcess], requests: Callable[[], int]) -> int | 
     them did is seen here.
     """
     passed, deadline = 0, float("inf")
-    while alive := [process for process in started if process.exitcode is None]:
-        connection.wait([process.sentinel for process in alive], timeout=0.1)
+    while True:
+        alive = [process for process in started if process.exitcode is None]
         failed = {rank: one.exitcode for rank, one in enumerate(started) if one.exitcode not in (None, 0, PEER_LOST)}
         if failed:
             return min(failed, key=lambda rank: (failed[rank] or 0, rank))  # a signal before what it led to
+        if not alive:
+            return None
         if passed < requests():
             passed += 1
             for process in alive:
@@ -103,7 +105,7 @@ def _wait(started: Sequence[BaseProcess], requests: Callable[[], int]) -> int | 
         if time.monotonic() > deadline:
             for process in alive:
                 process.kill()
-    return None
+        connection.wait([process.sentinel for process in alive], timeout=0.1)
 
 
 def _end(started: Sequence[BaseProcess]) -> None:
