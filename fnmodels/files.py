@@ -14,13 +14,16 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from .errors import FormatError, UnsafePathError
 
 WRITING = ".writing-"  # prefix of the names of unfinished files
+_ABANDONED = 60.0  # seconds: a process that has just made its folder has not locked it yet
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
@@ -152,7 +155,7 @@ def move_into_place(temporary: Path, path: Path) -> None:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write(temporary)` write a file, then rename it to `path`. A failed or killed write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder, _locked(Path(folder)):
         temporary = Path(folder) / path.name
         temporary.touch()
         mode = temporary.stat().st_mode  # the mode that the umask gives; safetensors' writer would leave 0600
@@ -161,9 +164,47 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         move_into_place(temporary, path)
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Removes what killed processes left of `write_atomic` in a folder that processes share: unlocked for a minute."""
+    for path in folder.glob(f"{WRITING}*"):
+        if path.is_dir() and not path.is_symlink() and time.time() - path.stat().st_mtime > _ABANDONED:
+            with _locked(path) as alone:
+                if alone:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks the folder for as long as the block and this process last; False where that is not possible."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY | _FLAGS)
+    except (ImportError, OSError):  # of other systems
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except OSError:
+            alone = False
+        yield alone
+    finally:
+        os.close(handle)
+
+
 def write_text(path: Path, text: str) -> None:
     """`write_atomic` of a text in UTF-8."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_new(path: Path, text: str) -> None:
+    """A new file of text in UTF-8, flushed to disk, in a folder that is not published yet."""
+    with open(path, "x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def copy_file(source: Path, path: Path, limit: int | None = None) -> None:

@@ -37,7 +37,8 @@ from params.checkpoint.export import export
 from params.checkpoint.from_tensors import from_tensors
 from params.checkpoint.load import LoadReport, load_pretrained
 from params.checkpoint.manifest import verify
-from params.checkpoint.save import recover, save_pretrained
+from params.checkpoint.save import save_pretrained
+from params.checkpoint.transaction import recover
 from params.initialize import abstract, count, init, new_head
 from params.sharding import Rules, Sharding, describe, plan
 from params.weight_forms import packed, quantize

@@ -9,7 +9,8 @@ The rates are kept in a file, so that all processes of a machine, now and later,
 $XDG_CACHE_HOME/fnmodels/products-<machine>.json, or below ~/.cache. Processes that start together measure one after
 another, and all but the first read what it wrote. On a busy machine a product may not get its cores in any turn, so a
 rate is confirmed when two turns reached it. A file with a rate that is not is replaced by a process that starts ten
-minutes later or more, so that the processes of one run agree. Where no file can be written, each process measures.
+minutes later or more, so that the processes of one run agree; one that is damaged or lacks a rate is replaced at once.
+Where no file can be written, each process measures, and also where another one holds the lock for a minute.
 
 Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while it traces,
 so that the choices are constants of a graph.
@@ -18,10 +19,11 @@ so that the choices are constants of a graph.
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
-import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +32,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fnmodels.files import private_folder, read_bytes, remove_abandoned, write_text
 
 from .torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
 
@@ -47,6 +51,8 @@ _SECONDS = 1.0  # at most, once all have had their turns
 _AGREE = 0.95  # of the best rate, for a turn that confirms it
 _ONEDNN_GAINS = 1.05  # times the rate of torch's own product; below it, torch's own
 _WIDENING_GAINS = 1.25  # the same of fp32 products to bf16 ones: the conversions take a tenth, and memory
+_LIMIT = 1_000_000  # bytes of the file, which has about 3,000
+_SILENT_WAIT, _LONGEST_WAIT = 2.0, 60.0  # seconds for the lock
 _KEPT = 600.0  # seconds that a file with an unconfirmed rate is read
 BUSY = " (the machine was busy: a process that starts ten minutes later measures again)"
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
@@ -120,14 +126,23 @@ def _confirmed(best: dict[str, list[float]]) -> bool:
     return all(second >= _AGREE * first for second, first in best.values())
 
 
+def rate_names() -> set[str]:
+    """The names of `candidates`."""
+    names = {f"fp32 {name} torch" for name in FORMS.values()}
+    names |= {f"fp32 {name} oneDNN" for name in FORMS.values() if has_onednn_linear()}
+    return names | {f"bf16 {name} torch" for name in FORMS.values() if has_bf16_products()}
+
+
 def read(file: Path) -> Table | None:
-    """The table in `file`; None if it is missing or damaged, or not confirmed and ten minutes old."""
+    """The table in `file`; None if it is missing, damaged or lacks a rate, or not confirmed and ten minutes old."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(read_bytes(file, _LIMIT))
         rates = {str(name): float(rate) for name, rate in content["gflops"].items()}
         found = Table(rates, content.get("confirmed") is True)
-        return found if found.confirmed or time.time() - file.stat().st_mtime < _KEPT else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if rates.keys() != rate_names() or not all(0 < rate < math.inf for rate in rates.values()):
+            return None
+        return found if found.confirmed or abs(time.time() - file.stat().st_mtime) < _KEPT else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -137,20 +152,29 @@ def table_of(of: dict[str, str]) -> Table:
         file = table_file(of)
         if (found := read(file)) is not None:
             return found
-        file.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(file.parent)
         with _alone_in(file.parent):
             if (found := read(file)) is not None:  # of a process that measured while this one waited
                 return found
             table = undisturbed(measured)
-            _write(file, {"machine": of, **asdict(table)})
+            write(file, of, table)
             return table
     except (OSError, RuntimeError):
         return undisturbed(measured)
 
 
+def write(file: Path, of: dict[str, str], table: Table) -> None:
+    """Replaces the table of the machine `of`, and removes what killed processes left of theirs."""
+    remove_abandoned(file.parent)
+    write_text(file, json.dumps({"machine": of, **asdict(table)}, indent=1) + "\n")
+
+
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process is inside of this block with the same folder, on systems with fcntl."""
+    """No other process is inside of this block with the same folder, on systems with fcntl.
+
+    BlockingIOError: another has been for a minute, as one that was stopped; a warning says so after two seconds.
+    """
     try:
         import fcntl
     except ImportError:
@@ -158,17 +182,28 @@ def _alone_in(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        start, warned = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - start
+                if waited > _LONGEST_WAIT:
+                    raise
+                if waited > _SILENT_WAIT and not warned:
+                    warnings.warn(
+                        f"Another process holds the lock of {folder} to measure products of matrices; it is waited for "
+                        f"{_LONGEST_WAIT:.0f} s at most.",
+                        stacklevel=2,
+                    )
+                    warned = True
+                time.sleep(0.02)
         yield
     finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the handle too
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the handle too
         os.close(handle)
-
-
-def _write(file: Path, content: dict[str, object]) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as own:
-        own.write(json.dumps(content, indent=1) + "\n")
-    os.replace(own.name, file)
 
 
 def forms_of_onednn(rates: Rates) -> frozenset[Form]:

@@ -10,15 +10,22 @@ from torch import Tensor
 
 from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.files import write_atomic, write_text
+from fnmodels.files import write_new
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
-from params.io.files import plain_file, read_json
-from params.io.safetensors_file import LazyTensor, cast_buffer, open_tensors, read_tensor, write_tensors
+from params.io.files import inner_folder, plain_file, read_json
+from params.io.safetensors_file import (
+    LazyTensor,
+    cast_buffer,
+    check_floating,
+    open_tensors,
+    read_tensor,
+    write_tensors,
+)
 
 from .load import load_pretrained
-from .save import save_pretrained
+from .save import write_model
 
 # {our name of a pooling: theirs}, in the order in which older folders concatenate them
 _POOLINGS = {
@@ -56,8 +63,8 @@ def load_embedder(path: str | os.PathLike[str], **options: Any) -> tuple[Any, Tr
     """
     folder = Path(path)
     modules = _modules(folder)
-    config, params = load_pretrained(folder / modules[0][1], head="none", **options)
-    pooling = _pooling(folder / modules[1][1])
+    config, params = load_pretrained(modules[0][1], head="none", **options)
+    pooling = _pooling(modules[1][1])
     rest = modules[2:]
     normalize = bool(rest) and rest[-1][0] == "Normalize"
     dense = rest[: len(rest) - normalize]
@@ -66,11 +73,11 @@ def load_embedder(path: str | os.PathLike[str], **options: Any) -> tuple[Any, Tr
             f"{folder / 'modules.json'}: {other[0]} stands among the dense layers; supported are Transformer, Pooling, "
             "any number of Dense, and Normalize at the end."
         )
-    layers = [_dense(folder / where) for _, where in dense]
+    layers = [_dense(where) for _, where in dense]
     if layers:
         like = params["embed_tokens"]
         params = {**params, "dense": [{name: value.to(like) for name, value in own.items()} for _, own in layers]}
-    longest, lower_case = _tokenizer(folder / modules[0][1])
+    longest, lower_case = _tokenizer(modules[0][1])
     return config, params, Embedder(pooling, tuple(one for one, _ in layers), normalize, longest, lower_case)
 
 
@@ -78,32 +85,37 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
     """Write a folder that sentence-transformers reads: the model, modules.json and a folder for each module.
 
     The tokenizer's files are not touched: copy them from the folder that the model was loaded from. MismatchError for
-    params that are not those of `embedder.spec(config)`.
+    params that are not those of `embedder.spec(config)`. All files are of one save, as in `save_pretrained`: a kill
+    leaves the older embedder, the new one, or a folder that `recover` or the next save finishes.
     """
     folder, dense = Path(path), params.get("dense", [])
     if len(dense) != len(embedder.dense):
         raise MismatchError(f"params has {len(dense)} dense layers, and the embedder {len(embedder.dense)}.")
     model = {name: value for name, value in params.items() if name != "dense"}
-    save_pretrained(folder, config, model)
     names = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * embedder.normalize]
     places = ["", *(f"{index}_{name}" for index, name in enumerate(names) if index)]
-    for place in places[1:]:
-        (folder / place).mkdir(exist_ok=True)
-    _write(folder / places[1] / "config.json", _pooling_values(embedder.pooling, config.hidden_size))
-    for place, layer, weights in zip(places[2:], embedder.dense, dense, strict=False):
-        values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
-        where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
-        _write(folder / place / "config.json", values | {"activation_function": where + layer.activation})
-        _write_dense(folder / place, layer, weights)
-    limits = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
-    _write(folder / "sentence_bert_config.json", limits)
+    tensors = [_dense_tensors(layer, weights) for layer, weights in zip(embedder.dense, dense, strict=True)]
     listed = zip(names, places, strict=True)
     rows = [{"idx": i, "name": str(i), "path": at, "type": _MODULES[name]} for i, (name, at) in enumerate(listed)]
-    _write(folder / "modules.json", rows)
+
+    def write(temporary: Path) -> None:
+        for place in places[1:]:
+            (temporary / place).mkdir()
+        _write(temporary / places[1] / "config.json", _pooling_values(embedder.pooling, config.hidden_size))
+        for place, layer, weights in zip(places[2:], embedder.dense, tensors, strict=False):
+            values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
+            where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
+            _write(temporary / place / "config.json", values | {"activation_function": where + layer.activation})
+            write_tensors(temporary / place / "model.safetensors", weights)
+        limits = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
+        _write(temporary / "sentence_bert_config.json", limits)
+        _write(temporary / "modules.json", rows)
+
+    write_model(folder, config, model, beside=write)
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
-    """(class, folder) of each module, in order."""
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """(class, folder) of each module, in order. UnsafePathError: a folder is outside, or is a link."""
     file = plain_file(folder, "modules.json")
     listed = read_json(file)
     known = isinstance(listed, list) and all(
@@ -117,9 +129,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise UnsupportedError(
             f"{file} begins with {', '.join(name for name, _ in found[:2])}; supported are Transformer and Pooling."
         )
-    if outside := [at for _, at in found if Path(at).is_absolute() or ".." in Path(at).parts]:
-        raise ConfigError(f"{file}: the path {outside[0]!r} is outside of the folder.")
-    return found
+    return [(name, inner_folder(folder, at)) for name, at in found]
 
 
 def _fields(folder: Path, name: str = "config.json") -> Fields:
@@ -161,14 +171,15 @@ def _dense(folder: Path) -> tuple[DenseLayer, dict[str, Tensor]]:
     sizes = fields.integer("in_features"), fields.integer("out_features")
     layer = DenseLayer(*sizes, fields.boolean("bias", True), name)
     fields.finish()
-    if not (folder / "model.safetensors").exists():
+    if not os.path.lexists(folder / "model.safetensors"):
         raise UnsupportedError(f"{folder} has no model.safetensors; save the model again with sentence-transformers.")
     wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
     with ExitStack() as stack:
-        file = open_tensors(folder / "model.safetensors", stack)
+        file = open_tensors(plain_file(folder, "model.safetensors"), stack)
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         if shapes != wanted:
             raise MismatchError(f"{file.path} has {shapes}, and its config.json says {wanted}.")
+        check_floating(file)
         buffer = cast_buffer()
         values = {name: read_tensor(file, entry, None, buffer) for name, entry in file.entries.items()}
     return layer, {name.removeprefix("linear."): values[name] for name in wanted}
@@ -182,34 +193,28 @@ def _activation_names() -> tuple[str, ...]:
 def _tokenizer(folder: Path) -> tuple[int | None, bool]:
     """(the longest document in tokens or None, whether texts are lowercased before the tokenizer)."""
     longest, lower_case = None, False
-    if (folder / "sentence_bert_config.json").exists():
+    if os.path.lexists(folder / "sentence_bert_config.json"):
         fields = _fields(folder, "sentence_bert_config.json")
         fields.expect("transformer_task", "feature-extraction")
         longest = fields.integer("max_seq_length", 0, low=0) or None
         lower_case = fields.boolean("do_lower_case", False)
-    if longest is None and (folder / "tokenizer_config.json").exists():
+    if longest is None and os.path.lexists(folder / "tokenizer_config.json"):
         value = _fields(folder, "tokenizer_config.json").take("model_max_length", None)
         longest = value if isinstance(value, int) and value < 1 << 24 else None  # above it: none was set
     return longest, lower_case
 
 
 def _write(file: Path, values: Any) -> None:
-    write_text(file, json.dumps(values, indent=2) + "\n")
+    write_new(file, json.dumps(values, indent=2) + "\n")
 
 
-def _write_dense(folder: Path, layer: DenseLayer, weights: Tree) -> None:
+def _dense_tensors(layer: DenseLayer, weights: Tree) -> dict[str, LazyTensor]:
     shapes: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
     shapes |= {"bias": (layer.out_features,)} if layer.bias else {}
     found = {name: tuple(value.shape) for name, value in weights.items()}
     if found != shapes:
         raise MismatchError(f"A dense layer has {found}, and the embedder says {shapes}.")
-    tensors = {
+    return {
         f"linear.{name}": LazyTensor(value.dtype, tuple(value.shape), value.detach().cpu().contiguous)
         for name, value in weights.items()
     }
-
-    def write(temporary: Path) -> None:
-        temporary.unlink()  # written anew: an existing file is refused
-        write_tensors(temporary, tensors)
-
-    write_atomic(folder / "model.safetensors", write)

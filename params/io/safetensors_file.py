@@ -47,6 +47,7 @@ DTYPES = {  # in the order of the safetensors package, by size
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Box = tuple[slice, ...]  # a shard of a tensor: start and stop in each dimension
 
@@ -193,6 +194,14 @@ def _naturals(value: Any) -> bool:
     # The bounds limit the product of a malicious shape.
     good = isinstance(value, list) and len(value) <= 64
     return good and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 63 for v in value)
+
+
+def check_floating(file: TensorFile) -> None:
+    """UnsupportedError unless every tensor is of fp64, fp32, fp16 or bf16: a cast of others would invent weights."""
+    for name, entry in file.entries.items():
+        if entry.dtype not in _FLOATS:
+            text = f"{file.path}: the tensor {_short(name)} is {NAMES[entry.dtype]}; weights are F64, F32, F16 or BF16."
+            raise UnsupportedError(text)
 
 
 def _short(value: Any) -> str:

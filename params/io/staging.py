@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -9,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fnmodels.files import sync
+from fnmodels.files import open_regular, sync
 
 STAGING = ".saving-"  # prefix of the names of staging folders
 LOCK = ".saving.lock"
+_NAME = re.compile(re.escape(STAGING) + r"(\d{8,12})-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -22,27 +24,38 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 
     It is removed at the end, also on failure. Errors as in `reserved_staging_path`.
     """
-    with reserved_staging_path(folder) as temporary, removed_on_failure(temporary):
+    with reserved_staging_path(folder, remove_leftovers) as temporary, removed_on_failure(temporary):
         yield temporary
         shutil.rmtree(temporary, ignore_errors=True)  # it is gone already if it was renamed itself
 
 
 @contextmanager
-def reserved_staging_path(folder: Path, cleanup: Callable[[Path], object] | None = None) -> Iterator[Path]:
+def reserved_staging_path(
+    folder: Path, before: Callable[[Path], object], after: Callable[[Path], object] | None = None
+) -> Iterator[Path]:
     """The path for a new staging folder inside `folder` (made if needed), under the folder's lock.
 
-    BlockingIOError: another process is saving into `folder`. Leftovers of killed saves are removed first, by `cleanup`
-    where it is given, and whatever that keeps is removed after the block has succeeded.
+    Its name holds a number above those of all leftovers, so that their order does not depend on a clock.
+
+    Args:
+        folder: the folder that is saved into.
+        before: removes leftovers of killed saves first.
+        after: removes those that `before` kept, once the block has succeeded; None: as `before`.
+
+    Raises:
+        BlockingIOError: another process is saving into `folder`.
+        UnsafePathError: the lock's name is that of a link or of no regular file.
     """
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
     with folder_lock(folder) as alone:
         if alone:
-            (cleanup or remove_leftovers)(folder)
-        yield folder / f"{STAGING}{secrets.token_hex(8)}"
+            before(folder)
+        number = 1 + max((_number(path) for path in leftovers(folder)), default=0)
+        yield folder / f"{STAGING}{number:08d}-{secrets.token_hex(8)}"
         if alone:
-            remove_leftovers(folder)
+            (after or before)(folder)
 
 
 @contextmanager
@@ -63,8 +76,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The staging folders of interrupted saves; files and links of such names were not made by a save."""
-    return [path for path in sorted(folder.glob(f"{STAGING}*")) if path.is_dir() and not path.is_symlink()]
+    """The staging folders of interrupted saves, the newest first; files and links of such names are not of a save."""
+    found = [path for path in folder.glob(f"{STAGING}*") if path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=lambda path: (_number(path), path.name), reverse=True)
+
+
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
 @contextmanager
@@ -78,7 +97,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
 
     path = folder / LOCK
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = open_regular(path, os.O_RDWR | os.O_CREAT)
         alone = True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +130,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
 
 def _is_at(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
         return False
 

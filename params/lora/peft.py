@@ -16,15 +16,23 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.files import sync
+from fnmodels.files import write_new
+from fnmodels.models.common.config_json import shown
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Stack, Stored
 from fnmodels.tree import Tree
 from params.checkpoint.shard_index import as_lines
+from params.checkpoint.transaction import ADAPTERS, saving
 from params.io.files import plain_file, read_json
-from params.io.safetensors_file import LazyTensor, map_file, mapped_tensor, open_tensors, write_tensors
-from params.io.staging import describe_os_error, removed_on_failure, reserved_staging_path
+from params.io.safetensors_file import (
+    LazyTensor,
+    check_floating,
+    map_file,
+    mapped_tensor,
+    open_tensors,
+    write_tensors,
+)
 from params.sharding import sharding_of
 
 from .adapt import adapters
@@ -33,6 +41,7 @@ from .nodes import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAGNITUDE = "magnitude_vector.weight"
+_HIGHEST = 1 << 24  # of ranks and scales: far above all that exist, and exact in every float
 _PREFIX = "base_model.model."
 _ENDINGS = {"a": "A.weight", "b": "B.weight", "magnitude": MAGNITUDE}
 
@@ -89,6 +98,9 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     base: PEFT's `base_model_name_or_path`. All adapters must share rank and scale, and all or none be DoRA, else
     ValueError. rsLoRA is saved as plain LoRA of the same scale. Each expert has an adapter of its own on disk.
     UnsupportedError where a weight is a slice of a fused tensor on disk, for which PEFT has no adapter.
+
+    As with `save_pretrained`, a kill leaves the older adapters, the new ones, or a folder that cannot be loaded until
+    `recover` or the next save finishes the renames; fnmodels_adapter_manifest.json has the checksums for `verify`.
     """
     sharded = next((path for path, node in nodes_of(params).items() if sharding_of(node.a) is not None), None)
     if sharded is not None:
@@ -98,37 +110,23 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
         name: LazyTensor(value.dtype, tuple(value.shape), functools.partial(_itself, value))
         for name, value in export_adapters(config, adapters(params))
     }
-    folder = Path(path)
-    with reserved_staging_path(folder) as temporary:
-        with (
-            removed_on_failure(temporary),
-            describe_os_error(folder, "The adapters were not saved", "older ones are as they were"),
-        ):
-            write_tensors(temporary / WEIGHTS, tensors)
-            (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            sync(temporary / CONFIG)
-            sync(temporary)
-        with describe_os_error(
-            folder, "The adapters could not be moved into place", f"they are complete in {temporary.name}"
-        ):
-            (folder / CONFIG).unlink(missing_ok=True)  # first away and last back: without it nothing loads the folder
-            for file in (WEIGHTS, CONFIG):
-                os.replace(temporary / file, folder / file)
-            sync(folder)
-        temporary.rmdir()
+    with saving(Path(path), ADAPTERS) as temporary:
+        write_tensors(temporary / WEIGHTS, tensors)
+        write_new(temporary / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree) -> Tree:
     """`params` with the adapters of a folder in PEFT's format: LoRA, rsLoRA or DoRA on linear weights of this model.
 
     Experts have an adapter each, as `save_adapters` writes them. ConfigError or UnsupportedError for a config of
-    another form; MismatchError names every tensor that is
-    missing, unexpected or mis-shaped.
+    another form, and for tensors that are no floats; MismatchError names every tensor that is missing, unexpected or
+    mis-shaped.
     """
     folder = Path(path)
     rank, scale, dora = _read_config(plain_file(folder, CONFIG))
     with ExitStack() as stack:
         file = open_tensors(plain_file(folder, WEIGHTS), stack)
+        check_floating(file)
         mapping = map_file(file)
         found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
     leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if takes_adapter(p, leaf)}
@@ -187,12 +185,16 @@ def _shapes(leaf: Leaf, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
 
 def _read_config(file: Path) -> tuple[int, float, bool]:
     """(rank, scale, is DoRA) of an adapter_config.json of LoRA, rsLoRA or DoRA; errors for anything else."""
-    values = read_json(file)
+    values: Any = read_json(file)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
-    rank, alpha = values.get("r"), values.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ConfigError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; they must be a whole number and a number.")
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    numbers = type(rank) is int and isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not numbers or not 1 <= rank <= _HIGHEST or not -_HIGHEST <= alpha <= _HIGHEST:  # also NaN
+        raise ConfigError(
+            f"{file}: r is {shown(rank)} and lora_alpha {shown(alpha)}; they must be a whole number and a number."
+        )
     rslora, dora = (values.get(name) or False for name in ("use_rslora", "use_dora"))
     if not isinstance(rslora, bool) or not isinstance(dora, bool):
         raise ConfigError(f"{file}: use_rslora is {rslora!r} and use_dora {dora!r}; they must be true or false.")

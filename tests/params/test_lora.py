@@ -12,6 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params import lora
+from params.checkpoint.manifest import ADAPTER_MANIFEST
 from tests.support import adapters as every_target
 from tests.support.cases import batch_of, cases, generic, generic_params, off, segments
 from train import adamw, init_state, make_step, next_token_loss
@@ -111,7 +112,8 @@ def test_our_own_files_come_back_bit_for_bit(tmp_path: Any) -> None:
     again = lora.load_adapters(tmp_path / "a", CONFIG, generic_params(CONFIG))
     assert tree.flatten(again).keys() == tree.flatten(adapted).keys()
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [lora.CONFIG, lora.WEIGHTS]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [lora.CONFIG, lora.WEIGHTS, ADAPTER_MANIFEST]
+    P.verify(tmp_path / "a")
 
 
 def test_peft_reads_what_we_write_and_we_what_it_writes(tmp_path: Any) -> None:

@@ -1,5 +1,6 @@
 """The measured rates of products: what they choose, the file that keeps them, and files that cannot be used."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 import fnmodels
+from fnmodels import files
 from fnmodels.ops import product_table as table
 
 TORCH, ONEDNN, BF16 = (
     {f"{dtype} {name} {by}": 100.0 for name in table.FORMS.values()}
     for dtype, by in (("fp32", "torch"), ("fp32", "oneDNN"), ("bf16", "torch"))
 )
-SURE, OTHER = table.Table(TORCH, True), table.Table(TORCH | ONEDNN, True)
+ALL = dict.fromkeys(table.rate_names(), 100.0)  # of this machine
+SURE, OTHER = table.Table(ALL, True), table.Table(dict.fromkeys(ALL, 200.0), True)
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def test_candidates_are_products_of_their_form() -> None:
         want = runs[f"fp32 {name.split(' ', 1)[1].rpartition(' ')[0]} torch"]()
         assert run().dtype is (torch.bfloat16 if name.startswith("bf16") else torch.float32)
         assert (run() - want).norm() <= 1e-2 * want.norm()
-    assert set(table.measured().gflops) == set(runs)
+    assert set(table.measured().gflops) == set(runs) == table.rate_names()
 
 
 def test_the_faster_library_of_each_form() -> None:
@@ -72,7 +75,7 @@ def test_the_first_file_decides_for_all(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rates_that_no_second_turn_reached_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = table.Table(TORCH, False)
+    busy = table.Table(ALL, False)
     monkeypatch.setattr(table, "measured", lambda: busy)
     assert table.table_of({}) == busy
     monkeypatch.setattr(table, "measured", lambda: OTHER)
@@ -83,7 +86,7 @@ def test_rates_that_no_second_turn_reached_are_measured_again(cache: Path, monke
     assert table.table_of({}) == OTHER
 
 
-@pytest.mark.parametrize("before", [None, table.Table(ONEDNN, False)], ids=["no file", "of a busy machine"])
+@pytest.mark.parametrize("before", [None, table.Table(ALL, False)], ids=["no file", "of a busy machine"])
 def test_processes_that_start_together_measure_once(
     before: table.Table | None, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,11 +94,10 @@ def test_processes_that_start_together_measure_once(
 
     def slow() -> table.Table:
         calls.append(time.sleep(0.5))
-        return table.Table(TORCH | {"fp32 forward torch": float(len(calls))}, False)
+        return table.Table(ALL | {"fp32 forward torch": float(len(calls))}, False)
 
     if before is not None:
-        file.parent.mkdir(parents=True)
-        table._write(file, {"machine": {}, "gflops": before.gflops})
+        table.write(file, {}, before)
         age(file)
     monkeypatch.setattr(table, "measured", slow)
     with ThreadPoolExecutor(3) as pool:  # each opens the folder itself, so that the lock parts threads too
@@ -127,13 +129,61 @@ def test_a_rate_reached_once_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
     assert table.measured() == table.Table({"torch": 100.0}, False)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"gflops": 3}', '{"gflops": {"fp32 forward torch": "fast"}}'])
+ONE = next(iter(ALL))
+DAMAGED = {
+    "empty": "",
+    "cut": "{",
+    "a list": "[]",
+    "no rates": '{"gflops": 3}',
+    "a text": json.dumps({"gflops": ALL | {ONE: "fast"}}),
+    "a rate is missing": json.dumps({"gflops": {name: rate for name, rate in ALL.items() if name != ONE}}),
+    "a rate too many": json.dumps({"gflops": ALL | {"fp32 backward torch": 1.0}}),
+    "infinite": json.dumps({"gflops": ALL | {ONE: float("inf")}}),
+    "nested": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_measured_anew(content: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = table.table_file({})
     file.parent.mkdir(parents=True)
     file.write_text(content)
     monkeypatch.setattr(table, "measured", lambda: SURE)
     assert table.table_of({}) == SURE == table.read(file)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lock_that_another_process_keeps_is_reported_and_then_passed_by(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir()
+    monkeypatch.setattr(table, "measured", lambda: SURE)
+    monkeypatch.setattr(table, "_SILENT_WAIT", 0.0)
+    monkeypatch.setattr(table, "_LONGEST_WAIT", 0.1)
+    handle = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.warns(UserWarning, match="Another process holds the lock of .*fnmodels"):
+            assert table.table_of({}) == SURE
+    finally:
+        os.close(handle)
+    assert not table.table_file({}).exists()
+
+
+def test_what_killed_writers_left_is_removed_and_what_is_being_written_stays(cache: Path) -> None:
+    old, new, held = (cache / f"{files.WRITING}{name}" for name in ("old", "new", "held"))
+    for folder in (old, new, held):
+        folder.mkdir(parents=True)
+        (folder / "products.json").touch()
+    age(old)
+    age(held)
+    handle = os.open(held, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        table.write(table.table_file({}), {}, SURE)
+    finally:
+        os.close(handle)
+    assert {path.name for path in cache.iterdir()} == {new.name, held.name, table.table_file({}).name}
 
 
 def test_without_a_folder_to_write_each_process_measures(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import params as P
 from fnmodels import llama, tree
 from fnmodels.models.common.storage import TensorSlice, covers, disk_names, extract
-from params.checkpoint import save
+from params.checkpoint import save, transaction
 from params.checkpoint.manifest import MANIFEST
 from params.checkpoint.tensor_map import by_name, stored_leaves
 from tests.support.cases import Case, cases, generic_params, structures
@@ -299,7 +299,7 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             patch.setattr(os, "replace", dying(os.replace))
             patch.setattr(Path, "unlink", dying(Path.unlink))
             patch.setattr(save, "write_tensors", dying(save.write_tensors))
-            patch.setattr(save, "write_manifest", dying(save.write_manifest))
+            patch.setattr(transaction, "write_manifest", dying(transaction.write_manifest))
             patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # leftovers remain, as after a kill
             try:
                 P.save_pretrained(folder, SMALL, new, max_shard_size=after)
@@ -349,7 +349,7 @@ def test_what_can_be_recovered_stays_until_a_later_model_is_in_place(
 
     def replaced(name: str, by: Callable[..., None], model: Any, kind: type[BaseException]) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(save, name, by)
+            patch.setattr(transaction if name == "_replace" else save, name, by)
             with pytest.raises(kind):
                 P.save_pretrained(tmp_path, SMALL, model)
 
@@ -491,7 +491,7 @@ def test_a_cut_off_save_that_has_been_damaged_is_not_finished(tmp_path: Path, mo
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(save, "_replace", die)
+        patch.setattr(transaction, "_replace", die)
         patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)
         with pytest.raises(Killed):
             P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
@@ -512,7 +512,7 @@ def test_a_full_disk_leaves_the_old_one(fails: str, tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, fails, full)
+    monkeypatch.setattr(save if fails == "write_tensors" else transaction, fails, full)
     with pytest.raises(OSError, match=r"The model was not saved \(No space left on device\); what the folder held"):
         P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
     assert bytes_of(tmp_path) == before
