@@ -26,6 +26,12 @@ def parser() -> Parser:
         action="store_true",
         help="do not add the tokenizer's special tokens, such as <bos>, in front of texts",
     )
+    flags.add_argument(
+        "--as-harness",
+        action="store_true",
+        help="count special tokens as the harness's hf model does: <bos> twice in front of texts whose tokenizer adds "
+        "it, and <eos> as a part of texts whose tokenizer adds that",
+    )
     flags.add_argument("--chat", action="store_true", help="render requests with the checkpoint's chat template")
     flags.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     return flags
@@ -45,7 +51,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"there is no task {name}{suggestion(name, manager.all_tasks)}")
-    model = Checkpoint(arguments.checkpoint, add_special_tokens=not arguments.no_special_tokens)
+    model = Checkpoint(
+        arguments.checkpoint,
+        add_special_tokens=not arguments.no_special_tokens,
+        as_harness=arguments.as_harness,
+    )
     options = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
     options["apply_chat_template"] = arguments.chat
     found = lm_eval.simple_evaluate(model=model, tasks=names, bootstrap_iters=1000, log_samples=False, **options)

@@ -50,6 +50,19 @@ def encode_chats(tokenizer: Tokenizer, chats: Sequence[RenderedChat]) -> tuple[n
     return np.concatenate(ids), np.array([len(chunk) for chunk in ids[1:]], np.int64), np.concatenate(loss_mask)
 
 
+def added_in_front(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that the tokenizer adds in front of a text, such as <bos>."""
+    encoding = tokenizer.encode("a")
+    text = (place for place, added in enumerate(encoding.special_tokens_mask) if not added)
+    return list(encoding.ids[: next(text, None)])
+
+
+def beginning_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that goes on: with what the tokenizer adds in front, once, and without what it adds behind."""
+    front, ids = added_in_front(tokenizer), list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return ids if front and ids[: len(front)] == front else front + ids
+
+
 def disable_truncation(tokenizer: Tokenizer) -> None:
     """Turns off truncation and padding, which some tokenizer.json files carry from their training batches."""
     tokenizer.no_truncation()

@@ -1,6 +1,7 @@
 """Evaluation of checkpoints: scores and continuations from token ids.
 
 scoring       log-probabilities of continuations      generate   samples a continuation, without a cache
+text_ids      texts as ids: contexts, continuations, windows
 harness       a checkpoint as a model of EleutherAI's evaluation harness (extra `eval`)
 pretrained    the tokenizer and end-of-text id of a checkpoint folder
 """

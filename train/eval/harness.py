@@ -4,7 +4,7 @@
 
 `python -m train.tasks` is the command. The harness turns a task's documents into texts and calls the three methods
 below. Defaults follow its `hf` model of transformers, so that results are comparable: special tokens at the start,
-lengths, sampling and stop conditions.
+lengths, sampling and stop conditions. They differ where special tokens would be counted as text, see `Checkpoint`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lm_eval.api.model import LM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fnmodels.errors import UserError
@@ -27,6 +26,7 @@ from train.generation.sampling import Sampling
 
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
+from .text_ids import Pair, TextIds
 
 # the names that tasks use for the maximal length of an answer; the first one that is set counts
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -39,6 +39,8 @@ class Checkpoint(LM):
 
     dtype: of the weights; None: as stored. add_special_tokens: whether the tokenizer adds its special tokens in front,
     such as <bos>, as `hf` does now (lm-eval 0.4.9: for Gemma only). batch_tokens, kernel: see `score_continuations`.
+    as_harness: counts them as `hf` does, see `TextIds`; by default a text begins once, and its targets are its own
+    tokens.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Checkpoint(LM):
         dtype: torch.dtype | None = None,
         device: str | None = None,
         add_special_tokens: bool = True,
+        as_harness: bool = False,
         batch_tokens: int = ROW_TOKENS,
         kernel: Kernel = "auto",
     ) -> None:
@@ -61,49 +64,26 @@ class Checkpoint(LM):
         named = special_tokens(self.folder)
         begin, end = (self._tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
         other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
-        self._first = next((token for token in (begin, end, other, *ends) if token is not None), None)
+        first = next((token for token in (begin, end, other, *ends) if token is not None), None)
+        self._ids = TextIds(self.folder, self._tokenizer, first, add_special_tokens, as_harness)
         self.ends = ends if end is None else (end, *ends)
-        self.add_special_tokens, self.batch_tokens, self.kernel = add_special_tokens, batch_tokens, kernel
-
-    @property
-    def first(self) -> int:
-        """The token that an empty context is replaced by. UserError where the checkpoint names none."""
-        if self._first is None:
-            raise UserError(
-                f"{self.folder}: config.json has neither bos_token_id nor eos_token_id to begin a text with"
-            )
-        return self._first
-
-    def ids(self, text: str) -> list[int]:
-        """The ids of a text, without a second <bos> where a rendered conversation starts with one."""
-        first_text = None if self._first is None else self._tokenizer.id_to_token(self._first)
-        has_first = first_text is not None and text.startswith(first_text)
-        return list(self._tokenizer.encode(text, add_special_tokens=self.add_special_tokens and not has_first).ids)
-
-    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """(context ids, continuation ids) of the joined text; spaces between belong to the continuation, as in `hf`."""
-        if not context:
-            ids = list(self._tokenizer.encode(continuation, add_special_tokens=False).ids)
-            return [self.first], ids[1:] if ids[:1] == [self.first] else ids
-        before, ids = self.ids(context.rstrip()), self.ids(context + continuation)
-        # a context of spaces only has no ids, and the first token still needs a context
-        return (before, ids[len(before) :]) if before else ([self.first], ids)
+        self.batch_tokens, self.kernel = batch_tokens, kernel
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        pairs = [self.pair(*request.args) for request in requests]
+        pairs = [self._ids.pair(*request.args) for request in requests]
         return self._score(pairs)
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
         return score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens, kernel=self.kernel)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of full texts, each token predicted once, in windows of the model's length."""
-        pairs, owners = [], []
+        pairs, owners = list[Pair](), list[int]()
         for index, request in enumerate(requests):
-            ids = self.ids(*request.args)
-            for window in get_rolling_token_windows(ids, self.first, self.config.max_position_embeddings, 1):
-                pairs.append(make_disjoint_window(window))
-                owners.append(index)
+            (text,) = request.args
+            windows = self._ids.windows(text, self.config.max_position_embeddings)
+            pairs += windows
+            owners += [index] * len(windows)
         sums = [0.0] * len(requests)
         found = self._score(pairs)
         for owner, (logp, _) in zip(owners, found, strict=True):
@@ -143,7 +123,7 @@ class Checkpoint(LM):
             )
         until = settings.get("until") or []
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-        ids = (self.ids(context) or [self.first])[-room:]
+        ids = (self._ids.of(context) or self._ids.start)[-room:]
         return Request(ids, length, sampling_of(settings), seed, stop_ids=self.ends, stop_texts=stops)
 
     def _text(self, request: Request, tokens: list[int]) -> str:

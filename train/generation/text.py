@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from fnmodels.errors import UserError
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
+from train.data.encoder import beginning_ids
 
 from .loops import generate
 from .sampling import Sampling
@@ -49,8 +50,8 @@ def complete(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a text, with the special tokens that the tokenizer adds. UserError where there are none."""
-    ids = list(tokenizer.encode(prompt).ids)
+    """The ids of a text, with the special tokens that the tokenizer adds in front. UserError where there are none."""
+    ids = beginning_ids(tokenizer, prompt)
     if not ids:
         raise UserError(
             "the prompt is empty, and this tokenizer adds no token in front of a text: give at least one character"

@@ -139,6 +139,18 @@ def test_log_likelihoods_are_those_of_one_text(model: Any) -> None:
     assert [logp for logp, _ in found] == pytest.approx([_logp(*pair) for pair in wanted], rel=1e-5)
 
 
+@pytest.mark.parametrize("as_harness", [False, True])
+def test_rolled_texts_begin_once_unless_the_harnesss_number_is_asked_for(as_harness: bool, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from train.eval.harness import Checkpoint
+
+    tokenizer = _tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing("<bos> $A <eos>", None, [("<bos>", 256), ("<eos>", 257)])
+    model = Checkpoint(_write(tmp_path, tokenizer, bos_token="<bos>", eos_token="<eos>"), as_harness=as_harness)
+    targets = [256, *_ids("One"), 257] if as_harness else _ids("One")
+    assert model.loglikelihood_rolling([_Request("One")]) == pytest.approx([_logp([256], targets)], rel=1e-5)
+
+
 def answer(model: Any, settings: dict[str, Any]) -> str:
     (text,) = model.generate_until([_Request("Ice is", settings)], disable_tqdm=True)
     return str(text)
@@ -243,7 +255,7 @@ def test_as_the_harness_reads_the_same_folder_by_transformers(
         tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 256)])
     folder = _write(tmp_path, tokenizer, chat_template=TURNS, **named)
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
-    ours = Checkpoint(folder)
+    ours = Checkpoint(folder, as_harness=True)
     assert ours.chat_template(True) == theirs.chat_template(True)
 
     pairs = [(_text(i, i % 5 + 1), " " + _text(i + 3, 1 + i % 2)) for i in range(10)]
@@ -259,6 +271,9 @@ def test_as_the_harness_reads_the_same_folder_by_transformers(
     found, wanted = ours.loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
     assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in wanted], abs=1e-4)
     assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in wanted]
+
+    if "bos_token" in named:  # where the two agree on what is in front
+        assert Checkpoint(folder).loglikelihood(requests) == found
 
     texts = [_text(0, 1), _text(1, 20), "x" * 23, "x" * 24, "x" * 25, "é" * 30, "<bos>begun"]
     requests = [_Request(text) for text in texts]
