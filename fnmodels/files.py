@@ -107,6 +107,12 @@ def check_folder(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "A file stands where a folder belongs", str(path))
 
 
+def check_file(path: Path) -> None:
+    """UnsafePathError where no regular file is at `path`, for a library that opens it by its name; nothing is fine."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise UnsafePathError(f"{path} is a link or no regular file: move it away.")
+
+
 def private_folder(path: Path) -> None:
     """Makes the folder, which this user alone may read: mode 0700, set where an older release left it wider."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -24,6 +24,7 @@ from params.checkpoint.header_checks import check_folder
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
+from params.io.files import inner_file
 
 from .command_line import Parser, printable, program_name, run_command
 from .initialize import count
@@ -132,7 +133,7 @@ def _checksums(folder: Path) -> Lines:
     yield "checksums", f"{HASH} of {_counted(len(records), 'file')} recorded"
     faults = []
     for name, record in records.items():
-        size = (folder / name).stat().st_size if (folder / name).exists() else None
+        size = inner_file(folder, name).stat().st_size if os.path.lexists(folder / name) else None
         if size != record.size:
             found = "is not there" if size is None else f"has {size:,} bytes"
             faults.append(f"{name} was saved with {record.size:,} bytes and {found}")

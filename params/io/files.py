@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fnmodels.errors import FormatError, UnsafePathError
@@ -54,12 +54,12 @@ def check_bare(folder: Path, name: str) -> None:
 
 
 def inner_folder(folder: Path, relative: str) -> Path:
-    """The folder at `relative`, a path from a file: bare names joined by "/", or "" for `folder` itself.
+    """The folder at `relative`, a path from a file: bare names joined by "/", or "" or "." for `folder` itself.
 
     UnsafePathError: it leads out of `folder`, or through a link. It need not exist.
     """
     path = folder
-    for name in relative.split("/") if relative else ():
+    for name in PurePosixPath(relative).parts:
         check_bare(folder, name)
         path = path / name
         check_folder(path)
@@ -68,8 +68,8 @@ def inner_folder(folder: Path, relative: str) -> Path:
 
 def inner_file(folder: Path, relative: str) -> Path:
     """`plain_file` for a path from a file that may lead into folders inside of `folder`, such as "images/1.png"."""
-    above, _, name = relative.rpartition("/")
-    return plain_file(inner_folder(folder, above), name)
+    path = PurePosixPath(relative)
+    return plain_file(inner_folder(folder, str(path.parent)), path.name)
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:

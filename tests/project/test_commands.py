@@ -10,6 +10,7 @@ import torch
 
 import params.compare
 import params.inspect
+import train.cache
 import train.cli
 import train.compare
 import train.plot
@@ -22,6 +23,7 @@ from tests.support.kill_server import TINY, KillServer
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": lambda argv: train.cli.main(argv, defaults=TINY),
     "train.plot": train.plot.main,
+    "train.cache": train.cache.main,
     "train.compare": train.compare.main,
     "train.sample": train.sample.main,
     "train.simulate": train.simulate.main,
@@ -31,6 +33,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 # (command, its arguments, what the sentence names); {} is a folder with the files of `place`
 MISTAKES = [
+    ("train.cache", "--clean", "no flag --clean; the nearest is --clear"),
+    ("train.cache", "{}/nowhere", "{}/nowhere"),
     ("train", "", "the following arguments are required: --run"),
     ("train", "--run {}/new --stepz 3", "no flag --stepz; the nearest is --steps"),
     ("train", "--run {}/new --steps 0", "--steps: '0' is not a whole number from 1"),

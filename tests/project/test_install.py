@@ -115,7 +115,8 @@ def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     for name in PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
     scripts = distribution("fnmodels").entry_points.select(group="console_scripts")
-    assert {script.name for script in scripts} >= {"fnmodels-train", "fnmodels-sample", "fnmodels-inspect"}
+    expected = {f"fnmodels-{name}" for name in ("train", "sample", "cache", "inspect")}
+    assert {script.name for script in scripts} >= expected
     assert all(callable(script.load()) for script in scripts)  # pip writes them alike, so one is run
     assert "usage" in run([Path(sysconfig.get_path("scripts")) / "fnmodels-inspect", "--help"], tmp_path).lower()
     assert "usage" in run([sys.executable, "-P", "-m", "params.inspect", "--help"], tmp_path).lower()

@@ -19,7 +19,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import CheckpointError, FormatError, MismatchError
-from fnmodels.files import sync
+from fnmodels.files import check_folder, remove_tree, sync, write_new
 from fnmodels.tree import Tree
 from params.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from params.checkpoint.shard_index import as_lines
@@ -111,7 +110,7 @@ def commit(
         kept = f"step {before[-1]} and what is before it is as it was" if before else "none was saved before it"
         with describe_os_error(folder, f"Step {step} was not saved", kept):
             yield temporary
-            (temporary / PROGRESS).write_text(text, encoding="utf-8")
+            write_new(temporary / PROGRESS, text)
             for path in temporary.iterdir():
                 sync(path)
             write_manifest(temporary)
@@ -133,7 +132,7 @@ def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None
         if not (keep_every and step % keep_every == 0):
             gone = folder / f"{STAGING}gone-{step}"  # a kill during the removal must not leave half a step
             os.rename(_path(folder, step), gone)
-            shutil.rmtree(gone)
+            remove_tree(gone)
 
 
 def latest(folder: Folder) -> Checkpoint | None:
@@ -161,6 +160,7 @@ def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _opened(path: Path, step: int) -> Checkpoint:
+    check_folder(path)
     verify(path)
     names = {PROGRESS, *(file.name for file in path.glob("*.safetensors"))}
     if odd := names - read_manifest(path).keys():  # other files are ignored: .DS_Store, notes
@@ -177,7 +177,7 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
     device: None: each leaf goes to the device of that of `like`, or to the CPU if that is on the meta device.
     MismatchError names every leaf that differs from the file.
     """
-    path, expected = checkpoint.path / STATE, tree.flatten(like)
+    path, expected = plain_file(checkpoint.path, STATE), tree.flatten(like)
     if spread := [name for name, leaf in expected.items() if not plain(leaf)]:
         raise ValueError(f"{spread[0]} is a {type(expected[spread[0]]).__name__}: train.sharded loads such trees.")
     with ExitStack() as stack:

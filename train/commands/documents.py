@@ -15,7 +15,7 @@ in a loop of one's own run over a mesh too.
 import argparse
 import functools
 import json
-import shutil
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +29,10 @@ import fnmodels
 import params as P
 from fnmodels.embedding import Embedder
 from fnmodels.errors import UserError
+from fnmodels.files import check_folder, copy_file
 from fnmodels.models.common.registry import field_of
 from fnmodels.tree import Tree
+from params.io.files import inner_file, plain_file
 from train import checkpoint
 from train.command_line import Parser, check_installed, run_command
 from train.data.examples import KINDS, chosen, label_numbers, read_examples
@@ -101,20 +103,22 @@ def train(arguments: argparse.Namespace) -> int:
 
     step = make_step(job.loss, optimizer, clip=arguments.clip)
     state = plain_run.run_steps(arguments, step, state, batch, identity)
+    check_folder(arguments.run / "model")
     job.save(arguments.run / "model", state.params)
     for name in _COPIED:
-        if (file := arguments.init / name).is_file():
-            shutil.copyfile(file, arguments.run / "model" / name)
+        if os.path.lexists(arguments.init / name):
+            copy_file(plain_file(arguments.init, name), arguments.run / "model" / name)
     print(f"model: {arguments.run / 'model'}")
     return plain_run.finished(arguments.run)
 
 
 def _pictures(arguments: argparse.Namespace, examples: Examples) -> list[Path]:
-    """The files of pictures that the examples name; UserError for missing ones."""
-    files = [arguments.data.parent / one["image"] for one in examples] if arguments.loss == "captions" else []
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{arguments.data} names {missing[0]}, which is no file; {len(missing)} are missing")
-    return files
+    """The files of pictures that the examples name; UserError for missing ones, UnsafePathError for those outside."""
+    names = [one["image"] for one in examples] if arguments.loss == "captions" else []
+    folder = arguments.data.parent
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{arguments.data} names {folder / missing[0]}, which is no file; {len(missing)} are missing")
+    return [inner_file(folder, name) for name in names]
 
 
 def _encode(

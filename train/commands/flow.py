@@ -25,6 +25,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
+from fnmodels.files import check_folder, write_text
 from fnmodels.tree import Tree
 from train import checkpoint
 from train.command_line import Parser, check_installed, run_command
@@ -87,10 +88,11 @@ def train(arguments: argparse.Namespace) -> int:
     step = make_step(loss, optimizer, clip=arguments.clip, accumulate=arguments.accumulate)
     batch = functools.partial(_batch, arguments, data, config)
     state = plain_run.run_steps(arguments, step, state, batch, identity)
+    check_folder(arguments.run / "transformer")
     P.save_pretrained(arguments.run / "transformer", config, state.params)
     print(f"model: {arguments.run / 'transformer'}")
     if classes:
-        (arguments.run / "classes.json").write_text(json.dumps(classes) + "\n", encoding="utf-8")
+        write_text(arguments.run / "classes.json", json.dumps(classes) + "\n")
         write_grid(arguments.run / "samples.png", _samples(arguments, config, state.params, data, len(classes)))
         print(f"samples: {arguments.run / 'samples.png'}, a row of each class: {', '.join(classes)}")
     return plain_run.finished(arguments.run)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.errors import UserError
+from fnmodels.files import check_folder, open_append
 from params.checkpoint.manifest import digest
 from train import checkpoint
 from train.command_line import Parser
@@ -90,6 +91,7 @@ def saved_step(arguments: argparse.Namespace, identity: Mapping[str, Any]) -> ch
         if any(run.iterdir()):
             raise UserError(f"--run {run}: the folder is not empty; --resume continues the run in it")
         return None
+    check_folder(run / "steps")
     saved = checkpoint.latest(run / "steps")
     if saved is None:
         raise UserError(f"--run {run}: there is no saved step to resume from")
@@ -129,7 +131,7 @@ def run_steps(
     log = arguments.run / METRICS
     begin = int(state.step)
     warn_at_resume(truncate_after(log, begin))
-    with log.open("a") as out:
+    with open_append(log) as out:
         for index in range(begin, arguments.steps):
             state, measured = step(state, batch(index))
             row = {"step": index + 1} | {name: float(measured[name]) for name in ("loss", "grad_norm", "lr")}

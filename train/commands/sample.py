@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fnmodels.errors import UserError
+from fnmodels.files import read_text
 from train.command_line import Parser, check_installed, program_name, run_command
 from train.job.setting_types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 from train.job.settings import flag
@@ -199,7 +200,7 @@ def load(arguments: argparse.Namespace) -> Model:
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, each with a text "prompt" or a list "messages". UserError names the line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # not splitlines: U+2028 is text
+    for number, line in enumerate(read_text(path, follow=True).split("\n"), 1):  # not splitlines: U+2028 is text
         if not line.strip():
             continue
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fnmodels.errors import UserError
+from fnmodels.files import read_bytes
 from params.command_line import printable
 
 from . import records
@@ -133,7 +134,7 @@ def read_files(files: list[Path], root: Path) -> Iterator[tuple[str, Record]]:
 
 
 def read_text_file(path: Path) -> Record:
-    data = path.read_bytes()  # read_text would rewrite line ends, and the byte count
+    data = read_bytes(path, follow=True)  # read_text would rewrite line ends, and the byte count
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
+from fnmodels.files import read_text
 
 from .sampling import sample_rows
 
@@ -43,7 +44,7 @@ _OPTIONAL: dict[str, Any] = {"negatives": []}
 def read_examples(path: Path, kind: str) -> list[dict[str, Any]]:
     """The examples in the file, of one of KINDS; UserError, with the line, for what does not fit. Other fields stay."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # not splitlines: U+2028 is text
+    for number, line in enumerate(read_text(path, follow=True).split("\n"), 1):  # not splitlines: U+2028 is text
         if not line.strip():
             continue
         try:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import CheckpointError, UserError
-from fnmodels.files import read_bytes
+from fnmodels.files import read_bytes, write_atomic
 from fnmodels.inputs.images import center_crop, normalized, resize, shortest_edge
 from fnmodels.models.common.config_json import shown
 from params.io.files import read_json
@@ -141,4 +141,5 @@ def write_grid(path: Path, rows: Sequence[Sequence[Tensor]]) -> None:
 
     lines = [torch.cat([F.pad(one, (0, 2, 0, 2), value=1.0) for one in row], 2) for row in rows]
     bytes_ = torch.cat(lines, 1).add(1).mul(127.5).round().clamp(0, 255).byte()
-    Image.fromarray(bytes_.permute(1, 2, 0).contiguous().numpy()).save(path)
+    picture = Image.fromarray(bytes_.permute(1, 2, 0).contiguous().numpy())
+    write_atomic(path, picture.save)

@@ -5,12 +5,14 @@ The optional field `tools` lists the JSON schemas of the tools that the assistan
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
+from fnmodels.files import open_regular
 from train.command_line import check_installed
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
@@ -41,7 +43,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path, follow=True), "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse_line(f"line {number}", line)
@@ -66,7 +68,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
-    with open(path, "rb") as opened:
+    with os.fdopen(open_regular(path, follow=True), "rb") as opened:
         number = 0
         try:
             file = parquet.ParquetFile(opened)

@@ -6,13 +6,16 @@ two shards. The shards of a folder are read in the order of their names.
 """
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from fnmodels.errors import UserError
+from fnmodels.errors import CheckpointError, UserError
+from fnmodels.files import open_regular
+from params.io.files import plain_file
 
 from .cache import cached
 from .corpus import FEW_DOCUMENTS, HELDOUT_FRACTION
@@ -42,7 +45,10 @@ def is_shards(path: Path) -> bool:
 
 
 def open_shards(path: Path, *, vocab_size: int, end: int | None) -> Shards:
-    """Opens a shard or a folder of shards; every id is checked once per version of a file. UserError names the file."""
+    """Opens a shard or a folder of shards; every id is checked once per version of a file. UserError names the file.
+
+    UnsafePathError: a shard of the folder, or the lengths beside a shard, are a link that leads out or no regular file.
+    """
     files = sorted(file for file in path.iterdir() if file.suffix == ".npy") if path.is_dir() else [path]
     shards = [file for file in files if not file.name.endswith(LENGTHS)]
     for file in files:
@@ -53,6 +59,8 @@ def open_shards(path: Path, *, vocab_size: int, end: int | None) -> Shards:
     fingerprint, arrays, begins, lengths = hashlib.sha256(), [], [], []
     offset = 0
     for file in shards:
+        if path.is_dir():
+            plain_file(path, file.name)
         ids = _memmap(file)
         found, digest = _cached_lengths(file, ids, vocab_size, end)
         begins.append(offset + found.cumsum() - found)
@@ -87,32 +95,45 @@ def _shard_of(lengths: Path) -> Path:
 
 def _memmap(file: Path) -> np.ndarray:
     """The memory-mapped ids of a shard. UserError where dtype, shape or the size of the file is wrong."""
+    ids = _mapped(file)
+    if ids.dtype not in DTYPES:
+        raise UserError(f"{file} holds {ids.dtype} of shape {ids.shape}: a shard is a 1-D array of {', '.join(DTYPES)}")
+    if not len(ids):
+        raise UserError(f"{file} holds no ids")
+    return ids
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """A 1-D array of an .npy file, mapped: its header is compared with the size before anything is allocated."""
     try:
-        with open(file, "rb") as opened:
+        with os.fdopen(open_regular(file, follow=True), "rb") as opened:
             version = np.lib.format.read_magic(opened)
             read_header = (
                 np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             )
             shape, _, dtype = read_header(opened)
-            begin = opened.tell()
+            begin, size = opened.tell(), os.fstat(opened.fileno()).st_size
+            if len(shape) != 1 or dtype.hasobject:
+                raise UserError(f"{file} holds {dtype} of shape {shape}: it must be a 1-D array of whole numbers")
+            expected = begin + shape[0] * dtype.itemsize
+            if size != expected:
+                problem = "is cut short" if size < expected else "has more bytes than its header says"
+                text = f"{shape[0]} elements of {dtype} make it {expected} bytes long, and it has {size}"
+                raise UserError(f"{file} {problem}: {text}")
+            return np.memmap(opened, dtype, "r", begin, shape) if shape[0] else np.empty(0, dtype)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (UserError, CheckpointError):
+        raise
     except Exception as error:  # numpy evaluates the header as Python literals, which fails in many ways
         raise UserError(f"{file} is not an .npy file, or its beginning is damaged: {error}") from error
-    if dtype not in DTYPES or len(shape) != 1:
-        raise UserError(f"{file} holds {dtype} of shape {shape}: a shard is a 1-D array of {', '.join(DTYPES)}")
-    if shape[0] == 0:
-        raise UserError(f"{file} holds no ids")
-    size, expected = file.stat().st_size, begin + shape[0] * dtype.itemsize
-    if size != expected:
-        problem = "is cut short" if size < expected else "has more bytes than its header says"
-        raise UserError(f"{file} {problem}: {shape[0]} ids of {dtype} make it {expected} bytes long, and it has {size}")
-    return np.memmap(file, dtype, "r", begin, shape)
 
 
 def _cached_lengths(file: Path, ids: np.ndarray, vocab_size: int, end: int | None) -> tuple[np.ndarray, bytes]:
     """(lengths of the documents, a hash of ids and lengths), cached per version of the file."""
     beside = file.with_name(file.stem + LENGTHS)
+    if os.path.lexists(beside):
+        plain_file(beside.parent, beside.name)
     present = [(path, path.stat()) for path in (file, beside) if path.exists()]
     versions = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in present]
     key = hashlib.sha256(repr(("1", versions, vocab_size, end)).encode()).hexdigest()[:32]
@@ -154,14 +175,15 @@ def _scan_documents(
 
 
 def _lengths(file: Path, total: int) -> np.ndarray:
-    try:
-        lengths = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{file} is not an .npy file, or damaged: {error}") from error
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        raise UserError(
-            f"{file} holds {lengths.dtype} of shape {lengths.shape}: lengths are a 1-D array of whole numbers"
-        )
-    if int(lengths.sum()) != total:
-        raise UserError(f"{file}: the lengths add up to {int(lengths.sum())}, and the shard has {total} ids")
-    return lengths.astype(np.int64)
+    lengths = _mapped(file)
+    if lengths.dtype.kind not in "iu":
+        raise UserError(f"{file} holds {lengths.dtype}: lengths are a 1-D array of whole numbers")
+    wrong = np.flatnonzero((lengths < 0) | (lengths > total))
+    if len(wrong):
+        text = f"{file}: length number {int(wrong[0])} is {lengths[wrong[0]]}, and the shard has {total} ids"
+        raise UserError(text)
+    found = lengths.astype(np.int64)
+    summed = sum(int(found[begin : begin + 1024].sum()) for begin in range(0, len(found), 1024))  # never wraps around
+    if summed != total:
+        raise UserError(f"{file}: the lengths add up to {summed}, and the shard has {total} ids")
+    return found

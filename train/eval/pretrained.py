@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,15 @@ from tokenizers import Tokenizer
 
 import params as P
 from fnmodels.errors import UserError
+from fnmodels.files import copy_file, read_text
 from fnmodels.tree import Tree
-from params.io.files import read_json
+from params.io.files import plain_file, read_json
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
 from train.generation.sampling import Sampling, check_sampling
+
+TOKENIZER_LIMIT = 500_000_000  # bytes; the largest published ones have 35 MB
+COMPANION_LIMIT = 50_000_000  # bytes of a generation config, a chat template, a tokenizer's config
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -24,10 +27,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such checkpoint folder")
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(f"{folder}: the checkpoint folder has no tokenizer.json")
+    text = read_text(plain_file(folder, path.name), TOKENIZER_LIMIT, follow=True)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
     disable_truncation(tokenizer)
@@ -139,7 +143,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Non
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies the further files that transformers reads (generation config, chat template, ...) to a new checkpoint."""
+    """Copies the further files that transformers reads (generation config, chat template, ...) to a new checkpoint.
+
+    UnsafePathError: one is a link that leads out of `source`, or no regular file: its content would be published.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+        if os.path.lexists(source / name):
+            copy_file(plain_file(source, name), folder / name, COMPANION_LIMIT)

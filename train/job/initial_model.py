@@ -17,10 +17,11 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
+from fnmodels.files import read_text
 from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.header_checks import check_folder
-from params.checkpoint.manifest import MANIFEST, digest
+from params.checkpoint.manifest import digest, manifests
 from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
@@ -189,12 +190,13 @@ def unused_parts(source: Path) -> tuple[str, ...]:
 
 def check_unchanged(source: Path) -> None:
     """UserError where the checkpoint has a manifest and its files differ from it: it might load all the same."""
-    if not (source / MANIFEST).exists():
+    if not (names := manifests(source)):
         return
     try:
         P.verify(source)
     except P.CheckpointError as error:
-        raise UserError(f"--init {source}: {str(error).rstrip('.')}; if that is intended, remove {MANIFEST}") from error
+        text = f"--init {source}: {str(error).rstrip('.')}; if that is intended, remove {' and '.join(names)}"
+        raise UserError(text) from error
 
 
 def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
@@ -209,7 +211,7 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
         lambda path: path.write_text(
             train_tokenizer((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"
         ),
-        lambda path: Tokenizer.from_file(str(path)),
+        lambda path: Tokenizer.from_str(read_text(path)),
     )
 
 

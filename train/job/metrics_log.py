@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from fnmodels.errors import UserError
-from fnmodels.files import write_text
+from fnmodels.files import open_append, read_bytes, write_text
 from train.command_line import DIVERGED
 from train.losses.moe_balance import Balance
 
@@ -30,8 +30,8 @@ Row = dict[str, Any]
 def read_rows(path: Path) -> list[Row]:
     """The complete rows of a file, up to the first line that is damaged or cut short by a kill."""
     rows: list[Row] = []
-    if path.exists():
-        for text in path.read_bytes().splitlines(keepends=True):
+    if os.path.lexists(path):
+        for text in read_bytes(path).splitlines(keepends=True):
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError):
@@ -184,7 +184,7 @@ class MetricsLog:
 
     def append(self, name: str, row: Row) -> None:
         if name not in self.opened:
-            self.opened[name] = self.files.enter_context((self.run / name).open("a", encoding="utf-8"))
+            self.opened[name] = self.files.enter_context(open_append(self.run / name))
         self.opened[name].write(json_line(row))
         self.opened[name].flush()
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
+from fnmodels.files import check_folder, copy_file
+from params.io.files import plain_file
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
@@ -147,8 +149,9 @@ def choose_settings(
     """Settings from the command line, else the recorded run, else the defaults. UserError where they conflict."""
     before = (recorded or {}).get("settings")
     before = from_json(before) if isinstance(before, dict) else {}
-    if recorded and (path / run_folder.SETTINGS).exists():
-        before |= {name: value for name, value in read_toml(path / run_folder.SETTINGS).items() if name in CHANGEABLE}
+    if recorded and os.path.lexists(path / run_folder.SETTINGS):
+        kept = read_toml(plain_file(path, run_folder.SETTINGS))
+        before |= {name: value for name, value in kept.items() if name in CHANGEABLE}
     for name, (value, place) in overrides.items():
         if must_agree and name not in CHANGEABLE and value != before[name]:
             was = "it was not given" if before[name] is None else f"it was {before[name]}"
@@ -319,8 +322,9 @@ def write_checkpoints(job: Job, state: State, controller: Controller | None) -> 
     write(job.path, False)
     if job.settings.ema is not None:
         average = job.path / run_folder.EMA
+        check_folder(average)
         write(average, True)
-        shutil.copyfile(job.path / "tokenizer.json", average / "tokenizer.json")
+        copy_file(plain_file(job.path, "tokenizer.json"), average / "tokenizer.json")
         copy_companions(job.path, average)
 
 

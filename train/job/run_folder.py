@@ -19,14 +19,22 @@ at any time cannot pair the parameters of one step with the optimizer state of a
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
-from fnmodels.files import WRITING, write_text
+from fnmodels.files import (
+    WRITING,
+    check_file,
+    check_folder,
+    open_append,
+    open_regular,
+    read_text,
+    remove_tree,
+    write_text,
+)
 from train.command_line import suggestion
 
 LOCK = ".lock"
@@ -44,6 +52,8 @@ TENSORBOARD = "tensorboard"
 TRACKED = "tracked.json"
 PICTURE = "loss.png"
 CARD = "README.md"
+MLFLOW = "mlflow.db"
+FOLDERS = (EMA, STEPS, TENSORBOARD, "mlruns", "wandb")
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 
 
@@ -52,24 +62,29 @@ def locked(folder: Path) -> Iterator[None]:
     """Creates the folder and locks it against other processes; the lock ends with the process, even if it is killed.
 
     An exception before anything else was written removes the folder and the lock again if they are new. UserError where
-    the folder cannot be written or is locked.
+    the folder cannot be written or is locked; UnsafePathError where a link is in the place of its lock or folders.
     """
     lock = folder / LOCK
     try:
-        absent, locked_before = [path for path in (folder, *folder.parents) if not path.exists()], lock.exists()
+        absent, locked_before = [path for path in (folder, *folder.parents) if not path.exists()], os.path.lexists(lock)
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "a")  # noqa: SIM115 - closed below, which releases the lock
+        handle = open_append(lock)  # closed below, which releases the lock
     except OSError as error:
         raise UserError(f"--run {folder}: the folder cannot be created or written ({error.strerror})") from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(handle.fileno()), os.stat(lock)):
+            if not os.path.samestat(os.fstat(handle.fileno()), os.lstat(lock)):
                 raise FileNotFoundError("another process has just removed it")
         except OSError as error:
             raise UserError(f"--run {folder}: the folder is in use by another process") from error
-        for leftover in folder.glob(f"{WRITING}*"):  # of a run that was killed while writing
-            shutil.rmtree(leftover)
+        for name in FOLDERS:  # a link there would let the run write elsewhere
+            check_folder(folder / name)
+        for name in (MLFLOW, f"{MLFLOW}-journal", f"{MLFLOW}-wal", f"{MLFLOW}-shm"):  # the database opens them itself
+            check_file(folder / name)
+        for place in (folder, folder / EMA):
+            for leftover in place.glob(f"{WRITING}*"):  # of a run that was killed while writing
+                remove_tree(leftover)
         try:
             yield
         except BaseException:
@@ -83,12 +98,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 def acquired_by(folder: Path, start: str) -> bool:
     """Whether the folder was last acquired by the launch `start`."""
-    return (folder / LOCK).read_text(encoding="utf-8") == start
+    return read_text(folder / LOCK) == start
 
 
 def acquire(folder: Path, start: str) -> None:
     """Records in the lock file which launch of processes uses the folder."""
-    (folder / LOCK).write_text(start, encoding="utf-8")
+    with os.fdopen(open_regular(folder / LOCK, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+        file.write(start)
 
 
 def check_exists(folder: Path) -> None:

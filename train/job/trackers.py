@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fnmodels.errors import UserError
 
-from .run_folder import TENSORBOARD, TRACKED, read_json, write_json
+from .run_folder import MLFLOW, TENSORBOARD, TRACKED, read_json, write_json
 
 PROJECT = "fnmodels"  # of W&B, and the experiment of MLflow, where the environment names none
 
@@ -58,7 +58,7 @@ class MLflow:
         from mlflow import MlflowClient
 
         store = os.environ.get("MLFLOW_TRACKING_URI")
-        self.client = MlflowClient(store or f"sqlite:///{run.resolve() / 'mlflow.db'}")
+        self.client = MlflowClient(store or f"sqlite:///{run.resolve() / MLFLOW}")
         self.id = _tracked(run, "mlflow") or self._created(run, settings, store)
         self.client.update_run(self.id, status="RUNNING")
 

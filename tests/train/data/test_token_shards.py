@@ -113,7 +113,7 @@ def _lengths(*lengths: float) -> Callable[[Path], object]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (_cut, r"a\.npy is cut short: 50 ids of uint16 make it 228 bytes long, and it has 218"),
+    "cut": (_cut, r"a\.npy is cut short: 50 elements of uint16 make it 228 bytes long, and it has 218"),
     "longer": (_longer, r"a\.npy has more bytes than its header says"),
     "beginning": (lambda path: (path / "a.npy").write_bytes(b"\x93NUMPY"), r"a\.npy is not an \.npy file, or its"),
     "empty file": (lambda path: (path / "a.npy").write_bytes(b""), r"a\.npy is not an \.npy file, or its"),
@@ -130,7 +130,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "negative": (_save("a.npy", np.array([1, -1], np.int32)), r"a\.npy: id number 1 is -1"),
     "lengths alone": (_save("a.lengths.npy", np.ones(1)), r"a\.lengths\.npy has no shard: there is no a\.npy"),
     "lengths wrong": (_lengths(3, 1), r"a\.lengths\.npy: the lengths add up to 4, and the shard has 5 ids"),
-    "lengths negative": (_lengths(6, -1), r"a\.lengths\.npy holds int64"),
+    "lengths negative": (_lengths(6, -1), r"a\.lengths\.npy: length number 0 is 6, and the shard has 5 ids"),
+    "lengths whose sum wraps around": (
+        _lengths(np.uint64(2**64 - 500), np.uint64(505)),
+        r"a\.lengths\.npy: length number 0 is 18446744073709551116",
+    ),
     "lengths broken": (_lengths(2.5, 2.5), r"a\.lengths\.npy holds float64"),
     "nothing": (lambda path: None, "there is no shard"),
 }
