@@ -59,6 +59,8 @@ def speculate(
     """
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; it must be at least 1.")
+    if (draft_params is None) != (draft_config is None):
+        raise ValueError("draft_params and draft_config belong together: pass both, or None for both.")
     made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
     if not made:
         return collect([], 0), 0.0

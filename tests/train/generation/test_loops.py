@@ -436,6 +436,9 @@ def test_windows_of_drafts_and_models_that_do_not_match() -> None:
     assert found.tokens == train.generate(params, config, PROMPTS, **options).tokens
     with pytest.raises(ValueError, match="vocabulary of 41"):
         speculate(PARAMS, LLAMA, PARAMS, dataclasses.replace(LLAMA, vocab_size=41), PROMPTS, max_new=2)
+    for draft, own in ((PARAMS, None), (None, LLAMA)):
+        with pytest.raises(ValueError, match="belong together"):
+            speculate(PARAMS, LLAMA, draft, own, PROMPTS, max_new=2)
     with pytest.raises(ValueError, match="ahead is 0"):
         speculate(PARAMS, LLAMA, PARAMS, LLAMA, PROMPTS, max_new=2, ahead=0)
 

@@ -207,3 +207,32 @@ def test_answer_ends_with_the_byte_that_completes_a_stop_text() -> None:
     assert _answer("llama", ids, stops=("녕!",), max_new=9) == ("the안\n\n녕", "max_new", 9)
     assert _answer("llama", ids, stops=(BROKEN,), max_new=3) == ("the", "max_new", 3)  # an incomplete character is none
     assert _answer("llama", ids, stop_ids=(ids[-1],)) == ("the안\n\n녕", "stop_id", 10)
+
+
+STOPS = ("the", "안", "\n", " ", "s.", "é a")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_answer_ends_with_the_token_that_completes_a_stop_text(name: str, data: st.DataObject) -> None:
+    """As found by decoding all tokens after each one; what was sent before is the text in front of it."""
+    tokenizer = _all()[name]
+    ids, split, skip = data.draw(texts(tokenizer))
+    before, new = ids[:split] or [0], ids[split:]
+    wanted, count = "", len(new)
+    for size in range(1, len(new) + 1):
+        stream = TextStream(tokenizer, before, skip_special_tokens=skip)
+        wanted = "".join(map(stream.push, new[:size])) + stream.flush()
+        places = [place for place in map(wanted.rstrip(BROKEN).find, STOPS) if place >= 0]
+        if places:
+            wanted, count = wanted[: min(places)], size
+            break
+    answer, text = Answer(0, Request(before, len(new) + 1, stop_texts=STOPS), tokenizer, skip), ""
+    for token in new:
+        event = answer.append(token, 0.0, 0.0)
+        text += event.text
+        if event.reason:
+            break
+    assert len(answer.tokens) == count
+    assert text == wanted if answer.tokens and event.reason == "stop_text" else wanted.startswith(text)
