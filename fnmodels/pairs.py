@@ -19,6 +19,7 @@ from fnmodels.inputs.packing import IGNORE, Document
 from fnmodels.inputs.segments import integers, positions_from_segments
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
+from fnmodels.preparation import check_tokens
 
 from .apply import prepare
 
@@ -50,6 +51,7 @@ def prepare_pair(
             f"The encoder has {tokens.shape[0]} rows and the decoder {decoder_tokens.shape[0]}: row i of one is for "
             "row i of the other."
         )
+    check_tokens(decoder_tokens, "decoder_tokens")
     source = prepare(stacks["encoder"], tokens, positions=positions, segment_ids=segment_ids)
     target = prepare(stacks["decoder"], decoder_tokens, positions=decoder_positions, segment_ids=decoder_segment_ids)
     inputs, masks, freqs_cis = ({"encoder": one, "decoder": other} for one, other in zip(source, target, strict=True))

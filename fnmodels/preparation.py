@@ -55,8 +55,7 @@ def prepare(
             f"prepare takes the config first and then tokens, a tensor [B, S]; it got a {type(config).__name__} and a "
             f"{type(tokens).__name__}."
         )
-    if tokens.ndim not in (2, 3):
-        raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
+    tokens = check_tokens(tokens)
     shape = tokens.shape[:2]
     if (text := text_config(config)) is not config:
         ones = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
@@ -129,6 +128,18 @@ def check_text_alone(config: Any, places: Tensor | None, grids: Tensor | None) -
             f"{type(config).__module__}.{type(config).__name__} is the Config of a model of text alone, and places and "
             "grids are of images: pass the Config of the whole model, of fnmodels.models.vision_language."
         )
+
+
+def check_tokens(tokens: Tensor, name: str = "tokens") -> Tensor:
+    """Ids [B, S] of any integers as int64, or vectors [B, S, D]. ValueError, which calls them `name`, otherwise."""
+    if tokens.ndim not in (2, 3):
+        raise ValueError(f"{name} must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() != (tokens.ndim == 3) or tokens.dtype is torch.bool or tokens.is_complex():
+        raise ValueError(
+            f"{name} are {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}: ids [B, S] are integers, and "
+            "vectors [B, S, D] are floating."
+        )
+    return tokens if tokens.is_floating_point() else tokens.long()
 
 
 def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:

@@ -13,7 +13,9 @@ from .linear import gradients_are_unread
 def embed_tokens(table: Tensor, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Embeddings [B, S, D] of `prepare`'s inputs or token ids [B, S]; vectors [B, S, D] are returned unchanged."""
     tokens = inputs["tokens"] if isinstance(inputs, Mapping) else inputs
-    return tokens if tokens.is_floating_point() else look_up(table, tokens, "token ids")
+    if (tokens.is_floating_point() and tokens.ndim < 3) or tokens.dtype is torch.bool or tokens.is_complex():
+        raise ValueError(f"Token ids [B, S] are integers, not {tokens.dtype}; vectors [B, S, D] are floating.")
+    return tokens if tokens.is_floating_point() else look_up(table, tokens.long(), "token ids")
 
 
 def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.inputs.values import has_values
 from fnmodels.ops.norm import upcast
 
 from .vocab_parallel import Part
@@ -41,9 +42,10 @@ def cross_entropy(
     each token's loss; a label of weight 0 does not count. label_smoothing: the share of the target that is spread
     uniformly over the vocabulary (arXiv 1512.00567). z_loss: the coefficient of log(sum(exp(logits)))^2, which keeps
     logits from drifting (PaLM, arXiv 2204.02311, with 1e-4). ValueError for labels or weights of another shape, labels
-    of another dtype, and coefficients out of range.
+    of another dtype or outside the vocabulary (see `check_targets`), and coefficients out of range.
     """
     check_labels(labels, logits.shape[:-1], "logits' tokens")
+    check_targets(labels, logits.shape[-1])
     check_weights(weights, labels)
     return cross_entropy_sum(logits, labels, weights, Terms(label_smoothing, z_loss)), count_labels(labels, weights)
 
@@ -96,6 +98,29 @@ def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
         raise ValueError(f"labels must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
 
 
+def check_targets(labels: Tensor, size: int | None, name: str = "labels", of: str = "vocabulary") -> None:
+    """ValueError for the first label that is neither -100 nor from 0 to size - 1; size None: of any size.
+
+    name, of: what the labels are called, and of what they are entries, for the message. Tensors on the CPU are
+    read, under transforms too. On other devices the read would wait for the device, whose kernel ends the process at
+    such a label.
+    """
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+        return
+    known = torch.func.debug_unwrap(labels)  # of vmap too
+    if not has_values(known) or not known.numel():
+        return
+    low, high = torch.aminmax(known.where(known != IGNORE, 0))
+    if low >= 0 and (size is None or high < size):
+        return
+    wrong = (known < 0) & (known != IGNORE) | (known >= (known.max() + 1 if size is None else size))
+    place = wrong.nonzero()[0].tolist()
+    allowed = "it must be 0 or more" if size is None else f"the {of} has {size} entries, 0 to {size - 1}"
+    raise ValueError(
+        f"{name}{place or ''} is {int(known[tuple(place)])}, but {allowed}; {IGNORE} marks what is not to be learned."
+    )
+
+
 def check_weights(weights: Tensor | None, labels: Tensor) -> None:
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
@@ -128,7 +153,7 @@ def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: 
     if terms.part is None:
         p, vocabulary = torch.softmax(z, -1), z.shape[-1]
         total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
-        losses = total - (1 - spread) * _of_labels(z, target)
+        losses = total - (1 - spread) * z.gather(-1, target[..., None])[..., 0]
         if spread:
             losses = losses - spread * z.mean(-1)
     else:
@@ -146,20 +171,6 @@ def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: 
     factors = torch.where(valid, weights, 0.0)
     p.mul_(factors[..., None])
     return (torch.where(valid, losses, 0.0) * factors).sum(), p
-
-
-def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each label's logit. On the CPU an IndexError names labels outside the vocabulary, as in torch's cross entropy."""
-    try:
-        return logits.gather(-1, labels[..., None])[..., 0]
-    except RuntimeError:  # torch's message names a dimension's index, not the labels
-        low, high, last = int(labels.min()), int(labels.max()), logits.shape[-1] - 1
-        if low >= 0 and high <= last:
-            raise
-        raise IndexError(
-            f"The labels go from {low} to {high}, out of bounds of the logits, 0 to {last}; what is not to be learnt "
-            f"has the label {IGNORE}."
-        ) from None
 
 
 def wide_of(tensor: Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .cross_entropy import cross_entropy
+from .cross_entropy import check_targets, cross_entropy
 from .model_loss import check_entries, run_options
 from .next_token import ModelStates, model_states
 
@@ -79,12 +79,15 @@ def classification_loss(
     """
     _check_head(config, "classification")
     problem = problem_of(config)
-    if problem != "single_label_classification":
+    several = problem != "single_label_classification"
+    if several:
         _check_targets(batch, config, problem)
+    check_entries(batch, "labels")
+    check_targets(batch["labels"], None if several else field_of(config, "num_labels"), of="set of classes")
     states, found = _states(params, batch, config, options)
     classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
     logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found)
-    if problem == "single_label_classification":
+    if not several:
         return cross_entropy(logits, labels)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets, has = batch["targets"][found.row, found.first].to(wide.dtype), labels != IGNORE
@@ -100,6 +103,8 @@ def token_classification_loss(
     batch: tokens, positions, segment_ids, labels [B, S], the class of each token, -100 ignored.
     """
     _check_head(config, "tokens")
+    check_entries(batch, "labels")
+    check_targets(batch["labels"], field_of(config, "num_labels"), of="set of classes")
     states = model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
     return cross_entropy(decoder.scores(states.params, states.x, config=config), batch["labels"])
 
@@ -154,7 +159,9 @@ def contrastive_loss(
     without exactly one positive there, and for a model with a head.
     """
     _check_head(config, "none")
-    check_entries(batch, "roles")
+    check_entries(batch, "labels", "roles")
+    for name in ("labels", "roles"):
+        check_targets(batch[name], None, name)
     states, found = _states(params, batch, config, options)
     x = fnmodels.family_of(config).unembed(states.params, states.x, config=config)
     vectors = embeddings(states.params, x, found, embedder=embedder)

@@ -13,6 +13,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .cross_entropy import check_targets
 from .model_loss import check_entries, run_options
 
 _TEXT = ("tokens", "positions", "segment_ids")
@@ -71,6 +72,7 @@ def image_text_loss(
     missing entry and for other numbers of captions than of images.
     """
     check_entries(batch, *_TEXT, *_IMAGE, "labels")
+    check_targets(batch["labels"], None)
     text, image = _features(params, batch, config, options)
     numbers = batch["labels"].flatten()
     numbers = numbers[numbers != IGNORE]

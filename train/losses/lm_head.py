@@ -22,7 +22,16 @@ from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
-from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_grad, wide_of
+from .cross_entropy import (
+    Terms,
+    check_labels,
+    check_targets,
+    check_weights,
+    count_labels,
+    cross_entropy_sum,
+    loss_and_grad,
+    wide_of,
+)
 from .token_chunks import chunk_of
 from .vocab_parallel import opened
 
@@ -64,6 +73,7 @@ def head_loss(
     chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
+    check_targets(labels, config.vocab_size)
     check_weights(weights, labels)
     terms, count = Terms(label_smoothing, z_loss, part), count_labels(labels, weights)
     family = fnmodels.family_of(config)

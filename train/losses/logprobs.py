@@ -21,7 +21,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .cross_entropy import check_labels
+from .cross_entropy import check_labels, check_targets
 from .lm_head import head_logits, head_name
 from .moe_balance import Balance
 from .next_token import model_states
@@ -94,6 +94,7 @@ def head_logprobs(
     """
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
+    check_targets(labels, config.vocab_size)
     each = (_per_token(temperature, labels),) if isinstance(temperature, Tensor) else ()
     check_temperature(each[0] if each else temperature)
     chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
@@ -134,6 +135,7 @@ def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tup
     """
     check_temperature(temperature)
     check_labels(labels, logits.shape[:-1], "logits' tokens")
+    check_targets(labels, logits.shape[-1])
     return scores(logits, labels, temperature)
 
 

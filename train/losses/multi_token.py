@@ -13,6 +13,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
+from .cross_entropy import check_targets
 from .lm_head import head_loss
 from .model_loss import keywords
 from .moe_balance import Balance
@@ -102,3 +103,4 @@ def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
         shape = [*batch["tokens"].shape, config.num_nextn_predict_layers]
         if list(batch[name].shape) != shape:
             raise ValueError(f"{name} is {list(batch[name].shape)}, and of the model's heads it is to be {shape}.")
+    check_targets(batch["next_labels"], config.vocab_size, "next_labels")

@@ -9,13 +9,13 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
-from .cross_entropy import check_labels, counted
+from .cross_entropy import check_labels, check_targets, counted
 from .lm_head import head_loss
 from .model_loss import RouterTerms, RunOptions, check_entries, keywords, run_options
 from .moe_balance import Balance, balance_terms
@@ -102,6 +102,8 @@ def model_states(
     """
     check_entries(batch, "tokens", "positions", "segment_ids", "labels")
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
+    if field_of(config, "head") in ("lm", "masked_lm"):  # others have labels of another meaning, which they check
+        check_targets(batch["labels"], config.vocab_size)
     given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
     run = run_options(given)
     length = length if run.length is None else run.length(config, batch["positions"], length)

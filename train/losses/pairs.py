@@ -9,7 +9,7 @@ import fnmodels
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .cross_entropy import cross_entropy
+from .cross_entropy import check_labels, check_targets, cross_entropy
 from .model_loss import check_entries
 
 _SOURCE = ("tokens", "positions", "segment_ids")
@@ -32,6 +32,8 @@ def pair_loss(
     and for a model of one stack.
     """
     check_entries(batch, *_SOURCE, *_TARGET, "labels")
+    check_labels(batch["labels"], batch["decoder_tokens"].shape, "decoder_tokens")
+    check_targets(batch["labels"], config.vocab_size)
     given = {name: batch[name] for name in (*_SOURCE[1:], *_TARGET[1:])}
     prepared = fnmodels.prepare_pair(config, batch["tokens"], batch["decoder_tokens"], **given)
     logits = fnmodels.forward(params, *prepared, config=config, **options)

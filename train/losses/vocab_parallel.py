@@ -87,20 +87,16 @@ class Part:
     def totals(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Per token, over the global vocabulary: log(sum(exp(z))), the logit of the target id, and the mean logit.
 
-        z: this shard's logits [..., rows]; target: global ids [...], the shape of each result. ValueError for an id
-        outside the vocabulary, whose logit would otherwise count as 0.
+        z: this shard's logits [..., rows]; target: global ids [...], the shape of each result. The logit of
+        an id outside the vocabulary is NaN, where the loss could not check the labels (`check_targets`).
         """
-        if _outside(target, self.vocabulary):
-            raise ValueError(
-                f"The labels go from {int(target.min())} to {int(target.max())}, but the model knows those from 0 to "
-                f"{self.vocabulary - 1}."
-            )
         local, own = self.local(target)
         at = z.gather(-1, local[..., None])[..., 0].where(own, 0)
         mine = torch.stack((z.logsumexp(-1), at, z.sum(-1)))
         each = collectives.join(mine[None], 0, self.region.group)  # [size, 3, ...]
         of_all, at, total = each.unbind(1)
-        return of_all.logsumexp(0), at.sum(0), total.sum(0) / self.vocabulary
+        known = (target >= 0) & (target < self.vocabulary)
+        return of_all.logsumexp(0), at.sum(0).where(known, torch.nan), total.sum(0) / self.vocabulary
 
 
 def _outside(ids: Tensor, size: int) -> bool:
