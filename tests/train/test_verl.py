@@ -266,6 +266,8 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
             asyncio.run(answers(server, **wrong))
     with pytest.raises(ValueError, match="The prompt has 14 tokens; the rollout has room for 14"):
         asyncio.run(server.generate("long", list(range(14)), plain))
+    with pytest.raises(ValueError, match=r"Token 1 of the prompt of request .* is 1000000; token ids are"):
+        asyncio.run(server.generate("unknown", [1, 10**6], plain))
     server.sleep()
     with pytest.raises(RuntimeError, match="has no weights yet"):
         asyncio.run(answers(server))

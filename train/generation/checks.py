@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from operator import index
+from typing import SupportsIndex
 
 from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.models.common.spec import Leaf
@@ -62,5 +63,8 @@ def _check_ids(row: int, prompt: Sequence[int], vocab: int) -> None:
         )
 
 
-def _is_id(token: object, vocab: int) -> bool:
-    return hasattr(token, "__index__") and 0 <= index(token) < vocab
+def _is_id(token: SupportsIndex, vocab: int) -> bool:
+    try:
+        return 0 <= index(token) < vocab
+    except TypeError:
+        return False

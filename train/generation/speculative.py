@@ -53,9 +53,10 @@ def speculate(
 
     draft_params, draft_config: a smaller model with the same vocabulary; None, None: the first MTP head in params, see
     `fnmodels.mtp`, which goes on from its own states where it drafts several tokens. ahead: tokens drafted for each
-    step of the model. kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to
-    rounding: a step over several tokens adds in another order than one over a single token, which can decide between
-    two tokens that are as good as equal.
+    step of the model, at most: fewer where the answer ends before, or where the draft has learned no position for more.
+    kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to rounding: a step over
+    several tokens adds in another order than one over a single token, which can decide between two tokens that are as
+    good as equal.
     """
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; it must be at least 1.")

@@ -20,9 +20,10 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 import params as P
 from train.eval.pretrained import end_ids
+from train.generation.checks import check_request, learned_positions
 from train.generation.loops import serve
 from train.generation.requests import Request
-from train.generation.sampling import Sampling, check_sampling
+from train.generation.sampling import Sampling
 
 from .settings import DTYPES
 
@@ -113,7 +114,6 @@ class Server:
         values |= {name.removesuffix("_penalty"): float(given.get(name, none)) for name, none in PENALTIES.items()}
         top_k = int(given.get("top_k", -1))
         sampling = Sampling(top_k=None if top_k in (-1, 0) else top_k, **values)
-        check_sampling(sampling)
         limit = given.get("max_tokens", given.get("max_new_tokens", self.settings.response_length))
         if limit < 1:
             raise ValueError(f"sampling_params has max_tokens={limit!r}; an answer has at least one token.")
@@ -123,7 +123,10 @@ class Server:
         room = self._capacity() - len(prompt)
         if room < 1:
             raise ValueError(f"The prompt has {len(prompt)} tokens; the rollout has room for {self._capacity()}.")
-        return Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids)
+        request = Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids)
+        # here, so that a mistake is its caller's alone and no other answer waits for it
+        check_request(self.count, request, self.config, learned=learned_positions(self.config))
+        return request
 
     def _capacity(self) -> int:
         return int(self.settings.max_model_len or self.settings.prompt_length + self.settings.response_length)

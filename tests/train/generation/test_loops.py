@@ -271,6 +271,7 @@ def test_logits_fn_sees_the_answers_and_restricts_them() -> None:
         ({"sampling": Sampling(top_p=2.0)}, "top_p is 2.0"),
         ({"prompts": [[1], [2, 40]]}, "Token 1 of the prompt of request 1 is 40; token ids are integers from 0 to 39"),
         ({"prompts": [[1], [2, -1]]}, "Token 1 of the prompt of request 1 is -1"),
+        ({"prompts": [[1], torch.tensor([1.5])]}, "Token 0 of the prompt of request 1 is tensor"),
         ({"prompts": [[1], [1.5]]}, r"Token 0 of the prompt of request 1 is 1\.5"),
     ],
 )
