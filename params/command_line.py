@@ -2,12 +2,13 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fnmodels.errors import CheckpointError, UserError
+from fnmodels.errors import CheckpointError, UserError, printable
 
 NO_MEMORY = "can't allocate memory"  # in the RuntimeError that torch raises
 
@@ -70,6 +71,10 @@ def sentence(text: str) -> str:
     return line if line.endswith((".", "!", "?")) else line + "."
 
 
-def printable(text: str) -> str:
-    """`text` with unprintable characters escaped: names in a file may hold control codes or lone surrogates."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def terminal_text(text: str) -> str:
+    """A model's or file's text for a terminal, with the control codes escaped that could steer it; it may be a part."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+# All of Unicode's control codes but tab and newline, halves of characters, and what turns the direction of writing.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fnmodels import family_of
-from fnmodels.errors import CheckpointError, FormatError, UserError
+from fnmodels.errors import CheckpointError, FormatError, UserError, printable
 from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import model_type_of
 from params.checkpoint.config import read_config
@@ -26,7 +26,7 @@ from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
 from params.io.files import inner_file
 
-from .command_line import Parser, printable, program_name, run_command
+from .command_line import Parser, program_name, run_command
 from .initialize import count
 
 Lines = Iterator[tuple[str, str]]  # (label, value)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import params.command_line
 from fnmodels.errors import UserError
-from params.command_line import Parser, program_name, sentence, suggestion
+from params.command_line import Parser, program_name, sentence, suggestion, terminal_text
 
 __all__ = [
     "DIVERGED",
@@ -18,6 +18,7 @@ __all__ = [
     "run_command",
     "sentence",
     "suggestion",
+    "terminal_text",
 ]
 
 DIVERGED = 4  # exit code of a run whose last steps are not finite

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import family_of, tree
-from fnmodels.errors import MismatchError, UnsupportedError, UserError
+from fnmodels.errors import MismatchError, UnsupportedError, UserError, printable
 from fnmodels.models.common.registry import field_of, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
@@ -105,7 +105,8 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     theirs = as_published(config, on_disk(reference))
     faults = leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
-        print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{as_lines(faults)}")
+        lines = printable(as_lines(faults))
+        print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{lines}")
         return False
     if mismatch is not None:  # our spec is the reference's, so it is the files that are wrong
         raise mismatch
@@ -116,7 +117,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     print_rows(rows)
     for missed in unreached(config, length):
         print(f"Not compared, as {length} tokens do not reach it (--length): {missed}.")
-    print(conclusion(rows, values))
+    print(printable(conclusion(rows, values)))
     return not values and all(row.equal for row in rows)
 
 

@@ -17,6 +17,8 @@ from fnmodels.files import check_folder, read_bytes
 
 JSON_LIMIT = 50_000_000  # bytes; the largest published index has about 15 MB
 DEPTH_LIMIT = 32  # of nesting; configurations have 4
+LINE_DEPTH_LIMIT = 100  # of a record, which may have schemas of tools
+TOO_DEEP = "it is nested too deeply"
 
 
 def plain_file(folder: Path, name: str) -> Path:
@@ -81,18 +83,34 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
     """The value of JSON text in UTF-8. FormatError as in `read_json`; its message begins with `where`."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        deep = is_deep(value)
     except RecursionError:
-        raise FormatError(f"{where} is not valid: its JSON is nested too deeply.") from None
+        deep = True
     except ValueError as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
         raise FormatError(f"{where} is not valid JSON: {error}.") from None
-    # A value that could just be parsed may still be nested too deeply to be compared or printed.
+    if deep:
+        raise FormatError(f"{where} is not valid: its JSON is nested too deeply.")
+    return value
+
+
+def parse_line(line: str | bytes) -> Any:
+    """The value of a line of JSON, in which a record may nest deeper than a configuration. ValueError says why not."""
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    if is_deep(value, LINE_DEPTH_LIMIT):
+        raise ValueError(TOO_DEEP)
+    return value
+
+
+def is_deep(value: Any, limit: int = DEPTH_LIMIT) -> bool:
+    """Whether objects and lists nest deeper: what could just be parsed may not be compared, printed or sent."""
     level, depth = [value] if isinstance(value, (dict, list)) else [], 0
-    while level:
-        if depth > DEPTH_LIMIT:
-            raise FormatError(f"{where} is not valid: its JSON is nested too deeply.")
+    while level and depth <= limit:
         inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
         level, depth = [inner for inner in inside if isinstance(inner, (dict, list))], depth + 1
-    return value
+    return bool(level)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

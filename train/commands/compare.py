@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.command_line import NEEDS, Parser, check_installed, run_command
+from train.command_line import NEEDS, Parser, check_installed, run_command, terminal_text
 from train.job import run_folder
 from train.job.setting_types import NUMBER
 from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
@@ -162,9 +162,9 @@ def compare(arguments: argparse.Namespace) -> int:
         found = [Difference(n, one[n], two[n]) for n in both]
         alone = unshared_steps(one, two, str(arguments.first), name)
         print(table(found))
-        print("".join(f"{line}\n" for line in alone), end="")
+        print(terminal_text("".join(f"{line}\n" for line in alone)), end="")
         for line in setting_differences(arguments.first, second):
-            print(f"the settings differ in {line}")
+            print(f"the settings differ in {terminal_text(line)}")
         if arguments.out is not None:
             from train.job.pictures import draw_losses
 

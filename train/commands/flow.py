@@ -28,7 +28,7 @@ from fnmodels.errors import UserError
 from fnmodels.files import check_folder, write_text
 from fnmodels.tree import Tree
 from train import checkpoint
-from train.command_line import Parser, check_installed, run_command
+from train.command_line import Parser, check_installed, run_command, terminal_text
 from train.data.latents import flow_batch, read_latents
 from train.data.pictures import class_texts, classes_of, picture_latents, write_grid
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
@@ -94,7 +94,7 @@ def train(arguments: argparse.Namespace) -> int:
     if classes:
         write_text(arguments.run / "classes.json", json.dumps(classes) + "\n")
         write_grid(arguments.run / "samples.png", _samples(arguments, config, state.params, data, len(classes)))
-        print(f"samples: {arguments.run / 'samples.png'}, a row of each class: {', '.join(classes)}")
+        print(f"samples: {arguments.run / 'samples.png'}, a row of each class: {terminal_text(', '.join(classes))}")
     return plain_run.finished(arguments.run)
 
 

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
-from train.command_line import Parser, check_installed, program_name, run_command
+from params.io.files import parse_line
+from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
 from train.job.setting_types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 from train.job.settings import flag
 
@@ -162,7 +163,8 @@ def load(arguments: argparse.Namespace) -> Model:
     tokenizer = load_tokenizer(folder)
     defaults = generation_defaults(folder)
     if defaults.unused:
-        print(f"{_name()}: generation_config.json also sets {', '.join(defaults.unused)}: not applied", file=sys.stderr)
+        unused = terminal_text(", ".join(defaults.unused))
+        print(f"{_name()}: generation_config.json also sets {unused}: not applied", file=sys.stderr)
     config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
     kv_dtype = None if arguments.kv_dtype is None else torch.int8
@@ -204,7 +206,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_line(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number} is not JSON ({error})") from error
         if not isinstance(row, dict) or not (
@@ -235,7 +237,8 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
         if len(rows) > 1:
             print(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(rows)}")
         if "prompt" in rows[row]:
-            print(model.tokenizer.decode(prompts[row], skip_special_tokens=True).rstrip("\ufffd"), end="")
+            prompt = model.tokenizer.decode(prompts[row], skip_special_tokens=True).rstrip("\ufffd")
+            print(terminal_text(prompt), end="")
 
     begin(0)
     for event in events:
@@ -243,7 +246,7 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
         if event.reason is not None:
             ended.add(event.row)
         while current < len(rows):
-            print("".join(pieces[current]), end="", flush=True)
+            print(terminal_text("".join(pieces[current])), end="", flush=True)
             pieces[current].clear()
             if current not in ended:
                 break
@@ -272,7 +275,7 @@ def write(rows: list[dict[str, Any]], events: Iterator[Any], out: TextIO) -> Non
                 "logp": [event.logp for event in own],
                 "reason": own[-1].reason,
             }
-            out.write(json.dumps(rows[written] | answer, ensure_ascii=False) + "\n")
+            out.write(json.dumps(rows[written] | answer, ensure_ascii=out.isatty()) + "\n")
             out.flush()
             found[written] = own[-1:]
             written += 1
@@ -317,7 +320,7 @@ def converse(model: Model, system: list[dict[str, Any]], seed: int) -> None:
         answer = ""
         for event in model.respond([model.ids(messages)], seed + turn):
             answer += event.text
-            print(event.text, end="", flush=True)
+            print(terminal_text(event.text), end="", flush=True)
         print(flush=True)
         messages.append({"role": "assistant", "content": answer})
 

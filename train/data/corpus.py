@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fnmodels.errors import UserError
+from fnmodels.errors import UserError, printable
 from fnmodels.files import read_bytes
-from params.command_line import printable
 
 from . import records
 from .records import Messages, Record, canonical_json

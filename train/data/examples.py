@@ -6,13 +6,13 @@ masked     {"text": TEXT}
 captions   {"image": FILE, "text": TEXT}    the file of a picture, from the folder of the lines
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
+from params.io.files import parse_line
 
 from .sampling import sample_rows
 
@@ -48,7 +48,7 @@ def read_examples(path: Path, kind: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
+            values = parse_line(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: this is no JSON ({error})") from error
         if not isinstance(values, dict):

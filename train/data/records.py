@@ -13,6 +13,7 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import open_regular
+from params.io.files import LINE_DEPTH_LIMIT, TOO_DEEP, is_deep, parse_line
 from train.command_line import check_installed
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
@@ -51,12 +52,12 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 def _parse_line(place: str, line: bytes) -> Record:
     try:
-        value = json.loads(line)
+        value = parse_line(line)
     except UnicodeDecodeError:
         return Record(place, fault="not UTF-8")
     except json.JSONDecodeError as error:  # whose line numbers count within this line
         return Record(place, fault=f"not JSON: {error.msg}, column {error.colno}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Record(place, fault=f"not JSON: {error}")
     if not isinstance(value, dict):
         return Record(place, fault="not a JSON object")
@@ -108,8 +109,10 @@ def read_dataset(dataset: Any) -> Iterator[Record]:
 
 def _record_of_row(place: str, value: Mapping[str, Any]) -> Record:
     """The record of a table's row, in which absent fields of nested objects are null."""
-    chat = {name: _drop_nulls(value[name]) for name in (MESSAGES, TOOLS) if name in value}
-    return _record_of(place, {**value, **chat})
+    chat = {name: value[name] for name in (MESSAGES, TOOLS) if name in value}
+    if is_deep(chat, LINE_DEPTH_LIMIT):
+        return Record(place, fault=TOO_DEEP)
+    return _record_of(place, {**value, **{name: _drop_nulls(field) for name, field in chat.items()}})
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -145,8 +148,8 @@ def _tools(value: Any) -> Messages | None:
     """The list of tools, from a list or its JSON text; None where it is not a list of objects."""
     if isinstance(value, str):
         try:
-            value = json.loads(value or "[]")
-        except (ValueError, RecursionError):
+            value = parse_line(value or "[]")
+        except ValueError:
             return None
     value = [] if value is None else value
     return tuple(value) if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value) else None

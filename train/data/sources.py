@@ -6,6 +6,7 @@ tokenized/                 a folder of .npy shards of token ids (train.data.toke
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,6 +20,9 @@ from . import corpus, records, token_shards
 from .corpus import Corpus
 
 LIBRARY = "the Python standard library"
+# "3", "0.25", "5e-1", "1/3": the exponent and the digits are bounded, as Fraction computes with any number of them.
+_WEIGHT = re.compile(r"([0-9]{1,9}\.?[0-9]{0,9}|\.[0-9]{1,9})([eE][+-]?[0-9])?|[0-9]{1,20}/[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?(?=\.?[0-9])[0-9_]*(\.[0-9_]*)?([eE][+-]?[0-9_]+|/[0-9_]+)?")  # what is meant as a weight
 
 
 @dataclass(frozen=True)
@@ -135,15 +139,22 @@ def parse_sources(data: str) -> list[tuple[Path | None, Fraction]]:
     found: list[tuple[Path | None, Fraction]] = []
     for item in data.split(","):
         name, _, number = item.rpartition(":")
-        try:
-            weight = Fraction(number) if name else None
-        except (ValueError, ZeroDivisionError):
-            weight = None
+        weight = _weight(number) if name and _NUMBER.fullmatch(number) else None
         path = Path(item if weight is None else name)
-        if not item or (weight is not None and weight <= 0):
-            raise UserError(f"--data {data}: {item!r} is not PATH or PATH:WEIGHT with a weight above 0")
+        if not item or weight == 0:
+            raise UserError(
+                f"--data {data:.200}: {item!r:.80} is not PATH or PATH:WEIGHT with a weight above 0 of at most 9 digits"
+            )
         found.append((path, Fraction(1) if weight is None else weight))
     return found
+
+
+def _weight(number: str) -> Fraction:
+    """The weight, or 0 where it is none."""
+    try:
+        return Fraction(number) if _WEIGHT.fullmatch(number) else Fraction(0)
+    except ZeroDivisionError:
+        return Fraction(0)
 
 
 def absolute_paths(data: str, base: Path = Path()) -> str:

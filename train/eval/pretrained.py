@@ -1,6 +1,6 @@
 """Loading of a Hugging Face checkpoint folder for commands: model (adapters too), tokenizer and end-of-text ids."""
 
-import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 import params as P
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, read_text
+from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.tree import Tree
+from params.checkpoint.config import TOKENS_LIMIT
 from params.io.files import plain_file, read_json
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
@@ -66,13 +68,18 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     folder = weights_folder(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        try:
-            value: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is not JSON that can be read ({error})") from error
+        value: Any = _fields(path).take("eos_token_id", None) if path.exists() else None
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+            ends = value if isinstance(value, list) else [value]
+            if not all(type(one) is int and -1 <= one <= TOKENS_LIMIT for one in ends):
+                raise UserError(f"{path}: 'eos_token_id' is {shown(value)}; it must be a token id, or a list of them")
+            return tuple(one for one in ends if one >= 0)  # -1 is none
     return ()
+
+
+def _fields(path: Path) -> Fields:
+    """The reader of a JSON object. Errors as in `read_json`, and ConfigError where the file holds something else."""
+    return Fields(read_json(plain_file(path.parent, path.name)), str(path))
 
 
 def answer_end_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -100,21 +107,23 @@ class GenerationDefaults:
 
 
 def generation_defaults(folder: Path) -> GenerationDefaults:
-    """The defaults of generation_config.json, as transformers reads them. UserError for values that are no numbers."""
+    """The defaults of generation_config.json, as transformers reads them.
+
+    Raises:
+        UserError, ConfigError: a value is of another type, or out of its range.
+    """
     path = weights_folder(folder) / "generation_config.json"
-    if not path.is_file():
+    if not path.exists():
         return GenerationDefaults(None, None, ())
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object")
-    values = {name: value for name, value in values.items() if value is not None and not name.startswith("_")}
+    read = _fields(path)
+    values = {name: value for name, value in read.values.items() if value is not None and not name.startswith("_")}
     known = {*_SAMPLING, "do_sample", *_NEUTRAL}
     unused = tuple(sorted(name for name in values.keys() - known if not _without_effect(name, values[name])))
-    max_new = values.get("max_new_tokens")
+    max_new = read.integer("max_new_tokens") if "max_new_tokens" in values else None
     if not (_SAMPLING.keys() | {"do_sample"}) & values.keys():
         return GenerationDefaults(None, max_new, unused)
-    fields: dict[str, Any] = {own: values[name] for name, own in _SAMPLING.items() if name in values}
-    if not values.get("do_sample", False):
+    fields: dict[str, Any] = {own: _number(read, name) for name, own in _SAMPLING.items() if name in values}
+    if not read.boolean("do_sample", False):
         fields = {"temperature": 0.0} | {name: fields[name] for name in ("repetition",) if name in fields}
     else:
         fields = {"top_k": 50} | fields
@@ -122,9 +131,14 @@ def generation_defaults(folder: Path) -> GenerationDefaults:
     sampling = Sampling(**fields)
     try:
         check_sampling(sampling)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     return GenerationDefaults(sampling, max_new, unused)
+
+
+def _number(fields: Fields, name: str) -> float:
+    """A setting of the sampling as a finite number; `check_sampling` knows its range."""
+    return fields.integer(name, low=0) if name == "top_k" else fields.number(name, above=-math.inf)
 
 
 def _without_effect(name: str, value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fnmodels.errors import UserError
 from fnmodels.files import open_append, read_bytes, write_text
+from params.io.files import parse_line
 from train.command_line import DIVERGED
 from train.losses.moe_balance import Balance
 
@@ -33,8 +34,8 @@ def read_rows(path: Path) -> list[Row]:
     if os.path.lexists(path):
         for text in read_bytes(path).splitlines(keepends=True):
             try:
-                row = json.loads(text)
-            except (ValueError, RecursionError):
+                row = parse_line(text)
+            except ValueError:
                 break
             if not text.endswith(b"\n") or not isinstance(row, dict) or not _is_row(row):
                 break

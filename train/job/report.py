@@ -8,8 +8,7 @@ from pathlib import Path
 import params as P
 from fnmodels import tree
 from fnmodels.files import write_text
-from params.command_line import printable
-from train.command_line import sentence
+from train.command_line import sentence, terminal_text
 
 from . import run_folder
 from .metrics_log import Row
@@ -42,17 +41,17 @@ def skipped(job: Job) -> None:
     if found:
         write_text(job.path / run_folder.SKIPPED, "".join(f"{what}\n" for what in found))
         more = f", ...; all are in {job.path / run_folder.SKIPPED}" if len(found) > 5 else ""
-        print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
+        print(terminal_text(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}"))
     if job.texts.duplicates:
         print(f"left out {job.texts.duplicates} documents that are copies of others: a weight repeats a source")
 
 
 def settings(chosen: Settings) -> None:
-    print("settings:\n" + textwrap.indent(to_toml(chosen), "  "), end="")
+    print("settings:\n" + terminal_text(textwrap.indent(to_toml(chosen), "  ")), end="")
 
 
 def prepared(job: Job, seconds: float) -> None:
-    what = job.settings.data or "the Python standard library"
+    what = terminal_text(job.settings.data or "the Python standard library")
     sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
     print(f"text: {what}, {sizes[0]:.2f} MB to train on and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
     for part in job.model.dropped:
@@ -77,11 +76,6 @@ def mfu(job: Job) -> None:
         print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
 
 
-def printable_sample(text: str) -> str:
-    """A model's output without terminal control codes; tabs stay."""
-    return "\t".join(map(printable, text.split("\t")))
-
-
 def is_complete(summary: Json | None) -> bool:
     """Whether summary.json is complete and valid: it has no checksum."""
     numbers = ("heldout_bits_per_byte", "heldout_bytes", "zlib_bits_per_byte")
@@ -96,6 +90,6 @@ def result(summary: Json, path: Path) -> None:
         f"held out{by}: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
         f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
-    print(f"a sample:\n{printable_sample(summary['sample'])}\n")
+    print(f"a sample:\n{terminal_text(summary['sample'])}\n")
     also = f", and of the average {path / run_folder.EMA}" if averaged else ""
     print(f"curves: {path / run_folder.PICTURE}\ncheckpoint: {path}{also}")

@@ -22,7 +22,7 @@ from params.io.files import plain_file
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
-from train.command_line import check_installed
+from train.command_line import check_installed, terminal_text
 from train.data.mixture import batch
 from train.dist import torchrun
 from train.eval.pretrained import copy_companions
@@ -272,7 +272,7 @@ def train_steps(
             if sample_every and (index + 1) % sample_every == 0:
                 sample_now = sample_text(job, state, controller)
                 log.sample(index + 1, sample_now)
-                print(f"step {index + 1} says: {report.printable_sample(sample_now)}", flush=True)
+                print(f"step {index + 1} says: {terminal_text(sample_now)}", flush=True)
             stopping = stop_requested()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()

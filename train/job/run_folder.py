@@ -31,10 +31,12 @@ from fnmodels.files import (
     check_folder,
     open_append,
     open_regular,
+    read_bytes,
     read_text,
     remove_tree,
     write_text,
 )
+from params.io.files import JSON_LIMIT, parse_json
 from train.command_line import suggestion
 
 LOCK = ".lock"
@@ -131,7 +133,7 @@ def check_contents(folder: Path, *, resume: bool) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no such file, or no valid object in it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_bytes(path, JSON_LIMIT), str(path))
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None

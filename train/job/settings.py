@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
+from fnmodels.files import read_text
+from params.io.files import is_deep
 from train.command_line import suggestion
 from train.data import sources
 from train.optim.schedules import SHAPES
@@ -189,6 +191,7 @@ class Settings:
     )
 
 
+TOML_LIMIT = 50_000  # bytes; all settings take 3,000, and a key of many parts takes time quadratic in them
 DEFAULT = Settings()
 SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
 CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
@@ -257,11 +260,16 @@ def as_flag(value: Any) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_text(path, TOML_LIMIT, follow=True))
+        deep = is_deep(values)
     except OSError as error:
         raise UserError(f"{path}: the file of settings cannot be read ({error.strerror})") from error
-    except ValueError as error:  # invalid TOML or UTF-8
+    except RecursionError:
+        deep = True
+    except ValueError as error:
         raise UserError(f"{path} is not TOML: {error}") from error
+    if deep:
+        raise UserError(f"{path} is not TOML that can be read: it is nested too deeply")
     for name, value in values.items():
         if name not in SETTING_TYPES:
             table = ": settings stand outside of tables" if isinstance(value, dict) else ""
@@ -269,7 +277,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         try:
             values[name] = SETTING_TYPES[name].check(value)
         except ValueError as error:
-            raise UserError(f"{path}: {name} is {value!r}, which is not {error}") from error
+            raise UserError(f"{path}: {name} is {value!r:.80}, which is not {error}") from error
         values[name] = absolute_paths(name, values[name], path.parent)
     return values
 

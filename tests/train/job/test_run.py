@@ -18,7 +18,8 @@ import params as P
 from fnmodels.ops import product_table
 from train.checkpoint import saved_steps
 from train.cli import main
-from train.job import report, run, setup
+from train.command_line import terminal_text
+from train.job import run, setup
 from train.job.settings import Settings
 from train.optim.schedules import warmup_stable_decay
 
@@ -139,7 +140,7 @@ def test_the_model_speaks_on_the_way_and_a_resumed_one_says_the_same(tmp_path, t
     said = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said] == [2, 4, 6]
     assert all(row["text"].startswith("def f1") and len(row["text"]) > 6 for row in said)
-    assert f"step 4 says: {report.printable_sample(said[1]['text'])}" in out
+    assert f"step 4 says: {terminal_text(said[1]['text'])}" in out
     assert said[2]["text"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["sample"]
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
@@ -185,7 +186,7 @@ def test_a_trace_that_a_full_disk_cuts_short_is_none(tmp_path, text, monkeypatch
 
 
 def test_what_a_model_says_moves_no_cursor():
-    assert report.printable_sample("a\tb\n\x1b[2J\x0ec \u00e9\ufffd") == "a\tb\n\\x1b[2J\\x0ec \u00e9\ufffd"
+    assert terminal_text("a\tb\n\x1b[2J\x0ec \u00e9\ufffd") == "a\tb\n\\x1b[2J\\x0ec \u00e9\ufffd"
 
 
 RECIPES = {
