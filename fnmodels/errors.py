@@ -1,4 +1,12 @@
-"""Exception classes: the kinds of errors in checkpoints, and errors that the user can fix."""
+"""Exception classes: the kinds of errors in checkpoints, errors that the user can fix, and too little memory."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# in the RuntimeErrors of torch: its allocators on the CPU, mmap, and CUDA
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
 
 
 def printable(text: str) -> str:
@@ -43,3 +51,23 @@ class ConfigError(CheckpointError):
 
 class UserError(PrintableError):
     """An error that the user can fix: the message is one sentence that names the value and what would be right."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error, of whatever library, says that there is not enough memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    )
+
+
+@contextmanager
+def memory_for(folder: Path) -> Iterator[None]:
+    """Turns an error for want of memory into a MemoryError that names the folder which is being loaded."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(printable(f"{folder}: there is not enough memory to load this")) from error

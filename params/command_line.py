@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fnmodels.errors import CheckpointError, UserError, printable
-
-NO_MEMORY = "can't allocate memory"  # in the RuntimeError that torch raises
+from fnmodels.errors import CheckpointError, UserError, is_out_of_memory, printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,12 +50,11 @@ def run_command(
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    except MemoryError:
-        message = "there is not enough memory for this"
-    except RuntimeError as error:
-        if NO_MEMORY not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
-        message = "there is not enough memory for this"
+        named = type(error) is MemoryError and str(error)  # by `memory_for`
+        message = named or "there is not enough memory for this"
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         return 130

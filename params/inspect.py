@@ -54,7 +54,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     problems = []
     print(printable(str(arguments.folder)))
     for label, text in report(arguments.folder, verified=arguments.verify):
-        print(f"  {label:<12}{printable(text)}")
+        lines = text if label == "problem" else text.replace("\n", "\\n")
+        print(f"  {label:<12}{printable(lines)}")
         problems += [text] if label == "problem" else []
     if problems:
         more = f", and {_counted(len(problems) - 1, 'problem')} more" if problems[1:] else ""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
-from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError, memory_for
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import DecoderConfig
@@ -174,7 +174,7 @@ def _dense(folder: Path) -> tuple[DenseLayer, dict[str, Tensor]]:
     if not os.path.lexists(folder / "model.safetensors"):
         raise UnsupportedError(f"{folder} has no model.safetensors; save the model again with sentence-transformers.")
     wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
-    with ExitStack() as stack:
+    with memory_for(folder), ExitStack() as stack:
         file = open_tensors(plain_file(folder, "model.safetensors"), stack)
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         if shapes != wanted:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from fnmodels import tree
+from fnmodels.errors import memory_for
 from fnmodels.models.common import storage
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.tree import Tree
@@ -88,7 +89,7 @@ def load_pretrained(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
-    with ExitStack() as stack:
+    with memory_for(folder), ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part)
         if part is None:
             tensor_map.refuse_unread(checked.config, checked.leftovers, drop, folder)

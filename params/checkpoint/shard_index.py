@@ -20,6 +20,7 @@ _SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 def as_lines(lines: Iterable[str]) -> str:
     """`lines` indented for an error message, at most _SHOWN of them and each at most _WIDE characters."""
+    lines = [line.replace("\n", "\\n") for line in lines]  # a name in a file does not begin a line
     lines = [line if len(line) <= _WIDE else line[:_WIDE] + "..." for line in lines]
     more = [f"... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
     return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)

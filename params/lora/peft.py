@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError, memory_for
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import shown
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
@@ -124,7 +124,7 @@ def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     """
     folder = Path(path)
     rank, scale, dora = _read_config(plain_file(folder, CONFIG))
-    with ExitStack() as stack:
+    with memory_for(folder), ExitStack() as stack:
         file = open_tensors(plain_file(folder, WEIGHTS), stack)
         check_floating(file)
         mapping = map_file(file)

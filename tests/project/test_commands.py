@@ -66,7 +66,7 @@ MISTAKES = [
         "{}/odd.toml: there is no setting 'batch_row'; the nearest is batch_rows",
     ),
     ("train", "--run {}/new --config {}/wrong.toml", "{}/wrong.toml: steps is '3', which is not a whole number from 1"),
-    ("train", "--run {}/new --config {}", "{}: the file of settings cannot be read (Is a directory)"),
+    ("train", "--run {}/new --config {}", "{}: the file of settings cannot be read (A folder stands where a file "),
     ("train", "--run {}/text", "--run {}/text: the folder cannot be created or written"),
     ("train", "--run {}", "--run {}: the folder is not empty"),
     ("train", "--run {}/odd --resume", "--run {}/odd: the folder holds files that no run wrote"),

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.errors import CheckpointError, FormatError, MismatchError
+from fnmodels.errors import CheckpointError, FormatError, MismatchError, memory_for
 from fnmodels.files import check_folder, remove_tree, sync, write_new
 from fnmodels.tree import Tree
 from params.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
@@ -180,7 +180,7 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
     path, expected = plain_file(checkpoint.path, STATE), tree.flatten(like)
     if spread := [name for name, leaf in expected.items() if not plain(leaf)]:
         raise ValueError(f"{spread[0]} is a {type(expected[spread[0]]).__name__}: train.sharded loads such trees.")
-    with ExitStack() as stack:
+    with memory_for(checkpoint.path), ExitStack() as stack:
         file = open_tensors(path, stack)
         faults = [f"{name}: in the file, not expected" for name in file.entries if name not in expected]
         for name, leaf in expected.items():

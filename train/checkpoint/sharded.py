@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.errors import MismatchError
+from fnmodels.errors import MismatchError, memory_for
 from fnmodels.tree import Tree
 from params.checkpoint.shard_index import as_lines
 from train.dist.dtensor import is_dtensor, map_local
@@ -78,7 +78,7 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
     _check_group(tree.flatten(like), group)
-    with warnings.catch_warnings():
+    with memory_for(found.path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
         reader = HuggingFaceStorageReader(str(found.path))
         _compare(found.path, reader, like, group)

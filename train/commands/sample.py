@@ -238,7 +238,7 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
             print(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(rows)}")
         if "prompt" in rows[row]:
             prompt = model.tokenizer.decode(prompts[row], skip_special_tokens=True).rstrip("\ufffd")
-            print(terminal_text(prompt), end="")
+            _say(prompt)
 
     begin(0)
     for event in events:
@@ -246,7 +246,7 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
         if event.reason is not None:
             ended.add(event.row)
         while current < len(rows):
-            print(terminal_text("".join(pieces[current])), end="", flush=True)
+            _say("".join(pieces[current]))
             pieces[current].clear()
             if current not in ended:
                 break
@@ -254,6 +254,11 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
             current += 1
             if current < len(rows):
                 begin(current)
+
+
+def _say(text: str) -> None:
+    """Prints a part of what a model says: as it is into a file or pipe, and so that it cannot steer a terminal."""
+    print(terminal_text(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def write(rows: list[dict[str, Any]], events: Iterator[Any], out: TextIO) -> None:
@@ -320,7 +325,7 @@ def converse(model: Model, system: list[dict[str, Any]], seed: int) -> None:
         answer = ""
         for event in model.respond([model.ids(messages)], seed + turn):
             answer += event.text
-            print(terminal_text(event.text), end="", flush=True)
+            _say(event.text)
         print(flush=True)
         messages.append({"role": "assistant", "content": answer})
 

@@ -8,6 +8,7 @@ import json
 from pathlib import PurePath
 
 import params as P
+from fnmodels.errors import printable
 from fnmodels.files import write_text
 
 from . import run_folder
@@ -60,7 +61,7 @@ def write(job: Job, step: int, summary: Json | None) -> None:
     settings, sizes = job.settings, (job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6)
     text = _CARD.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in _front(job, summary).items()),
-        title=job.path.resolve().name,
+        title=_name(str(job.path.resolve())),
         model_type=job.model.config.model_type,
         count=P.count(job.model.config),
         origin=f"trained further from {_name(settings.init)}" if settings.init else "trained from scratch",
@@ -92,7 +93,7 @@ def _front(job: Job, summary: Json | None) -> Json:
         metric = {"type": "bits_per_byte", "value": summary["heldout_bits_per_byte"], "name": "held-out bits per byte"}
         task, dataset = {"type": "text-generation"}, {"type": "text", "name": ", ".join(_sources(job))}
         results = [{"task": task, "dataset": dataset, "metrics": [metric]}]
-        front["model-index"] = [{"name": job.path.resolve().name, "results": results}]
+        front["model-index"] = [{"name": _name(str(job.path.resolve())), "results": results}]
     return front
 
 
@@ -113,8 +114,8 @@ def _sources(job: Job) -> list[str]:
 
 
 def _name(path: str) -> str:
-    """The last part of a path, or of a path with a weight."""
-    return PurePath(path).name
+    """The last part of a path, or of a path with a weight, as one line of printable text."""
+    return printable(PurePath(path).name).replace("\n", "\\n")
 
 
 def _without_folders(settings: Json) -> Json:
