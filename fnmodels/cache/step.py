@@ -106,10 +106,10 @@ def step_on(
 
     filled: in a compiled graph, where values are not known, the slots that kinds without rings read; None: all.
     """
-    inputs, masks, freqs_cis = prepared
+    inputs, _, freqs_cis = prepared
     run_params = isinstance(params, RunParams)
     known: dict[str, Any] = {"inplace": inplace, "clean": clean, "filled": filled}
-    planned = plan_step(masks, cache, config, options, inputs=inputs, run_params=run_params, **known)
+    planned = plan_step(prepared, cache, config, options, run_params=run_params, **known)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
     if may_have(family_of(config), "BIASED"):
@@ -136,18 +136,17 @@ class PlannedStep:
 
 
 def plan_step(
-    masks: Mapping[str, MaskLike],
+    prepared: tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]],
     cache: Cache,
     config: DecoderConfig,
     options: ForwardOptions,
     *,
-    inputs: Tree,
     run_params: bool = False,
     inplace: bool = False,
     clean: bool | None = None,
     filled: int | None = None,
 ) -> PlannedStep:
-    """masks, inputs: those of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
+    """prepared: of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
         raise ValueError(
             'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
@@ -155,7 +154,7 @@ def plan_step(
         )
     free = options.layer_fn is None and not run_params  # blocks are not compiled
     clean = is_clean(cache) if clean is None else clean
-    masks = _with_images(masks, cache)
+    inputs, masks = prepared[0], _with_images(prepared[1], cache)
     how: dict[str, Any] = {"highest": _highest_of(inputs, cache), "filled": filled}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}

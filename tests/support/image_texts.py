@@ -27,14 +27,24 @@ ROWS: tuple[Row, ...] = (
 
 @dataclass(frozen=True)
 class ImageCase:
-    """A family of `fnmodels.models.vision_language` with a tiny config."""
+    """A family of `fnmodels.models.vision_language` with a tiny config; tests: of the family; label: of the config."""
 
     name: str
     family: Any
     config: Any
+    tests: Any
+    label: str
 
     def __str__(self) -> str:
         return self.name
+
+    def reference(self) -> Any:
+        """The model of transformers, in evaluation mode with generic values."""
+        return self.tests._reference() if hasattr(self.tests, "CONFIG") else self.tests._reference(self.label)
+
+    def params(self) -> Any:
+        """The parameters of `reference`."""
+        return self.tests._params() if hasattr(self.tests, "CONFIG") else self.tests._params(self.label)
 
 
 def image_cases() -> list[ImageCase]:
@@ -44,7 +54,8 @@ def image_cases() -> list[ImageCase]:
         family = importlib.import_module(f"fnmodels.models.vision_language.{name}")
         tests = importlib.import_module(f"tests.fnmodels.models.test_{name}")
         for label, config in _configs(tests, family, name).items():
-            found.append(ImageCase(label if label.startswith(name) else f"{name}_{label}", family, config))
+            shown = label if label.startswith(name) else f"{name}_{label}"
+            found.append(ImageCase(shown, family, config, tests, label))
     return found
 
 

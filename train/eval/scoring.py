@@ -185,7 +185,8 @@ def _score_shared(
     sizes = [len(tokens) - 1 for tokens, _ in rows]
     contexts = [tokens[: len(tokens) - new] for tokens, new in rows]
     empty = empty_caches(params, config, max(sizes))
-    cache = run_all(prefilled(params, config, contexts, sizes, empty=empty, chunk=ROW_TOKENS, kernel=options.kernel))
+    chunks = prefilled(params, config, contexts, sizes, empty=empty, chunk=ROW_TOKENS, kernel=options.kernel)
+    cache = run_all(chunks).cache
     ids, segment_ids, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
     for i, (tokens, new) in enumerate(rows):
         known = torch.tensor(tokens[len(tokens) - new - 1 :])

@@ -14,6 +14,7 @@ from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
 from .checks import check_request, learned_positions
+from .images import text_model
 from .prompts import activations, empty_caches, prefilled, run_all
 from .requests import Request
 
@@ -40,6 +41,7 @@ def beam_search(
     chunk: int = 512,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
+    images: Sequence[Tensor] = (),
     **options: Unpack[ForwardKwargs],
 ) -> list[Hypothesis]:
     """Beam search: at most `beams` answers to a prompt (token ids), the best first.
@@ -47,16 +49,19 @@ def beam_search(
     An answer ends with one of `stop_ids` or has `max_new` tokens; its score is its logp / length ** length_penalty.
     At every length the `beams` likeliest unfinished answers are kept. The search ends early when no unfinished answer,
     at its present score, is above the worst of `beams` finished ones. dtype, kv_dtype: as for `serve`.
+    images: of the prompt, see `Request`.
     """
     if beams < 1 or max_new < 1 or not prompt:
         raise ValueError(
             f"beams ({beams}), max_new ({max_new}) and the prompt's length ({len(prompt)}) must be above 0."
         )
-    check_request(0, Request(prompt, max_new), config, learned=learned_positions(config))
+    check_request(0, Request(prompt, max_new, images=images), config, learned=learned_positions(config))
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
-    cache = run_all(prefilled(params, config, [prompt], [capacity], empty=empty, chunk=chunk, **options))
+    chunks = prefilled(params, config, [prompt], [capacity], empty=empty, chunk=chunk, images=[images], **options)
+    cache = run_all(chunks).with_text_last()
+    params, config = text_model(params, config)
     tokens, logp = [list(prompt)], torch.zeros(1, device=device)
     finished: list[Hypothesis] = []
     for length in range(1, max_new + 1):

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.models.common.spec import Leaf
 
 from .decoder_traits import Decodes
+from .images import check_images
 from .requests import Request
 from .sampling import check_sampling
 
@@ -15,7 +16,7 @@ from .sampling import check_sampling
 def check_request(
     row: int,
     request: Request,
-    config: DecoderConfig,
+    config: Any,
     *,
     tokenizer: Decodes | None = None,
     capacity: int | None = None,
@@ -23,7 +24,8 @@ def check_request(
 ) -> None:
     """ValueError that names the request where it cannot be answered to its end.
 
-    capacity: the tokens that its row of the cache has room for. learned: of `learned_positions`.
+    config: of the model, the whole one where it reads images. capacity: the tokens that its row of the cache has room
+    for. learned: of `learned_positions`.
     """
     size = len(request.prompt)
     if not size:
@@ -32,7 +34,8 @@ def check_request(
         raise ValueError(f"max_new of request {row} is {request.max_new}; it must be at least 1.")
     if request.stop_texts and tokenizer is None:
         raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
-    _check_ids(row, request.prompt, config.vocab_size)
+    _check_ids(row, request.prompt, text_config(config).vocab_size)
+    check_images(row, request.prompt, request.images, config)
     check_sampling(request.sampling)
     if capacity is not None and size + request.max_new > capacity:
         raise ValueError(
@@ -47,9 +50,10 @@ def check_request(
         )
 
 
-def learned_positions(config: DecoderConfig) -> int | None:
+def learned_positions(config: Any) -> int | None:
     """The number of positions that the model has a learned vector for; None where it computes them from any number."""
-    leaves = [leaf for leaf in family_of(config).spec(config).values() if isinstance(leaf, Leaf)]
+    text = text_config(config)
+    leaves = [leaf for leaf in family_of(text).spec(text).values() if isinstance(leaf, Leaf)]
     sizes = [leaf.shape[leaf.axes.index("position")] for leaf in leaves if "position" in leaf.axes]
     return min(sizes, default=None)
 

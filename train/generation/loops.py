@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Cache, DecodingStep
+from fnmodels import DecodingStep
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.options import ForwardKwargs
@@ -18,7 +18,8 @@ from fnmodels.tree import Tree
 
 from .checks import check_request, learned_positions
 from .decoder_traits import Decodes
-from .prompts import activations, empty_caches, prefilled
+from .images import text_model
+from .prompts import Prefilled, activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, stack_samplings
 from .serve import ServeState, admit, empty_state, serve_step, take_slots
@@ -45,7 +46,7 @@ class _Admission:
 
     rows: list[int]
     answers: list[Answer]
-    chunks: Generator[None, None, Cache]
+    chunks: Generator[None, None, Prefilled]
 
 
 def serve(
@@ -93,10 +94,11 @@ def serve(
     known = isinstance(requests, Sequence)
     for row, request in enumerate(requests if known else ()):
         check(row, request)
-    step = compile if callable(compile) else _STEPS[compile](config, **options) if compile in _STEPS else None
+    text_params, text = text_model(params, config)
+    step = compile if callable(compile) else _STEPS[compile](text, **options) if compile in _STEPS else None
     dtype, device = activations(params, dtype)
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
-    state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    state = empty_state(text, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
     mistake: Exception | None = None  # of a later request, or of the iterator: raised when no answer is under way
     queue, admission, drained, idle = enumerate(requests), None, False, slots  # idle: slot-steps without a request
@@ -114,13 +116,14 @@ def serve(
             drained, idle = len(answers) < len(free), 0
             if answers:
                 prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
-                chunks = prefilled(params, config, prompts, lengths, empty=empty, chunk=chunk, **options)
+                images = [answer.request.images for answer in answers]
+                chunks = prefilled(params, config, prompts, lengths, empty=empty, chunk=chunk, images=images, **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
         if admission is not None:
             try:
                 next(admission.chunks)
             except StopIteration as done:
-                state = _admitted(state, places, admission, done.value, config)
+                state = _admitted(state, places, admission, done.value, text)
                 admission = None
         active = [(row, answer) for row, answer in enumerate(places) if answer is not None]
         if not active:
@@ -135,7 +138,7 @@ def serve(
             places = [answer for _, answer in active]
             active = list(enumerate(answer for _, answer in active))
         hook = None if logits_fn is None else _hook(logits_fn, places)
-        state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, step=step, **options)
+        state = serve_step(text_params, state, config=text, logits_fn=hook, inplace=True, step=step, **options)
         idle += len(places) - len(active)
         tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()
         ended = []
@@ -155,7 +158,7 @@ def _length(answer: Answer) -> int:
 
 
 def _admitted(
-    state: ServeState, places: list[Answer | None], admission: _Admission, cache: Cache, config: DecoderConfig
+    state: ServeState, places: list[Answer | None], admission: _Admission, found: Prefilled, config: DecoderConfig
 ) -> ServeState:
     requests = [answer.request for answer in admission.answers]
     for row, answer in zip(admission.rows, admission.answers, strict=True):
@@ -165,13 +168,14 @@ def _admitted(
     return admit(
         state,
         admission.rows,
-        cache,
+        found.cache,
         [request.prompt for request in requests],
         seeds=[request.seed for request in requests],
         ids=[request.draw for request in requests],
         lengths=[_length(answer) for answer in admission.answers],
         sampling=stack_samplings(samplings, device=state.last.device),
         vocab=config.vocab_size,
+        logits=found.logits,
         inplace=True,
     )
 
@@ -192,6 +196,7 @@ def generate(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
+    images: Sequence[Sequence[Tensor]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Generations:
     """A continuation of each prompt (token ids), with a cache and continuous batching.
@@ -202,6 +207,8 @@ def generate(
         prompts with this seed; a prompt with a seed of its own gets the same draws in any batch and order.
     stop_ids: tokens after which an answer ends. stop_texts: texts that end it, found in the decoded text.
     slots: answers that are generated at once; by default all, at most 32.
+    images: for each prompt its images, floats [C, H, W] as the tower reads them, in the order of the prompt's image
+        tokens, one token for each feature; params and config are those of the whole model.
     options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
         logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
         answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see `serve`; those of
@@ -209,7 +216,7 @@ def generate(
 
     Equal prompts, and a beginning that prompts share, are computed once.
     """
-    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
+    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
     return collect(_served(params, config, made, slots, **options), len(made))
 
 
@@ -224,10 +231,11 @@ def stream(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
+    images: Sequence[Sequence[Tensor]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Iterator[tuple[int, int, float]]:
     """(row of the prompt, token, logp) of each token as it is drawn; arguments as for `generate`."""
-    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
+    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
     return ((event.row, event.token, event.logp) for event in _served(params, config, made, slots, **options))
 
 

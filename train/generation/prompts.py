@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.registry import DecoderConfig, family_of, text_config
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree, leaves
+
+from .images import reader_of
 
 SHARED = 16  # tokens that prompts must have in common for a pass of their own
 
@@ -34,66 +37,93 @@ def empty_caches(
     return functools.partial(_copies, one)
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """cache: of all tokens of each prompt but the last. logits: {prompt: [V]} of those that end with an image, whose
+    last token is in the cache too."""
+
+    cache: Cache
+    logits: dict[int, Tensor]
+
+    def with_text_last(self) -> Cache:
+        """The cache; ValueError for a prompt that ends with an image."""
+        if self.logits:
+            raise ValueError(
+                f"Prompt {min(self.logits)} ends with an image: end it with a token of text, or take train.generate."
+            )
+        return self.cache
+
+
 def prefilled(
     params: Tree,
-    config: DecoderConfig,
+    config: Any,
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
     *,
     empty: Callable[[int], Cache],
     chunk: int,
+    images: Sequence[Sequence[Tensor]] | None = None,
     **options: Unpack[ForwardKwargs],
-) -> Generator[None, None, Cache]:
+) -> Generator[None, None, Prefilled]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
 
     Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
     Prompts of similar lengths are computed together, so that at most half of the tokens are padding.
 
     lengths: of each prompt, the sequence length that length-dependent rotary scalings read. empty: a cache without
-    tokens of so many rows, as of `empty_caches`. chunk: tokens computed at a time, padding included.
+    tokens of so many rows, as of `empty_caches`. chunk: tokens computed at a time, padding included, or more where an
+    image is computed in one call. images: those of each prompt, see `Request`; params and config are then those of the
+    whole model.
     """
     _, device = activations(params)
-    tokens = [tuple(prompt[:-1]) for prompt in prompts]
-    same_tables = len(set(lengths)) == 1 or not _reads_length(config, lengths, max(map(len, tokens)))
+    reader, rows = reader_of(params, config, prompts, images or [()] * len(prompts), options.get("kernel", "auto"))
+    tokens = [row if row[-1] < 0 else row[:-1] for row in rows]
+    same_tables = len(set(lengths)) == 1 or not _reads_length(text_config(config), lengths, max(map(len, tokens)))
     keys = [(row, 0 if same_tables else length) for row, length in zip(tokens, lengths, strict=True)]
     distinct = list(dict.fromkeys(keys))
     shared = _common([row for row, _ in distinct]) if same_tables and len(distinct) > 1 else 0
+    shared = reader.undivided([row for row, _ in distinct], shared)
     sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
+    axes = [reader.axes(rows[keys.index(key)]) for key in distinct]
+    logits: dict[int, Tensor] = {}  # of distinct rows that end with an image
 
-    def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
-        width = max(map(len, new))
-        ids, segment_ids = torch.zeros(2, len(new), width, dtype=torch.int64)
-        for row, own in enumerate(new):
-            ids[row, : len(own)], segment_ids[row, : len(own)] = torch.tensor(own, dtype=torch.int64), 1
-        each = max(1, chunk // len(new))
-        for begin in range(0, width, each):
-            if begin:
+    def extended(cache: Cache, which: list[int], begin: int, stop: int | None) -> Generator[None, None, Cache]:
+        """The tokens from begin to stop of the distinct rows `which`."""
+        new = [distinct[row][0][:stop] for row in which]
+        starts, each = [begin] * len(new), max(1, chunk // len(new))
+        while any(start < len(row) for start, row in zip(starts, new, strict=True)):
+            if max(starts) > begin:
                 yield
-            part = slice(begin, begin + each)
-            step = fnmodels.prepare_step(
-                config, ids[:, part].to(device), cache, segment_ids=segment_ids[:, part].to(device), length=sizes
+            ends = [reader.end(row, start, each) for row, start in zip(new, starts, strict=True)]
+            parts = list(zip(new, [axes[row] for row in which], starts, ends, strict=True))
+            found, cache = reader.decoded(
+                [row[start:end] for row, _, start, end in parts],
+                [None if own is None else own[start:end] for _, own, start, end in parts],
+                cache,
+                sizes[which],
+                **options,
             )
-            _, cache = fnmodels.decode_(params, *step, cache, config=config, at="last", **options)
+            for i, (row, _, start, end) in enumerate(parts):
+                if start < end == len(row) and row[-1] < 0 and stop is None:
+                    logits[which[i]] = found[i]
+            starts = ends
         return cache
-
-    def suffixes(group: list[int], cache: Cache) -> Generator[None, None, Cache]:
-        return extended(cache, [distinct[row][0][shared:] for row in group], sizes[group])
 
     start = empty
     if shared:
-        prefix = yield from extended(empty(1), [distinct[0][0][:shared]], sizes[:1])
+        prefix = yield from extended(empty(1), [0], 0, shared)
         start = functools.partial(_copies, prefix)
         yield
     found, groups = start(len(distinct)), _similar([len(row) - shared for row, _ in distinct])
     if len(groups) == 1:
-        found = yield from suffixes(groups[0], found)
+        found = yield from extended(found, groups[0], shared, None)
     else:
         for group in groups:
-            found = fnmodels.insert_(found, group, (yield from suffixes(group, start(len(group)))))
+            found = fnmodels.insert_(found, group, (yield from extended(start(len(group)), group, shared, None)))
             yield
     if len(distinct) < len(keys):
         found = fnmodels.take(found, [distinct.index(key) for key in keys])
-    return found
+    return Prefilled(found, {i: logits[distinct.index(keys[i])] for i, row in enumerate(rows) if row[-1] < 0})
 
 
 def _similar(sizes: Sequence[int]) -> list[list[int]]:
@@ -118,13 +148,13 @@ def _common(rows: list[tuple[int, ...]]) -> int:
     return same if same >= SHARED else 0
 
 
-def run_all(chunks: Generator[None, None, Cache]) -> Cache:
+def run_all(chunks: Generator[None, None, Prefilled]) -> Prefilled:
     """The result of `prefilled`, without a pause between chunks."""
     while True:
         try:
             next(chunks)
         except StopIteration as done:
-            found: Cache = done.value
+            found: Prefilled = done.value
             return found
 
 

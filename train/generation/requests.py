@@ -1,7 +1,7 @@
 """Requests and what becomes of them: `Request`, `Answer` as it grows, `Event` per token, `Generations` at the end."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ class Request:
 
     prompt: token ids, at least one. max_new: tokens generated at most. sampling: with numbers as fields. seed, draw:
     what the noise depends on beside the step: requests with both equal draw with the same noise. stop_ids: tokens after
-    which it ends. stop_texts: texts that end it, which needs a tokenizer.
+    which it ends. stop_texts: texts that end it, which needs a tokenizer. images: floats [C, H, W] as the tower reads
+    them, in the order of the prompt's image tokens, one token for each feature.
     """
 
     prompt: Sequence[int]
@@ -28,6 +29,7 @@ class Request:
     draw: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
+    images: Sequence[Tensor] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,11 @@ def requests_of(
     seeds: int | Sequence[int],
     stop_ids: Sequence[int],
     stop_texts: Sequence[str],
+    images: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Request]:
     """One request per prompt; see `generate`. ValueError for a sequence of another length than the prompts."""
+    if images is not None and len(images) != len(prompts):
+        raise ValueError(f"images has {len(images)} lists; it must have one for each of {len(prompts)} prompts.")
     sampling = sampling or Sampling()
     check_sampling(sampling, len(prompts))
     StopText(stop_texts)
@@ -138,6 +143,8 @@ def requests_of(
         draw = earlier[seed] = earlier.get(seed, -1) + 1
         own = Sampling(**{f.name: _of_row(getattr(sampling, f.name), row) for f in fields(Sampling)})
         made.append(Request(list(prompt), size, own, seed, draw, tuple(stop_ids), tuple(stop_texts)))
+        if images is not None:
+            made[-1] = replace(made[-1], images=tuple(images[row]))
     return made
 
 

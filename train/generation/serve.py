@@ -7,7 +7,7 @@ A slot is a row of the cache. Slots without a request are padding: nothing of th
 no bit of the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -25,12 +25,22 @@ from .sampling import LogitsFn, SampleState, Sampling, check_sampling, sample_st
 
 @tree.pytree
 @dataclass(frozen=True)
+class Ready:
+    """Slots [B] whose cache holds the last token of the prompt too, and their logits [B, V] for the first draw."""
+
+    slots: Tensor
+    logits: Tensor
+
+
+@tree.pytree
+@dataclass(frozen=True)
 class ServeState:
     """The contents of B slots between two steps.
 
     cache: all tokens of each row but the last. last: int64 [B], the last token, drawn or of the prompt. active: bool
     [B]. lengths: int64 [B], the sequence lengths that length-dependent rotary scalings read. logp, logp_kept: fp32 [B],
-    the log-probabilities of `last` where the step drew it, see `sample_step`.
+    the log-probabilities of `last` where the step drew it, see `sample_step`. ready: slots of new prompts that end with
+    an image.
     """
 
     cache: Cache
@@ -40,6 +50,7 @@ class ServeState:
     draws: SampleState
     logp: Tensor
     logp_kept: Tensor
+    ready: Ready | None = None
 
 
 def empty_state(
@@ -76,16 +87,21 @@ def serve_step(
     used again. step: of `fnmodels.compiled_step`, which does so too and has its own options. options: as for
     `fnmodels.forward`. Slots that are not active keep what they hold.
     """
-    tokens, segment_ids = state.last[:, None], state.active[:, None].long()
+    ready = state.ready
+    written = state.active if ready is None else state.active & ~ready.slots
+    tokens, segment_ids = state.last[:, None], written[:, None].long()
     if step is None:
         made = fnmodels.prepare_step(config, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
         decode = fnmodels.decode_ if inplace else fnmodels.decode
         logits, cache = decode(params, *made, state.cache, config=config, **options)
     else:
         logits, cache = step(params, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
-    drawn, logp, kept, draws = sample_step(logits[:, 0], state.draws, active=state.active, logits_fn=logits_fn)
+    logits = logits[:, 0]
+    if ready is not None:
+        logits = torch.where(ready.slots[:, None], ready.logits, logits)
+    drawn, logp, kept, draws = sample_step(logits, state.draws, active=state.active, logits_fn=logits_fn)
     last = torch.where(state.active, drawn, state.last)
-    return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept)
+    return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept, ready=None)
 
 
 def admit(
@@ -99,13 +115,14 @@ def admit(
     lengths: Sequence[int],
     sampling: Sampling,
     vocab: int,
+    logits: Mapping[int, Tensor] | None = None,
     inplace: bool = False,
 ) -> ServeState:
     """The state with requests in the slots `rows`, which become active.
 
     cache: one row per request with all tokens of its prompt but the last. seeds, ids: of the requests' noise.
     sampling: of all slots, so that each field is a number or a tensor [B]. vocab: the number of logits.
-    inplace: as in `serve_step`.
+    logits: {i: [V]} of requests whose last token the cache holds too. inplace: as in `serve_step`.
     """
     check_sampling(sampling, len(state.last))
     device = state.last.device
@@ -130,13 +147,22 @@ def admit(
         active=state.active.index_fill(0, at, True),
         lengths=put(state.lengths, lengths),
         draws=draws,
+        ready=_ready(state, at, logits) if logits else state.ready,
     )
+
+
+def _ready(state: ServeState, rows: Tensor, logits: Mapping[int, Tensor]) -> Ready:
+    index, new = rows[list(logits)], torch.stack(list(logits.values()))
+    held = state.ready or Ready(state.active & False, new.new_zeros(len(state.last), new.shape[1]))
+    return Ready(held.slots.index_fill(0, index, True), held.logits.index_copy(0, index, new))
 
 
 def take_slots(state: ServeState, rows: Sequence[int]) -> ServeState:
     """The state of these slots alone, in this order: a step takes less time for fewer rows."""
     index = torch.tensor(rows, dtype=torch.int64, device=state.last.device)
-    others = {name: getattr(state, name) for name in ("last", "active", "lengths", "draws", "logp", "logp_kept")}
+    others = {
+        name: getattr(state, name) for name in ("last", "active", "lengths", "draws", "logp", "logp_kept", "ready")
+    }
     taken = tree.map(lambda leaf: leaf.index_select(0, index) if isinstance(leaf, Tensor) else leaf, others)
     return ServeState(cache=fnmodels.take(state.cache, index), **taken)
 

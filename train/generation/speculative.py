@@ -16,13 +16,14 @@ import fnmodels
 from fnmodels import Cache, mtp
 from fnmodels.cache.rows import is_recurrent
 from fnmodels.cache.step import logits_at, plan_step, step_on
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, text_config
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .checks import check_request, learned_positions
 from .decoder_traits import Decodes
+from .images import text_model
 from .prompts import activations, empty_caches, prefilled, run_all
 from .requests import Answer, Generations, Request, capacity_of, collect, requests_of
 from .sampling import SampleState, Sampling, sample_state, sample_step, stack_samplings
@@ -47,6 +48,7 @@ def speculate(
     tokenizer: Decodes | None = None,
     chunk: int = 512,
     kv_dtype: torch.dtype | None = None,
+    images: Sequence[Sequence[Tensor]] | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Generations, float]:
     """(what `generate` returns for the same arguments, the share of drafted tokens that were right).
@@ -56,13 +58,13 @@ def speculate(
     step of the model, at most: fewer where the answer ends before, or where the draft has learned no position for more.
     kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to rounding: a step over
     several tokens adds in another order than one over a single token, which can decide between two tokens that are as
-    good as equal.
+    good as equal. images: as for `generate`; a draft of text reads image tokens as they are.
     """
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; it must be at least 1.")
     if (draft_params is None) != (draft_config is None):
         raise ValueError("draft_params and draft_config belong together: pass both, or None for both.")
-    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
+    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
     if not made:
         return collect([], 0), 0.0
     learned = learned_positions(config)
@@ -74,7 +76,7 @@ def speculate(
     if draft_params is None or draft_config is None:
         draft = _Head(model, made)
     else:
-        _check_vocabulary(config, draft_config)
+        _check_vocabulary(model.config, text_config(draft_config))
         draft = _Side(draft_params, draft_config, made, chunk, options)
     device = model.device
     last, seed, draw = (
@@ -83,7 +85,7 @@ def speculate(
     )
     together = stack_samplings([request.sampling for request in made], device)
     prompt_ids = [list(request.prompt) for request in made]
-    draws = sample_state(together, seed, draw, prompts=prompt_ids, vocab=config.vocab_size)
+    draws = sample_state(together, seed, draw, prompts=prompt_ids, vocab=model.config.vocab_size)
     active = torch.ones(len(made), dtype=torch.bool, device=device)
     events, right, drafted = [], 0, 0
     while bool(active.any()):
@@ -165,14 +167,17 @@ class _Side:
         options: ForwardKwargs,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.params, self.config, self.options = params, config, ForwardOptions(**options)
+        (self.params, self.config), self.options = text_model(params, config), ForwardOptions(**options)
         _, self.device = activations(params)
         self.learned = learned_positions(config) or _ENDLESS
         prompts = [request.prompt[: self.learned + 1] for request in requests]
         sizes = [len(request.prompt) + request.max_new for request in requests]
         # drafted tokens are written before they are dropped: not into rings, where they would evict others
         empty = empty_caches(params, config, capacity_of(requests), rings=False, kv_dtype=kv_dtype)
-        self.cache = run_all(prefilled(params, config, prompts, sizes, empty=empty, chunk=chunk, **options))
+        # a model of text drafts from image tokens as they are
+        images = [request.images if text_config(config) is not config else () for request in requests]
+        chunks = prefilled(params, config, prompts, sizes, empty=empty, chunk=chunk, images=images, **options)
+        self.cache = run_all(chunks).with_text_last()
         self.lengths = torch.tensor(sizes, device=self.device)
         self.held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         self.ahead_cache = self.cache
@@ -229,6 +234,8 @@ class _Head:
             raise ValueError(
                 "Without draft_params the model's MTP head drafts, and params has none: pass a smaller model."
             )
+        if any(request.images for request in requests):
+            raise ValueError("An MTP head drafts after prompts of text: pass a smaller model as the draft.")
         if model.options.layer_fn is not None or model.options.edits:
             raise ValueError("An MTP head drafts without layer_fn and edits: pass a smaller model as the draft.")
         self.model, self.params = model, {**model.params, "mtp": model.params["mtp"][:1]}
@@ -255,13 +262,13 @@ class _Head:
         """(the head's states [B, S, D], its cache) of the model's states x [B, S, D] and the tokens after them."""
         config: Any = self.model.config
         lengths = self.model.lengths
-        inputs, masks, freqs = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
-        planned = plan_step(masks, cache, config, self.model.options, inputs=inputs)
+        prepared = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
+        planned = plan_step(prepared, cache, config, self.model.options)
         last = len(fnmodels.family_of(config).kinds(config)) - 1
         step = replace(planned.step, entries={last: cache.layers[0]})
         known = tokens.where(segment_ids > 0, -1)[..., None]
         how = planned.options.keywords
-        state, entry = mtp.hidden(params, x, known, planned.masks, freqs, config=config, cache=step, **how)
+        state, entry = mtp.hidden(params, x, known, planned.masks, prepared[2], config=config, cache=step, **how)
         return state, planned.after(cache, {0: entry})
 
     def _logits(self, state: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ masks = gemma3.image_masks(config.text, positions, segment_ids, places)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -153,3 +154,15 @@ def image_masks(
     spans = image_spans(places, segment_ids)
     used = {kind: rules[kind] for kind in family_of(config).kinds(config)}
     return masks_of(used, positions, segment_ids, spans=spans, create=create)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.pooled
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places, config=config),)

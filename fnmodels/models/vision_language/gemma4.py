@@ -154,3 +154,15 @@ def image_masks(
     every = family_of(config.text).kinds(config.text)
     rules: dict[str, Rule] = {kind: window & seen if kind.startswith("sliding") else Causal() for kind in every}
     return masks_of(rules, positions, segment_ids, spans=image_spans(places, segment_ids), create=create)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.vision.pooled
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places, config=config),)

@@ -12,6 +12,7 @@ inputs = llama4.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,3 +98,15 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     weights = params["projector"]
     inner = F.gelu(linear(gather_cells(x, places).flatten(1)[None], weights["up"]))
     return linear(F.gelu(linear(inner, weights["out"])), weights["proj"])
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.vision.merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places),)

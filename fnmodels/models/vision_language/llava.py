@@ -11,13 +11,14 @@ inputs = llava.with_images(params, inputs, llava.project(params, x), places, con
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.image_places import image_places  # noqa: F401
+from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import two_towers, vision_language
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
@@ -131,3 +132,15 @@ def tower(params: Tree, config: Config) -> tuple[Tree, clip_vision.Config]:
 def project(params: Tree, x: Tensor, /) -> Tensor:
     """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
     return vision_language.mlp(params["projector"], x)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return 1
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, gather_cells(x, places)[None, :, 0]),)

@@ -12,6 +12,7 @@ inputs = mistral3.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,3 +119,15 @@ def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Te
     normed = rms_norm(x, weights["norm"], eps=config.text.rms_norm_eps)
     merged = linear(gather_cells(normed, places).mT.flatten(1)[None], weights["merge"])
     return vision_language.mlp(weights, merged)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places, config=config),)

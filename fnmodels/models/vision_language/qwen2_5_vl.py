@@ -15,6 +15,7 @@ The frames of a video are images of the tower, and one grid of the text, whose i
 frames in seconds times `config.vision.tokens_per_second`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,3 +121,15 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     weights = params["merger"]
     normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
     return qwen_vl.merged(weights, qwen_vl.joined(normed, places))
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.vision.merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places),)

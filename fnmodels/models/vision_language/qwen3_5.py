@@ -14,6 +14,7 @@ inputs = qwen3_5.with_images(params, batch[0], features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,3 +109,15 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
     """
     return qwen_vl.project(params["merger"], x, places)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.vision.merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return (project(params, x, places),)

@@ -147,3 +147,15 @@ def deepstack(features: Sequence[Tensor], places: Tensor) -> dict[str, Edit]:
 
 def _added(value: Tensor, name: str, *, features: Tensor, places: Tensor) -> Tensor:
     return add_features(value, features, places)
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return config.vision.merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
+    return tuple(project(params, x, tapped, places, config=config))

@@ -1,0 +1,104 @@
+"""Images among the tokens of a text, for every family of `fnmodels.models.vision_language` alike.
+
+found = image_features(params, images, config=config)  # floats [C, H, W] each
+places = image_places(tokens, config.image_token, torch.ones(found.values[0].shape[:2], dtype=torch.bool))
+prepared = fnmodels.prepare(config, tokens, places=places, grids=found.grids)
+prepared, options = with_features(params, found, places, prepared, config=config)
+logits = fnmodels.forward(params["text"], *prepared, config=config.text, **options)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.apply import forward, hidden
+from fnmodels.inputs.image_places import cells
+from fnmodels.inputs.images import patch_rows
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.models.common.registry import family_of, text_config
+from fnmodels.preparation import prepare
+from fnmodels.tree import Tree
+
+Prepared = tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of images, one image after the other.
+
+    values: [1, N, text's D], those that replace embeddings, then those that are added to the outputs of the first
+    layers (DeepStack). grids: int64 [images, 3], the frames, rows and columns of each image's features, on the host.
+    """
+
+    values: tuple[Tensor, ...]
+    grids: Tensor
+
+
+def check_reads_images(config: Any) -> None:
+    """TypeError for a model that reads no images among its tokens."""
+    if text_config(config) is config:
+        raise TypeError(
+            f"{type(config).__module__}.{type(config).__name__} reads no images: pass config and params of a whole "
+            "model of fnmodels.models.vision_language, as params.load_pretrained returns them."
+        )
+
+
+def image_grid(image: Tensor, *, config: Any) -> tuple[int, int, int]:
+    """(1, rows, columns) of the features of an image [C, H, W]. ValueError for sizes without whole cells."""
+    check_reads_images(config)
+    family: Any = family_of(config)
+    side = config.vision.patch_size * family.cell_side(config)
+    channels, frames = config.vision.num_channels, getattr(config.vision, "frames", 1)
+    ok = image.ndim == 3 and image.shape[0] in (channels, channels // frames) and image.is_floating_point()
+    if not ok or not image.numel() or image.shape[1] % side or image.shape[2] % side:
+        raise ValueError(
+            f"An image is floats [{channels // frames}, H, W] with H and W multiples of {side}, not {image.dtype} "
+            f"{list(image.shape)}: see fnmodels.inputs.images and image_sizes."
+        )
+    return 1, image.shape[1] // side, image.shape[2] // side
+
+
+@torch.no_grad()
+def image_features(params: Tree, images: Sequence[Tensor], *, config: Any, kernel: Any = "auto") -> ImageFeatures:
+    """The features of images, floats [C, H, W] as the tower reads them; each is computed alone.
+
+    params, config: of the whole model. A model whose patches have two frames takes a picture, which stands still, or
+    two frames [2 C, H, W], channels first. ValueError as for `image_grid`.
+    """
+    grids = torch.tensor([image_grid(image, config=config) for image in images]).reshape(-1, 3)
+    family: Any = family_of(config)
+    weights, tower, run = params["vision"], config.vision, forward
+    if hasattr(family, "tower"):  # cut behind a layer, so without the last norm
+        (weights, tower), run = family.tower(params, config), hidden
+    like, names = next(iter(tree.leaves(weights))), family.taps(config) if hasattr(family, "taps") else ()
+    found = []
+    for image in images:
+        image = image.to(like.device, like.dtype)
+        image = image.repeat_interleave(config.vision.num_channels // image.shape[0], 0)
+        patches, at, ids = patch_rows([image], tower)
+        batch = prepare(tower, patches, positions=at, segment_ids=ids)
+        x = run(weights, *batch, config=tower, taps=names, kernel=kernel)
+        x, tapped = x if names else (x, {})
+        found.append(family.features_of(params, x, tapped, cells(at, ids, family.cell_side(config)), config=config))
+    return ImageFeatures(tuple(torch.cat(own, 1) for own in zip(*found, strict=True)), grids)
+
+
+def with_features(
+    params: Tree, features: ImageFeatures, places: Tensor, prepared: Prepared, *, config: Any
+) -> tuple[Prepared, dict[str, Any]]:
+    """(the arguments of the text model with the features in them, options of the call beside them).
+
+    places: [B, S, 2], (0, n) for the n-th feature, see `image_places`. prepared: of `prepare` or `prepare_step`.
+    """
+    family: Any = family_of(config)
+    inputs, masks, freqs_cis = prepared
+    inputs = family.with_images(params, inputs, features.values[0], places, config=config)
+    edits: Mapping[str, Any] = {}
+    if len(features.values) > 1:
+        edits = family.deepstack(features.values[1:], places)
+    return (inputs, masks, freqs_cis), {"edits": edits} if edits else {}
