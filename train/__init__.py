@@ -27,13 +27,13 @@ from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
 from train.data.token_budget import token_budget, unpacked
-from train.deltas import Delta, apply_deltas, deltas
 from train.generation.beam import beam_search
 from train.generation.loops import generate, serve, stream
 from train.generation.requests import Generations, Request, best_of
 from train.generation.sampling import Sampling, sample_step
 from train.generation.serve import ServeState, serve_step
 from train.generation.speculative import speculate
+from train.handover.deltas import Delta, apply_deltas, deltas
 from train.job.cpu_memory import keep_freed_memory
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence

@@ -46,8 +46,8 @@ from train.parallel.step import batch_check, check_compile, sums_over
 from train.parallel.update import ShardedUpdate, optimizer_of_shards, over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
-from .exports import Shard, full_tensors, shards
 from .gradients import LossFn, Sums, gradient_sums, joined
+from .handover.exports import Shard, full_tensors, shards
 from .loss_call import Batch, microbatches
 from .offload import offload
 from .state import State, init_state, on_all_stages
