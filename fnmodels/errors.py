@@ -53,6 +53,11 @@ class UserError(PrintableError):
     """An error that the user can fix: the message is one sentence that names the value and what would be right."""
 
 
+class PositionWarning(UserWarning):
+    """Positions go past the range that the model's rotary tables are for. An error where a filter makes it one:
+    warnings.filterwarnings("error", category=fnmodels.errors.PositionWarning)."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error, of whatever library, says that there is not enough memory."""
     if isinstance(error, OSError):

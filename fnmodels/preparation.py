@@ -19,6 +19,7 @@ from fnmodels.models.common.registry import (
     may_have,
     text_config,
 )
+from fnmodels.position_range import check_positions
 
 
 def prepare(
@@ -48,6 +49,9 @@ def prepare(
     grids: [images, 3], the frames, rows and columns of each image's features, which positions of three axes follow
         from; needed with places for a model that has these, unless positions are given.
 
+    `fnmodels.errors.PositionWarning` where positions go past the range of the model's rotary tables, see
+    `fnmodels.position_range`.
+
     For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
@@ -68,6 +72,7 @@ def prepare(
     if positions is not None:
         axes = positions.shape[2:] if positions.ndim == 3 else ()
         positions = _per_token("positions", positions, shape + axes)
+    counted = positions is None and segment_ids is None
     if segment_ids is not None:
         segment_ids = _per_token("segment_ids", segment_ids, shape)
         positions = _positions(segment_ids) if positions is None else positions
@@ -92,7 +97,9 @@ def prepare(
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= may_have(family, "batch_inputs")(config, positions)
-    return inputs, masks, family.freqs_cis(config, positions, length=length)
+    tables = family.freqs_cis(config, positions, length=length)
+    check_positions(config, tables, positions, counted=counted)
+    return inputs, masks, tables
 
 
 def positions_of_images(config: Any, segment_ids: Tensor, places: Tensor, grids: Tensor | None) -> Tensor | None:

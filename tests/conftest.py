@@ -18,6 +18,8 @@ FSYNC = os.fsync
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Status())
+    # tiny configs are for few positions
+    config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

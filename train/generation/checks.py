@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
+import torch
+
+import fnmodels
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.models.common.spec import Leaf
+from fnmodels.position_range import check_count, position_range
 
 from .decoder_traits import Decodes
 from .images import check_images
@@ -22,7 +26,8 @@ def check_request(
     capacity: int | None = None,
     learned: int | None = None,
 ) -> None:
-    """ValueError that names the request where it cannot be answered to its end.
+    """ValueError that names the request where it cannot be answered to its end; `PositionWarning` where it may go past
+    the range of the model's rotary tables.
 
     config: of the model, the whole one where it reads images. capacity: the tokens that its row of the cache has room
     for. learned: of `learned_positions`.
@@ -48,6 +53,11 @@ def check_request(
             f"{learned} positions: "
             + (f"max_new is at most {most} there." if most > 0 else f"a prompt has at most {learned} tokens.")
         )
+    text = text_config(config)
+    known = position_range(text)
+    if known is not None and size + request.max_new - 1 > known:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        check_count(text, fnmodels.prepare(text, one, length=1)[2], size + request.max_new - 1)
 
 
 def learned_positions(config: Any) -> int | None:
