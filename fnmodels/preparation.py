@@ -19,7 +19,7 @@ from fnmodels.models.common.registry import (
     may_have,
     text_config,
 )
-from fnmodels.position_range import check_positions
+from fnmodels.ops.position_range import check_positions
 
 
 def prepare(
@@ -50,7 +50,7 @@ def prepare(
         from; needed with places for a model that has these, unless positions are given.
 
     `fnmodels.errors.PositionWarning` where positions go past the range of the model's rotary tables, see
-    `fnmodels.position_range`.
+    `fnmodels.ops.position_range`.
 
     For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
     """

@@ -9,7 +9,7 @@ import torch
 import fnmodels
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.models.common.spec import Leaf
-from fnmodels.position_range import check_count, position_range
+from fnmodels.ops.position_range import check_count, position_range
 
 from .decoder_traits import Decodes
 from .images import check_images

@@ -9,8 +9,9 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import PositionWarning
 from fnmodels.inputs.values import readable
-from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
+
+from .rotary import Rope
 
 _KEPT = 64  # models whose first number is remembered
 _first: dict[Any, int] = {}  # {config: the number of positions of its first warning}

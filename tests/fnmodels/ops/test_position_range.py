@@ -11,8 +11,9 @@ import torch
 
 import fnmodels
 import train
-from fnmodels import clip, position_range, t5
+from fnmodels import clip, t5
 from fnmodels.errors import PositionWarning
+from fnmodels.ops import position_range
 from tests.support.cases import Case, cases, generic_params, richest
 from tests.variants.t5 import variants
 
