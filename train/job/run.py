@@ -51,6 +51,7 @@ from .settings import (
     read_toml,
 )
 from .setup import Job, Json, prepare, resolved
+from .trackers import tracked_by
 from .trackers import trackers as open_trackers
 
 
@@ -91,6 +92,8 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_identity(saved) if saved else run_folder.read_json(options.run / run_folder.RUN)
         settings = choose_settings(options.run, overrides, recorded, defaults, must_agree=saved is not None)
+        if settings.track is None and (tracked := tracked_by(options.run)):
+            print(f"not tracked from here on: give --track {tracked} again to continue there")
         mesh_setup = resolve_mesh(options.mesh, settings, **options.mesh_flags)
         summary = run_folder.read_json(options.run / run_folder.SUMMARY) if saved else None
         if summary is not None and report.is_complete(summary) and saved is not None and saved.step == settings.steps:

@@ -171,7 +171,8 @@ class Settings:
     track: str | None = logging(
         None,
         choice("mlflow", "wandb"),
-        "where the metrics go beside TensorBoard, by the package of that name and its environment variables",
+        "where the metrics go beside TensorBoard, by the package of that name and its environment variables; a flag "
+        "alone, for a resumed run too",
         changeable=True,
     )
     sample_every: int | None = logging(
@@ -194,6 +195,7 @@ class Settings:
 TOML_LIMIT = 50_000  # bytes; all settings take 3,000, and a key of many parts takes time quadratic in them
 DEFAULT = Settings()
 SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
+FLAG_ONLY = frozenset({"track"})  # sends data elsewhere, which no file, perhaps a stranger's, may switch on
 CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
 MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == GROUPS[1])  # a new model
 
@@ -231,7 +233,7 @@ def fixed_settings(settings: Settings) -> dict[str, Any]:
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among `values`, as `fixed_settings` wrote them; invalid values are ignored."""
     found = {}
-    for name in values.keys() & SETTING_TYPES.keys():
+    for name in values.keys() & (SETTING_TYPES.keys() - FLAG_ONLY):
         value = values[name]
         try:
             found[name] = None if value is None and getattr(DEFAULT, name) is None else SETTING_TYPES[name].check(value)
@@ -274,6 +276,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         if name not in SETTING_TYPES:
             table = ": settings stand outside of tables" if isinstance(value, dict) else ""
             raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, SETTING_TYPES)}")
+        if name in FLAG_ONLY:
+            raise UserError(
+                f"{path}: {name} is not read from a file: remove it there, and give {flag(name)} if it is meant"
+            )
         try:
             values[name] = SETTING_TYPES[name].check(value)
         except ValueError as error:
@@ -286,7 +292,7 @@ def to_toml(settings: Settings) -> str:
     """All settings in the form that `read_toml` reads; one without a value or effect is a comment."""
     lines = []
     for name, value in asdict(settings).items():
-        unused = value is None or (settings.init and name in MODEL_SIZES)
+        unused = value is None or name in FLAG_ONLY or (settings.init and name in MODEL_SIZES)
         # JSON of these values is valid TOML, but for one character that only TOML must escape.
         text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")

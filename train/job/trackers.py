@@ -1,10 +1,11 @@
 """Writes the metrics of a run beside its own files: to TensorBoard, and with --track to MLflow or Weights & Biases.
 
-MLflow and W&B read their own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE, ...). A resumed run continues the
-tracked one, whose id is in the run folder.
+MLflow and W&B read their own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE, ...). A resumed run that is given
+--track again continues the tracked one, whose id is in the run folder.
 """
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,6 +37,12 @@ def trackers(run: Path, *, after: int, track: str | None, settings: Mapping[str,
     """
     kinds: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
     return [TensorBoard(run, after), *(kinds[name](run, settings) for name in (track,) if name)]
+
+
+def tracked_by(run: Path) -> str | None:
+    """The tracker that has steps of the run, by its folder's record; None where there is none."""
+    found = read_json(run / TRACKED) or {}
+    return next((name for name in ("mlflow", "wandb") if name in found), None)
 
 
 class TensorBoard:
@@ -96,6 +103,8 @@ class WandB:
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        if (settings_file := run / "wandb" / "settings").exists():  # could lead the key of an account elsewhere
+            raise UserError(f"--track wandb: {settings_file} is not of a run, and W&B would read it: remove it")
         project, known = os.environ.get("WANDB_PROJECT", PROJECT), _tracked(run, "wandb")
         identity = known or uuid.uuid4().hex[:12]
         try:
@@ -123,8 +132,11 @@ class WandB:
 
 
 def _tracked(run: Path, kind: str) -> str | None:
-    """The id of the tracked run in the run folder's record."""
-    return (read_json(run / TRACKED) or {}).get(kind)
+    """The id of the tracked run in the run folder's record. UserError where it is none."""
+    found = (read_json(run / TRACKED) or {}).get(kind)
+    if found is not None and not (isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found, re.ASCII)):
+        raise UserError(f"{run / TRACKED}: {kind} is {found!r:.80}, no id of a run: remove the file to begin another")
+    return found
 
 
 def _remember(run: Path, kind: str, identity: str) -> None:

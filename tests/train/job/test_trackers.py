@@ -1,15 +1,18 @@
 """--track: a run and its continuation in a real local store of MLflow, and in real offline files of W&B."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fnmodels.errors import UserError
+from params.checkpoint.manifest import write_manifest
 from train.cli import main
 from train.job import run_folder
 from train.job.metrics_log import MetricsLog, read_rows
-from train.job.settings import Settings
-from train.job.trackers import trackers
+from train.job.settings import Settings, from_json, to_toml
+from train.job.trackers import WandB, _tracked, trackers
 
 ROWS = [{"step": step, "loss": 5.25 - step / 7, "epochs": {"0": step / 10}} for step in (1, 2, 3)]
 
@@ -93,3 +96,68 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     assert main(["--run", str(tmp_path / "run"), "--track", "wandb"]) != 0
     assert 'wandb must be installed for this: pip install "fnmodels[wandb]"' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["settings.toml", "run.json", "progress.json", "config"])
+def test_resume_of_a_run_whose_files_name_a_tracker_starts_none(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stranger's folder, perhaps: what it says about trackers is refused, or left alone with a line."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text, path = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tiny = Settings(**sizes, row_length=32, steps=2, eval_rows=2, sample_tokens=2)
+    assert main(["--run", str(path), "--data", str(text)], defaults=tiny) == 0
+    (path / run_folder.SUMMARY).unlink()
+    (path / run_folder.TRACKED).write_text(json.dumps({"wandb": "abc"}))
+    started: list[object] = []
+    monkeypatch.setattr("train.job.trackers.WandB", lambda *_: started.append(1))
+    monkeypatch.setattr("train.command_line.find_spec", lambda name: name)
+    flags: list[str] = []
+    if place == "settings.toml":
+        with (path / run_folder.SETTINGS).open("a") as file:
+            file.write('track = "wandb"\n')
+        said = f"{path / run_folder.SETTINGS}: track is not read from a file"
+    elif place == "config":
+        (tmp_path / "own.toml").write_text('track = "wandb"\n')
+        flags, said = (
+            ["--config", str(tmp_path / "own.toml")],
+            f"{tmp_path / 'own.toml'}: track is not read from a file",
+        )
+    elif place == "run.json":
+        recorded = json.loads((path / run_folder.RUN).read_text())
+        recorded["settings"]["track"] = "wandb"
+        (path / run_folder.RUN).write_text(json.dumps(recorded))
+        shutil.rmtree(path / run_folder.STEPS)
+        said = ""
+    else:
+        (step,) = (path / run_folder.STEPS).glob("step-*")
+        progress = json.loads((step / "progress.json").read_text())
+        progress["progress"]["run"]["settings"]["track"] = "wandb"
+        (step / "progress.json").write_text(json.dumps(progress))
+        (step / "fnmodels_manifest.json").unlink()
+        write_manifest(step)
+        said = "is of a version with other settings (track)"
+    capsys.readouterr()
+    code = main(["--run", str(path), "--resume", *flags], defaults=tiny)
+    out, error = capsys.readouterr()
+    assert code == (2 if said else 0) and said in error and not started
+    assert said or "not tracked from here on: give --track wandb again to continue there" in out
+
+
+def test_a_tracked_id_or_a_settings_file_of_strangers_is_refused(tmp_path: Path) -> None:
+    for identity in ("../a", "a" * 65, 3, ["a"], "a\nb", ""):
+        (tmp_path / run_folder.TRACKED).write_text(json.dumps({"mlflow": identity}))
+        with pytest.raises(UserError, match="no id of a run"):
+            _tracked(tmp_path, "mlflow")
+    pytest.importorskip("wandb")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:1\n")
+    with pytest.raises(UserError, match="W&B would read it"):
+        WandB(tmp_path, {})
+
+
+def test_track_is_written_as_no_setting() -> None:
+    assert "\n# track =\n" in to_toml(Settings(track="wandb"))
+    assert from_json({"track": "wandb", "steps": 3}) == {"steps": 3}
