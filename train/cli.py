@@ -29,13 +29,13 @@ The run folder becomes a Hugging Face checkpoint with metrics, loss curves and e
 """
 EXAMPLES = """\
 examples:
-  python -m train --run runs/first                    the default model and text: a few minutes on two CPU cores
-  python -m train --run runs/first --resume           resume after Ctrl-C or a crash
-  python -m train --run runs/own --data ~/notes       train on the text files of a folder
-  python -m train --run runs/more --init runs/first --data ~/notes --steps 200
-  python -m train --run runs/again --config runs/more/settings.toml --seed 1
-  python -m train --run runs/four --mesh pp=2,fsdp=2  with four processes on this machine
-  python -m train.sample runs/first --prompt "def "   sample from it
+  fnmodels-train --run runs/first                    the default model and text: a few minutes on two CPU cores
+  fnmodels-train --run runs/first --resume           resume after Ctrl-C or a crash
+  fnmodels-train --run runs/own --data ~/notes       train on the text files of a folder
+  fnmodels-train --run runs/more --init runs/first --data ~/notes --steps 200
+  fnmodels-train --run runs/again --config runs/more/settings.toml --seed 1
+  fnmodels-train --run runs/four --mesh pp=2,fsdp=2  with four processes on this machine
+  fnmodels-sample runs/first --prompt "def "   sample from it
 """
 
 

@@ -17,7 +17,7 @@ from params.checkpoint.config import load_config
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.shard_index import as_lines
 
-from ..command_line import Parser, run_command
+from ..command_line import Parser, program_name, run_command
 from .activations import our_taps, tap_order, their_taps
 from .batches import SHORTEST, Batch, batches_of, unreached
 from .leaves import leaf_faults, value_faults
@@ -42,9 +42,13 @@ example:
 """
 
 
+def _name() -> str:
+    return program_name("fnmodels-params-compare", "params.compare")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. See DESCRIPTION and EPILOG."""
-    return run_command("python -m params.compare", _parser, _compare, argv)
+    return run_command(_name(), _parser, _compare, argv)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -53,7 +57,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m params.compare",
+        prog=_name(),
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

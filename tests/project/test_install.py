@@ -7,12 +7,15 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import tomllib
 import venv
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+
+from train import cli
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fnmodels", "params", "train")
@@ -115,11 +118,30 @@ def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     for name in PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
     scripts = distribution("fnmodels").entry_points.select(group="console_scripts")
-    expected = {f"fnmodels-{name}" for name in ("train", "sample", "cache", "inspect")}
-    assert {script.name for script in scripts} >= expected
-    assert all(callable(script.load()) for script in scripts)  # pip writes them alike, so one is run
-    assert "usage" in run([Path(sysconfig.get_path("scripts")) / "fnmodels-inspect", "--help"], tmp_path).lower()
+    assert all(callable(script.load()) for script in scripts)  # pip writes them alike, so two are run
+    for name in ("fnmodels-inspect", "fnmodels-train"):
+        assert "usage" in run([Path(sysconfig.get_path("scripts")) / name, "--help"], tmp_path).lower()
     assert "usage" in run([sys.executable, "-P", "-m", "params.inspect", "--help"], tmp_path).lower()
+
+
+def test_every_program_has_a_script_which_is_what_texts_name() -> None:
+    """`python -m train` runs a train.py of the working folder, which may be a stranger's."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    mains = [path for package in ("train", "params") for path in (ROOT / package).rglob("*.py") if _is_program(path)]
+    modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in mains}
+    served = {place.split(":")[0] for place in scripts.values()}
+    served |= {"train.__main__", "train.simulate.__main__", "params.compare.__main__"}  # of a package's own script
+    served |= {"train.data.encoder", "train.data.chat_renderer"}  # processes that ours start
+    assert modules - served == {"params.new_family"}  # which is for a checkout
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named = re.findall(r"python -m (?:train|params)\b(?!\.new_family).*", page.read_text())
+        assert page.name == "README.md" or not named, page
+    assert set(re.findall(r"\bfnmodels-[a-z-]+(?=[ `])", (ROOT / "README.md").read_text())) <= scripts.keys()
+    assert "python -m" not in cli.parser().format_help().partition("\n")[2]
+
+
+def _is_program(path: Path) -> bool:
+    return 'if __name__ == "__main__"' in path.read_text() or path.name == "__main__.py"
 
 
 @pytest.fixture(scope="module")

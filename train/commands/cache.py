@@ -4,13 +4,17 @@ import argparse
 from collections.abc import Sequence
 from datetime import date
 
-from train.command_line import Parser, run_command
+from train.command_line import Parser, program_name, run_command
 from train.data.cache import KINDS, cache_folder, cached_files, clear, unfinished
+
+
+def _name() -> str:
+    return program_name("fnmodels-cache", "train.cache")
 
 
 def parser() -> Parser:
     flags = Parser(
-        prog="python -m train.cache",
+        prog=_name(),
         description="Show the cached tokenizers, token ids and rates, which runs share and make again where they are "
         "missing, and their sizes.",
     )
@@ -44,4 +48,4 @@ def _size(count: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.cache", parser, run, argv, needs=())
+    return run_command(_name(), parser, run, argv, needs=())

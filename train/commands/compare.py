@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.command_line import NEEDS, Parser, check_installed, run_command, terminal_text
+from train.command_line import NEEDS, Parser, check_installed, program_name, run_command, terminal_text
 from train.job import run_folder
 from train.job.setting_types import NUMBER
 from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
@@ -131,8 +131,12 @@ def git(*arguments: str) -> None:
         raise UserError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
 
 
+def _name() -> str:
+    return program_name("fnmodels-compare", "train.compare")
+
+
 def parser() -> Parser:
-    flags = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
+    flags = Parser(prog=_name(), description="Per-step differences of the losses of two runs.")
     flags.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
     flags.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another run folder")
     flags.add_argument("--ref", metavar="GIT_REV", help="instead of RUN_B: train RUN_A again at this revision")
@@ -174,4 +178,4 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))
+    return run_command(_name(), parser, compare, argv, needs=("matplotlib", "tensorboard"))

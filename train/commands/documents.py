@@ -34,7 +34,7 @@ from fnmodels.models.common.registry import field_of
 from fnmodels.tree import Tree
 from params.io.files import inner_file, plain_file
 from train import checkpoint
-from train.command_line import Parser, check_installed, run_command
+from train.command_line import Parser, check_installed, program_name, run_command
 from train.data.examples import KINDS, chosen, label_numbers, read_examples
 from train.data.pictures import Pixels, read_picture
 from train.eval.pretrained import check_vocabulary, load_tokenizer
@@ -71,9 +71,13 @@ class Job:
     save: Callable[[Path, Tree], object]
 
 
+def _name() -> str:
+    return program_name("fnmodels-documents", "train.commands.documents")
+
+
 def parser() -> Parser:
     flags = plain_run.new_parser(
-        "python -m train.commands.documents",
+        _name(),
         "Train an encoder on pairs, labels, masked tokens or captions.",
         data="lines of JSON, one example each",
         init="start from this checkpoint, a folder with a tokenizer.json (needed)",
@@ -254,7 +258,7 @@ _JOBS = {"pairs": _pairs, "labels": _labels, "masked": _masked, "captions": _cap
 def main(argv: Sequence[str] | None = None) -> int:
     bound_product_caches()
     keep_freed_memory()
-    return run_command("python -m train.commands.documents", parser, train, argv, needs=("tokenizers",))
+    return run_command(_name(), parser, train, argv, needs=("tokenizers",))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from fnmodels.errors import UserError
 from fnmodels.files import check_folder, write_text
 from fnmodels.tree import Tree
 from train import checkpoint
-from train.command_line import Parser, check_installed, run_command, terminal_text
+from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
 from train.data.latents import flow_batch, read_latents
 from train.data.pictures import class_texts, classes_of, picture_latents, write_grid
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
@@ -56,9 +56,13 @@ _PICTURES = {
 _SAMPLER_STEPS = 28
 
 
+def _name() -> str:
+    return program_name("fnmodels-flow", "train.flow")
+
+
 def parser() -> Parser:
     flags = plain_run.new_parser(
-        "python -m train.flow",
+        _name(),
         "Train a Flux by flow matching on latents and texts.",
         data="safetensors: latents, text, pooled; or a folder of pictures in a folder for each class",
         init="start from this transformer, a folder of diffusers",
@@ -172,4 +176,4 @@ def _new_model(arguments: argparse.Namespace, sizes: dict[str, int]) -> tuple[An
 def main(argv: Sequence[str] | None = None) -> int:
     bound_product_caches()
     keep_freed_memory()
-    return run_command("python -m train.flow", parser, train, argv, needs=())
+    return run_command(_name(), parser, train, argv, needs=())

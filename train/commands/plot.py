@@ -7,12 +7,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import Parser, run_command
+from train.command_line import Parser, program_name, run_command
 from train.job.pictures import draw_losses
 
 
+def _name() -> str:
+    return program_name("fnmodels-plot", "train.plot")
+
+
 def parser() -> Parser:
-    flags = Parser(prog="python -m train.plot", description="Plot the loss curves of several runs into one figure.")
+    flags = Parser(prog=_name(), description="Plot the loss curves of several runs into one figure.")
     flags.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     flags.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
     return flags
@@ -25,4 +29,4 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))
+    return run_command(_name(), parser, plot, argv, needs=("matplotlib", "tensorboard"))

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from train.command_line import Parser, run_command, suggestion
+from train.command_line import Parser, program_name, run_command, suggestion
 from train.job.setting_types import integer
+
+
+def _name() -> str:
+    return program_name("fnmodels-tasks", "train.tasks")
 
 
 def parser() -> Parser:
     flags = Parser(
-        prog="python -m train.tasks",
+        prog=_name(),
         description="Evaluate a model on tasks of EleutherAI's evaluation harness, with our forward pass. A task whose "
         "data are on this machine needs no network.",
     )
@@ -66,4 +70,4 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))
+    return run_command(_name(), parser, evaluate, argv, needs=("lm_eval", "tokenizers"))

@@ -104,7 +104,7 @@ def _check_processes(text: str | None, mesh: Mesh, settings: Settings) -> None:
     if mesh.world != processes:
         raise UserError(
             f"--mesh {text} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: "
-            f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: python -m train starts them itself"
+            f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: fnmodels-train starts them itself"
         )
     if settings.batch_rows % mesh.rows:
         raise UserError(

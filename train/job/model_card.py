@@ -40,7 +40,7 @@ Each step's loss, learning rate and gradient norm are in `{metrics}`.
 
 ## Settings
 
-`python -m train --config {settings_file} --run DIR` starts the same run again.
+`fnmodels-train --config {settings_file} --run DIR` starts the same run again.
 
 ```json
 {settings}

@@ -215,7 +215,7 @@ def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controll
     stopped = int(state.step)
     if stopped < job.settings.steps:
         report.draw(job, rows, costs, None)
-        resume = f"python -m train --run {shlex.quote(str(job.path))} --resume"
+        resume = f"fnmodels-train --run {shlex.quote(str(job.path))} --resume"
         print(f"stopped at step {stopped} of {job.settings.steps}, saved; resume with: {resume}")
         return 130
     summary = summarize(job, state, controller)

@@ -105,7 +105,7 @@ def acquired_by(folder: Path, start: str) -> bool:
 
 def acquire(folder: Path, start: str) -> None:
     """Records in the lock file which launch of processes uses the folder."""
-    with os.fdopen(open_regular(folder / LOCK, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+    with os.fdopen(open_regular(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(start)
 
 

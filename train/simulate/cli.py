@@ -9,7 +9,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
-from train.command_line import Parser, run_command
+from train.command_line import Parser, program_name, run_command
 from train.job.setting_types import POSITIVE, integer
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import SCHEDULES, pipeline
@@ -24,9 +24,13 @@ from .step_time import step_time
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def _name() -> str:
+    return program_name("fnmodels-simulate", "train.simulate")
+
+
 def parser() -> Parser:
     made = Parser(
-        prog="python -m train.simulate",
+        prog=_name(),
         description="What each rank of a mesh holds, sends and waits for.",
     )
     made.add_argument("--preset", required=True, metavar="NAME", help="a model of fnmodels.presets()")
@@ -131,4 +135,4 @@ def _one_mesh(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.simulate", parser, run, argv, needs=("matplotlib",))
+    return run_command(_name(), parser, run, argv, needs=("matplotlib",))

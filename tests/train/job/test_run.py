@@ -294,7 +294,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text, mo
         assert train(tmp_path / "parts", text) == 130
     out = capsys.readouterr().out
     assert f"stopped at step {stop} of 6" in out
-    assert f"python -m train --run {tmp_path / 'parts'} --resume" in out
+    assert f"fnmodels-train --run {tmp_path / 'parts'} --resume" in out
     assert len(rows(tmp_path / "parts")) == stop
     P.load_pretrained(tmp_path / "parts")
     assert train(tmp_path / "parts", None, "--resume") == 0

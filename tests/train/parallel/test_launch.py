@@ -392,7 +392,7 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
     assert code == other == 2 and nothing == ["", ""]
     assert said == (
         "python -m train: --mesh fsdp=3 is of 3 processes, and there are 2: give torchrun "
-        "--nproc-per-node 3, or leave torchrun out: python -m train starts them itself.\n"
+        "--nproc-per-node 3, or leave torchrun out: fnmodels-train starts them itself.\n"
     )
     whole = ("--mesh", "fsdp=2", "--optimizer", "adafactor", "--ema", "0.9")
     (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), *whole)
