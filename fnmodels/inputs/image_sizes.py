@@ -80,7 +80,7 @@ def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
     The image is fitted into the canvas of at most `most` tiles that distorts it least, with 0 at the right and below.
     """
     size = _sides(image)
-    rows, columns = _canvas(size, side, most)
+    rows, columns = canvas(image, side, most)
     room = [min(max(own, side), count * side) for own, count in zip(size, (rows, columns), strict=True)]
     if room[1] / size[1] < room[0] / size[0]:
         fitted = (min(math.floor(size[0] * (room[1] / size[1])), room[0]), room[1])
@@ -88,14 +88,15 @@ def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
         fitted = (room[0], min(math.floor(size[1] * (room[0] / size[0])), room[1]))
     height, width = max(fitted[0], 1), max(fitted[1], 1)
     padding = (0, columns * side - width, 0, rows * side - height)
-    canvas = F.pad(resize(image, (height, width), how="bilinear"), padding)
-    found = canvas.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    padded = F.pad(resize(image, (height, width), how="bilinear"), padding)
+    found = padded.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
     whole = [resize(image, (side, side), how="bilinear")[None]] if rows * columns > 1 else []
     return torch.cat([found, *whole])
 
 
-def _canvas(size: tuple[int, ...], side: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of tiles: the least enlargement, or else the least reduction, and then the fewest tiles."""
+def canvas(image: Tensor, side: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of `tiles`: the least enlargement, or else the least reduction, and then the fewest tiles."""
+    size = _sides(image)
     by_ratio: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):
         for rows in (n for n in range(1, count + 1) if count % n == 0):

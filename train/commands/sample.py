@@ -54,6 +54,14 @@ def parser() -> Parser:
         "--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; several are answered in turn"
     )
     flags.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help='a picture that the prompts are about; several in turn. Lines of --prompts name their own as "images"',
+    )
+    flags.add_argument(
         "--prompts", type=Path, metavar="FILE", help='JSON lines with a "prompt", or with the "messages" of a chat'
     )
     flags.add_argument(
@@ -92,39 +100,62 @@ def parser() -> Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A loaded model. respond: (prompts as ids, seed) -> events of `train.generation.loops.serve`."""
+    """A loaded model. respond: (prompts, seed) -> events of `train.generation.loops.serve`. pictures: how a model that
+    reads images reads them; None: none are given."""
 
     tokenizer: Any
     template: Any
-    respond: Callable[[list[list[int]], int], Iterator[Any]]
+    respond: Callable[[list["Prompt"], int], Iterator[Any]]
+    pictures: Any = None
 
-    def ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """The ids of a text, or of a conversation up to the assistant's cue."""
+    def prompt(self, given: str | list[dict[str, Any]], pictures: Sequence[Path] = ()) -> "Prompt":
+        """A text, or a conversation up to the assistant's cue."""
         from train.data.chat import render
         from train.generation.text import prompt_ids
 
-        if isinstance(prompt, str):
-            return prompt_ids(self.tokenizer, prompt)
-        text = render(self.template(), prompt, prompt=True)
+        chat, images = not isinstance(given, str), []
+        text = given if isinstance(given, str) else render(self.template(), given, prompt=True)
+        if self.pictures is not None:
+            text, images = self.pictures.with_pictures(text, pictures, chat=chat)
         # the template renders special tokens, such as <bos>, itself
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids if chat else prompt_ids(self.tokenizer, text)
+        return Prompt(list(ids), images)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The ids of a prompt and its images, see `train.Request`."""
+
+    ids: list[int]
+    images: list[Any]
 
 
 def sample(arguments: argparse.Namespace) -> int:
     _check_flags(arguments)
     rows = read_prompts(arguments.prompts) if arguments.prompts else [{"prompt": text} for text in arguments.prompt]
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    if arguments.image:
+        rows = [row | {"images": [str(file) for file in arguments.image]} for row in rows]
     if arguments.chat:
         rows = [_as_chat(row, system) for row in rows]
     if arguments.chat or any("messages" in row for row in rows):
         check_installed(("jinja2",))
-    model = load(arguments)
+    if arguments.image or any(row.get("images") for row in rows):
+        check_installed(("PIL",))
+    model = load(arguments, images=bool(arguments.image) or any(row.get("images") for row in rows))
     if not rows:
-        converse(model, system, arguments.seed)
+        converse(model, system, arguments.seed, arguments.image)
         return 0
     # every row as often as it is to be answered: equal prompts are computed once
     rows = [row | ({"sample": i} if arguments.samples > 1 else {}) for row in rows for i in range(arguments.samples)]
-    prompts = [model.ids(row["messages"] if "messages" in row else row["prompt"]) for row in rows]
+    folder = arguments.prompts.parent if arguments.prompts else Path()
+    prompts = [
+        model.prompt(
+            with_images(row["messages"], len(row.get("images", []))) if "messages" in row else row["prompt"],
+            [folder / name for name in row.get("images", [])],
+        )
+        for row in rows
+    ]
     events = model.respond(prompts, arguments.seed)
     if arguments.out is None and arguments.prompts is None:
         show(model, rows, prompts, events)
@@ -140,6 +171,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--system is the system message of --chat, which is missing")
     if arguments.prompts is not None and arguments.prompt:
         raise UserError("give either --prompt or --prompts, not both")
+    if arguments.image and arguments.prompts is not None:
+        raise UserError('--image is for --prompt and --chat; a line of --prompts has its own, as "images": [FILE, ...]')
     if not (arguments.prompts or arguments.prompt or arguments.chat):
         raise UserError("there is nothing to answer: give --prompt TEXT, --prompts FILE or --chat")
     if arguments.compile and not (arguments.prompts or arguments.prompt):
@@ -148,13 +181,19 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--out takes the answers to --prompt or --prompts, and there are none")
 
 
-def load(arguments: argparse.Namespace) -> Model:
-    """The model of the folder, with the settings of its generation_config.json and those of the flags over them."""
+def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
+    """The model of the folder, with the settings of its generation_config.json and those of the flags over them.
+
+    images: whether prompts have some, which needs the whole model and not its text alone.
+    """
     import torch
 
     import fnmodels
+    from fnmodels.models.common.registry import text_config
     from train.data.chat import read_template
-    from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_model, load_tokenizer
+    from train.data.image_prompts import ImagePrompts
+    from train.eval import pretrained
+    from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_tokenizer
     from train.generation.loops import serve
     from train.generation.requests import capacity_of, requests_of
     from train.generation.text import READABLE, fitted
@@ -165,8 +204,9 @@ def load(arguments: argparse.Namespace) -> Model:
     if defaults.unused:
         unused = terminal_text(", ".join(defaults.unused))
         print(f"{_name()}: generation_config.json also sets {unused}: not applied", file=sys.stderr)
-    config, params = load_model(folder)
-    check_vocabulary(tokenizer, config.vocab_size, folder)
+    config, params = pretrained.load_image_model(folder) if images else pretrained.load_model(folder)
+    text = text_config(config)
+    check_vocabulary(tokenizer, text.vocab_size, folder)
     kv_dtype = None if arguments.kv_dtype is None else torch.int8
     try:
         fnmodels.init_cache(config, 1, 1, kv_dtype=kv_dtype)
@@ -180,11 +220,18 @@ def load(arguments: argparse.Namespace) -> Model:
     tokens = arguments.tokens or defaults.max_new or 100
     ends = answer_end_ids(folder, tokenizer)
 
-    def respond(prompts: list[list[int]], seed: int) -> Iterator[Any]:
-        fit = [fitted(config, ids, tokens) for ids in prompts]
-        requests = requests_of(
-            [ids for ids, _ in fit], [new for _, new in fit], sampling, seed, ends, tuple(arguments.stop)
-        )
+    def respond(prompts: list[Prompt], seed: int) -> Iterator[Any]:
+        fit = [fitted(text, prompt.ids, tokens) for prompt in prompts]
+        for prompt, (kept, _) in zip(prompts, fit, strict=True):
+            if prompt.images and len(kept) < len(prompt.ids):
+                raise UserError(
+                    f"a prompt has {len(prompt.ids)} tokens with its images, and the model's context of "
+                    f"{text.max_position_embeddings} has {len(kept)} for it: ask for fewer new tokens with --tokens, "
+                    "or give smaller pictures"
+                )
+        lines = [ids for ids, _ in fit], [new for _, new in fit]
+        images = [prompt.images for prompt in prompts]
+        requests = requests_of(*lines, sampling, seed, ends, tuple(arguments.stop), images)
         return serve(
             params,
             config,
@@ -196,7 +243,8 @@ def load(arguments: argparse.Namespace) -> Model:
             compile="step" if arguments.compile else "none",
         )
 
-    return Model(tokenizer, lambda: read_template(folder), respond)
+    pictures = ImagePrompts.of(pretrained.weights_folder(folder), config, tokenizer) if images else None
+    return Model(tokenizer, lambda: read_template(folder), respond, pictures)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -213,6 +261,9 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             isinstance(row.get("prompt"), str) ^ bool(isinstance(row.get("messages"), list) and row["messages"])
         ):
             raise UserError(f'{path}, line {number} must be an object with either a text "prompt" or "messages"')
+        names = row.get("images", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f'{path}, line {number}: "images" must be a list of names of files')
         rows.append(row)
     if not rows:
         raise UserError(f"{path} holds no prompts")
@@ -228,7 +279,21 @@ def _as_chat(row: dict[str, Any], system: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], events: Iterator[Any]) -> None:
+def with_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The conversation with so many images before the text of its first message of the user, unless messages say where
+    they are. UserError where there is no such message."""
+    if not count or any(isinstance(message.get("content"), list) for message in messages):
+        return messages
+    at = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
+    if at is None:
+        raise UserError("the conversation has no message of the user, before whose text its images would be")
+    parts = [*[{"type": "image"}] * count, {"type": "text", "text": messages[at].get("content")}]
+    # templates that take parts take them for all messages
+    own = [{**m, "content": [{"type": "text", "text": m["content"]}]} if m.get("content") else m for m in messages]
+    return [*own[:at], {**messages[at], "content": parts}, *own[at + 1 :]]
+
+
+def show(model: Model, rows: list[dict[str, Any]], prompts: list[Prompt], events: Iterator[Any]) -> None:
     """Prints the answers in the order of the prompts: the first unfinished one as it grows, the next ones after it."""
     pieces: list[list[str]] = [[] for _ in rows]
     ended, current = set(), 0
@@ -237,7 +302,7 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], eve
         if len(rows) > 1:
             print(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(rows)}")
         if "prompt" in rows[row]:
-            prompt = model.tokenizer.decode(prompts[row], skip_special_tokens=True).rstrip("\ufffd")
+            prompt = model.tokenizer.decode(prompts[row].ids, skip_special_tokens=True).rstrip("\ufffd")
             _say(prompt)
 
     begin(0)
@@ -310,8 +375,11 @@ class Progress:
             print(file=sys.stderr)
 
 
-def converse(model: Model, system: list[dict[str, Any]], seed: int) -> None:
-    """A conversation on the terminal, until the input ends: each line is a message, and the answer is streamed."""
+def converse(model: Model, system: list[dict[str, Any]], seed: int, pictures: Sequence[Path] = ()) -> None:
+    """A conversation on the terminal, until the input ends: each line is a message, and the answer is streamed.
+
+    pictures: those of the first message.
+    """
     messages = list(system)
     for turn in count():
         print("> ", end="", flush=True)
@@ -323,7 +391,8 @@ def converse(model: Model, system: list[dict[str, Any]], seed: int) -> None:
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         answer = ""
-        for event in model.respond([model.ids(messages)], seed + turn):
+        prompt = model.prompt(with_images(messages, len(pictures)), pictures)
+        for event in model.respond([prompt], seed + turn):
             answer += event.text
             _say(event.text)
         print(flush=True)

@@ -40,15 +40,21 @@ class Pixels:
         """The reader with the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
         file = folder / "preprocessor_config.json"
         values: Any = read_json(file) if file.exists() else {}
-        found = []
-        for name, above in (("image_mean", -_LARGEST), ("image_std", 0)):
-            value = values.get(name, list(_HALF)) if isinstance(values, dict) else None
-            numbers = value if isinstance(value, list) and len(value) == 3 else []
-            if not numbers or not all(type(one) in (int, float) and above < one < _LARGEST for one in numbers):
-                what = "three numbers" if above else "three numbers above 0"
-                raise UserError(f"{file}: {name!r} is {shown(value)}; it must be {what}, of red, green and blue")
-            found.append(tuple(numbers))
-        return Pixels(side, *found)
+        return Pixels(side, *mean_and_std(values, file))
+
+
+def mean_and_std(values: Any, file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean and deviation in settings of pictures, 0.5 where they have none. UserError for what is no number."""
+    found = []
+    for name, above in (("image_mean", -_LARGEST), ("image_std", 0)):
+        value = values.get(name, list(_HALF)) if isinstance(values, dict) else None
+        numbers = value if isinstance(value, list) and len(value) == 3 else []
+        if not numbers or not all(type(one) in (int, float) and above < one < _LARGEST for one in numbers):
+            what = "three numbers" if above else "three numbers above 0"
+            raise UserError(f"{file}: {name!r} is {shown(value)}; it must be {what}, of red, green and blue")
+        found.append(tuple(numbers))
+    mean, std = found
+    return mean, std
 
 
 def read_picture(file: Path, pixels: Pixels) -> Tensor:
@@ -69,9 +75,14 @@ def read_picture(file: Path, pixels: Pixels) -> Tensor:
     return normalized(center_crop(resized, (pixels.side, pixels.side)), pixels.mean, pixels.std)
 
 
-def _decoded(file: Path) -> Tensor:
+def whole_picture(file: Path) -> Tensor:
+    """uint8 [3, H, W] of a picture, upright as its camera was held; as for `read_picture`, but nothing is cut off."""
+    return _decoded(file, whole=True)
+
+
+def _decoded(file: Path, *, whole: bool = False) -> Tensor:
     """uint8 [3, H, W]: the picture, or where one side is more than LONGEST times the other, the middle of it."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         data = io.BytesIO(read_bytes(file, BYTES_LIMIT, follow=True))
@@ -82,6 +93,8 @@ def _decoded(file: Path) -> Tensor:
             (width, height), short = picture.size, min(picture.size)
             if not 0 < width * height <= PIXELS_LIMIT:
                 raise UserError(f"{file} has {width:,} x {height:,} pixels; a picture has at most {PIXELS_LIMIT:,}")
+            if whole:
+                return torch.from_numpy(np.array(ImageOps.exif_transpose(picture).convert("RGB"))).permute(2, 0, 1)
             left, top = (max(0, side - LONGEST * short) // 2 for side in (width, height))
             box = (left, top, left + min(width, LONGEST * short), top + min(height, LONGEST * short))
             middle = picture if box == (0, 0, width, height) else picture.crop(box)

@@ -12,6 +12,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, read_text
 from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.registry import family_of, may_have, text_config
 from fnmodels.tree import Tree
 from params.checkpoint.config import TOKENS_LIMIT
 from params.io.files import plain_file, read_json
@@ -61,6 +62,19 @@ def load_model(folder: Path, *, merge: bool = False, **options: Any) -> tuple[An
     if base != folder:
         params = P.lora.load_adapters(folder, config, params)
     return config, P.lora.merge(params) if merge else params
+
+
+def load_image_model(folder: Path) -> tuple[Any, Tree]:
+    """(config, params) of the whole model in a folder as of `load_model`. UserError for one that reads no images."""
+    base = weights_folder(folder)
+    config = P.load_config(base)
+    family, text = family_of(config), text_config(config)
+    if text is config:
+        raise UserError(f"{base}: a model of type {config.model_type!r} reads no images")
+    config, params = P.load_pretrained(base, drop=tuple(may_have(family, "UNREAD")))
+    if base != folder:
+        params = {**params, "text": P.lora.load_adapters(folder, config.text, params["text"])}
+    return config, params
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

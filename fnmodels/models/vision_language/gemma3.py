@@ -25,7 +25,8 @@ from fnmodels.inputs.image_places import cells, gather_cells, image_places, imag
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
+from fnmodels.models.common.parts.image_prompts import Name, Settings
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.registry import family_of
@@ -166,3 +167,18 @@ def features_of(
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
     return (project(params, x, places, config=config),)
+
+
+def placeholder(config: Config, name: Name) -> tuple[str, str]:
+    """The token that begins an image."""
+    begin = name(image_prompts.kept_id(config, ("boi_token_index",), 255999))
+    return begin, begin
+
+
+def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    image_prompts.refuse(settings, "do_pan_and_scan")
+    edge = image_prompts.side(settings, "size", "height", config.vision.image_size)
+    end = name(image_prompts.kept_id(config, ("eoi_token_index",), 256000))
+    text = placeholder(config, name)[0] + name(config.image_token) * config.image_tokens + end
+    return [image_prompts.resized(image, (edge, edge), settings, "bilinear")], f"\n\n{text}\n\n"

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import cells, gather_cells, image_places, image_spans  # noqa: F401
+from fnmodels.inputs.image_sizes import fit_patches
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
+from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.models.common.spec import bias, norm, weight
@@ -166,3 +168,13 @@ def features_of(
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
     return (project(params, x, places, config=config),)
+
+
+def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    most = image_prompts.side(settings, "max_soft_tokens", "", 280)
+    cell = config.vision.patch_size * config.vision.pooled
+    found = image_prompts.resized(image, fit_patches(image, cell, most), settings)
+    begin = name(image_prompts.kept_id(config, ("boi_token_id",), 255999))
+    end = name(image_prompts.kept_id(config, ("eoi_token_id", "eoi_token_index"), 258882))
+    return [found], begin + name(config.image_token) * (found.shape[1] * found.shape[2] // cell**2) + end

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.inputs.image_sizes import canvas, tiles
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
+from fnmodels.models.common.parts.image_prompts import Name, Settings
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import weight
@@ -110,3 +112,21 @@ def features_of(
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
     return (project(params, x, places),)
+
+
+def placeholder(config: Config, name: Name) -> tuple[str, str]:
+    """The token before the tile that is the whole image; `config.image_token` is that of features."""
+    return "<|image|>", "<|image|>"
+
+
+def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    image_prompts.refuse(settings, "resize_to_max_canvas")
+    side = image_prompts.side(settings, "size", "height", config.vision.image_size)
+    most = image_prompts.side(settings, "max_patches", "", 16)
+    found = list(tiles(image, side, most))
+    rows, columns = canvas(image, side, most)
+    tile = name(config.image_token) * (side // (config.vision.patch_size * config.vision.merge)) ** 2
+    row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
+    before = row * rows if len(found) > 1 else ""
+    return found, f"<|image_start|>{before}<|image|>{tile}<|image_end|>"

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
+from fnmodels.inputs.images import center_crop, shortest_edge
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
+from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.vision import clip_vision
@@ -144,3 +146,11 @@ def features_of(
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
     return (project(params, gather_cells(x, places)[None, :, 0]),)
+
+
+def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    edge = image_prompts.side(settings, "size", "shortest_edge", config.vision.image_size)
+    square = image_prompts.side(settings, "crop_size", "height", config.vision.image_size)
+    found = center_crop(image_prompts.resized(image, shortest_edge(image, edge), settings), (square, square))
+    return [found], name(config.image_token) * (square // config.vision.patch_size) ** 2

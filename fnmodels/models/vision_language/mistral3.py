@@ -19,8 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.inputs.image_sizes import fit_edge
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import two_towers, vision_language
+from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
+from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import norm, weight
@@ -131,3 +133,12 @@ def features_of(
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
     return (project(params, x, places, config=config),)
+
+
+def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    cell = config.vision.patch_size * config.merge
+    edge = image_prompts.side(settings, "size", "longest_edge", 1540)
+    found = image_prompts.resized(image, fit_edge(image, cell, edge), settings)
+    row = name(config.image_token) * (found.shape[2] // cell)
+    return [found], "[IMG_BREAK]".join([row] * (found.shape[1] // cell)) + "[IMG_END]"

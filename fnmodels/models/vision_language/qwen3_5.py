@@ -25,6 +25,7 @@ from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
+from fnmodels.models.common.parts.qwen_vl import placeholder, read_image  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.vision import qwen3_vl_vision

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import gather_cells
+from fnmodels.inputs.image_sizes import fit_area
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import family_for
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
@@ -21,7 +22,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
-from . import two_towers
+from . import image_prompts, two_towers
 
 EPS = 1e-6  # of Qwen3-VL's LayerNorms before mergers, fixed in the reference
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
@@ -116,3 +117,23 @@ def project(weights: Tree, x: Tensor, places: Tensor, *, joined_first: bool = Fa
     x = joined(x, places) if joined_first else x
     x = layer_norm(x, weights["norm"], weights["norm_bias"], eps=EPS)
     return merged(weights, x if joined_first else joined(x, places))
+
+
+def placeholder(config: Any, name: image_prompts.Name) -> tuple[str, str]:
+    """The token of features; chat templates put it between those that begin and end an image."""
+    pad = name(config.image_token)
+    return pad, f"<|vision_start|>{pad}<|vision_end|>"
+
+
+def read_image(
+    image: Tensor, settings: image_prompts.Settings, name: image_prompts.Name, *, config: Any
+) -> tuple[list[Tensor], str]:
+    """(the image for the tower, text in place of the placeholder), see `image_prompts`."""
+    cell = config.vision.patch_size * config.vision.merge
+    least = image_prompts.side(settings, "size", "shortest_edge", 56 * 56)
+    most = image_prompts.side(settings, "size", "longest_edge", 28 * 28 * 1280)
+    least, most = (  # of older files
+        image_prompts.side(settings, field, "", usual) for field, usual in (("min_pixels", least), ("max_pixels", most))
+    )
+    found = image_prompts.resized(image, fit_area(image, cell, least, most), settings)
+    return [found], name(config.image_token) * (found.shape[1] * found.shape[2] // cell**2)

@@ -1,0 +1,91 @@
+"""Pictures in prompts of a vision-language model: its images, and the tokens of their features in the text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fnmodels.errors import ConfigError, UserError
+from fnmodels.inputs.images import normalized
+from fnmodels.models.common.registry import family_of
+from params.io.files import read_json
+
+from .pictures import mean_and_std, whole_picture
+
+FILES = ("preprocessor_config.json", "processor_config.json")  # of transformers: the usual one, and that of version 5
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """Reads pictures as the model's processor does. config: of the whole model; settings: those of `file`."""
+
+    config: Any
+    tokenizer: Tokenizer
+    file: Path
+    settings: dict[str, Any]
+    known: dict[Path, tuple[list[Tensor], str]] = field(default_factory=dict)  # a picture that several prompts have
+
+    @staticmethod
+    def of(folder: Path, config: Any, tokenizer: Tokenizer) -> "ImagePrompts":
+        """The reader of a checkpoint folder. UserError without settings of pictures, or with some that it has not."""
+        file = next((folder / name for name in FILES if (folder / name).exists()), None)
+        if file is None:
+            raise UserError(f"{folder} has no {' and no '.join(FILES)}, which say how the model's pictures are read")
+        values: Any = read_json(file)
+        values = values.get("image_processor", values) if isinstance(values, dict) else None
+        if not isinstance(values, dict):
+            raise UserError(f"{file} holds no settings of pictures")
+        for name in ("do_resize", "do_rescale"):
+            if values.get(name, True) is not True:
+                raise UserError(f"{file}: {name!r} must be true, as every processor of these models has it")
+        return ImagePrompts(config, tokenizer, file, values)
+
+    def read(self, picture: Path) -> tuple[list[Tensor], str]:
+        """(the images of a picture for the tower, the text that stands for them). UserError for one that has none."""
+        if picture not in self.known:
+            try:
+                found, text = self._family.read_image(
+                    whole_picture(picture), self.settings, self._name, config=self.config
+                )
+            except ConfigError as error:
+                raise UserError(f"{self.file}: {error}") from error
+            except ValueError as error:
+                raise UserError(f"{picture}: {error}") from error
+            unchanged: tuple[tuple[float, ...], tuple[float, ...]] = (0, 0, 0), (1, 1, 1)
+            normalizes = self.settings.get("do_normalize", True)
+            mean, std = mean_and_std(self.settings, self.file) if normalizes else unchanged
+            self.known[picture] = [normalized(one, mean, std) for one in found], text
+        return self.known[picture]
+
+    def with_pictures(self, prompt: str, pictures: Sequence[Path], *, chat: bool) -> tuple[str, list[Tensor]]:
+        """(the prompt with the tokens of the features, the images). A prompt, other than of a chat, that has no
+        placeholder begins with the images. UserError for another number of placeholders than of pictures."""
+        placeholder, alone = self._family.placeholder(self.config, self._name)
+        if pictures and placeholder not in prompt and not chat:
+            prompt = alone * len(pictures) + prompt
+        pieces = prompt.split(placeholder)
+        if len(pieces) - 1 != len(pictures):
+            raise UserError(
+                f"the prompt has {len(pieces) - 1} places for images ({placeholder}), and there are {len(pictures)}: "
+                "each image needs one"
+            )
+        images: list[Tensor] = []
+        found = pieces[0]
+        for picture, piece in zip(pictures, pieces[1:], strict=True):
+            own, text = self.read(picture)
+            images, found = [*images, *own], found + text + piece
+        return found, images
+
+    @property
+    def _family(self) -> Any:
+        return family_of(self.config)
+
+    def _name(self, token: int) -> str:
+        """The text of a token. UserError where the tokenizer does not have it."""
+        found = self.tokenizer.id_to_token(token)
+        if found is None:
+            raise UserError(f"the tokenizer has no token {token}, which stands for images in this model")
+        return found
