@@ -242,3 +242,9 @@ def test_programs_restart_themselves_to_give_memory_back(forks: Forks, tmp_path:
     )
     said = _said(forks.run([program, "--quick"], {"PYTHONPATH": str(ROOT / "benchmarks")}))
     assert said == "begun\nbegun\n['--quick'] 8388608 8388608\n"
+
+
+@pytest.mark.slow
+def test_small(output: Output) -> None:
+    out = output("small.py", "--quick")
+    assert out.count("\n| fnmodels | ") == 5 and out.count("| hand-written | ") == 5, out
