@@ -29,6 +29,7 @@ _SAVED_MODULES = {
     "params.lora.nodes": "params.lora",
 }
 _LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
+_NODES: dict[type, tuple[list[str], list[str]]] = {}  # the names of a node's children and of its static fields
 
 
 def static(**kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ class WithEntries(Protocol):
 
 def pytree(cls: type[_T]) -> type[_T]:
     """Class decorator: register a frozen dataclass as a node here and in torch's pytrees (vmap, export, pipelining)."""
-    children, context = _fields(cls)
+    children, context = _NODES[cls] = _fields(cls)
 
     # An absent child (None) goes to the context: vmap with in_dims=0 would refuse it as a leaf that is no tensor.
     def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -125,30 +126,51 @@ def _fields(node: Any) -> tuple[list[str], list[str]]:
     return children, context
 
 
-def _is_node(tree: Tree) -> bool:
-    if tree is None or isinstance(tree, type):  # None first: torch 2.11 cannot trace is_dataclass(None)
-        return False
-    return dataclasses.is_dataclass(tree) and type(tree) in _pytree.SUPPORTED_NODES
+def _node(tree: Tree) -> tuple[list[str], list[str]] | None:
+    """The fields of a node of this tree, None for a leaf."""
+    if isinstance(tree, torch.Tensor) or tree is None or isinstance(tree, type):
+        return None  # None before is_dataclass: torch 2.11 cannot trace it
+    kind = type(tree)
+    if kind in _NODES:
+        return _NODES[kind]
+    return _fields(tree) if dataclasses.is_dataclass(tree) and kind in _pytree.SUPPORTED_NODES else None
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """The tree of function(leaf, *leaves of rest); None is an empty subtree. ValueError if the structures differ."""
-    return _map(function, tree, rest, "")
+    return _map(function, tree, rest, ()) if rest else _map_one(function, tree)
 
 
-def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path: str) -> Tree:
-    # The checks are inlined in the branches for speed: this runs over every parameter in every step.
+# Both run over every parameter in every step. A tree alone cannot differ from another, and paths are only formatted for
+# an error.
+def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    if isinstance(tree, dict):
+        entries = {key: _map_one(function, value) for key, value in tree.items()}
+        return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
+    if isinstance(tree, list):
+        return [_map_one(function, value) for value in tree]
+    if isinstance(tree, tuple):
+        values = [_map_one(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    if tree is None:
+        return None
+    if (fields := _node(tree)) is not None:
+        return dataclasses.replace(tree, **{n: _map_one(function, getattr(tree, n)) for n in fields[0]})
+    return function(tree)
+
+
+def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path: tuple[Any, ...]) -> Tree:
     if isinstance(tree, dict):
         for other in rest:
             if not isinstance(other, dict) or other.keys() != tree.keys():
                 raise ValueError(_differs(path, tree, other))
-        entries = {k: _map(function, v, tuple(r[k] for r in rest), f"{path}.{k}") for k, v in tree.items()}
+        entries = {k: _map(function, v, tuple([r[k] for r in rest]), (*path, k)) for k, v in tree.items()}
         return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
     if isinstance(tree, (list, tuple)):
         for other in rest:
             if type(other) is not type(tree) or len(other) != len(tree):
                 raise ValueError(_differs(path, tree, other))
-        values = [_map(function, v, tuple(r[i] for r in rest), f"{path}.{i}") for i, v in enumerate(tree)]
+        values = [_map(function, v, tuple([r[i] for r in rest]), (*path, i)) for i, v in enumerate(tree)]
         if isinstance(tree, list):
             return values
         return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
@@ -156,19 +178,19 @@ def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path:
         if any(other is not None for other in rest):
             raise ValueError(_differs(path, tree, next(other for other in rest if other is not None)))
         return None
-    if _is_node(tree):
-        children, context = _fields(tree)
+    if (fields := _node(tree)) is not None:
+        children, context = fields
         for other in rest:
             if type(other) is not type(tree) or any(getattr(other, n) != getattr(tree, n) for n in context):
                 raise ValueError(_differs(path, tree, other))
         mapped = {
-            n: _map(function, getattr(tree, n), tuple(getattr(r, n) for r in rest), f"{path}.{n}") for n in children
+            n: _map(function, getattr(tree, n), tuple([getattr(r, n) for r in rest]), (*path, n)) for n in children
         }
         return dataclasses.replace(tree, **mapped)
     return function(tree, *rest)
 
 
-def _differs(path: str, tree: Tree, other: Tree) -> str:
+def _differs(path: tuple[Any, ...], tree: Tree, other: Tree) -> str:
     def describe(value: Tree) -> str:
         if isinstance(value, dict):
             return f"a dict with keys {sorted(builtins.map(str, value))}"
@@ -176,25 +198,26 @@ def _differs(path: str, tree: Tree, other: Tree) -> str:
             return f"a {type(value).__name__} of {len(value)}"
         return "None" if value is None else f"a {type(value).__name__}"
 
-    return f"The trees differ at {path[1:] or 'the root'!r}: {describe(tree)} against {describe(other)}."
+    where = ".".join(builtins.map(str, path)) or "the root"
+    return f"The trees differ at {where!r}: {describe(tree)} against {describe(other)}."
 
 
-def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
+def _walk(tree: Tree, path: str, into: dict[str, Any]) -> None:
     if isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str) or "." in key or not key:
-                raise ValueError(
-                    f"The key {key!r} at {path[1:] or 'the root'!r} must be a non-empty string without a dot."
-                )
-            yield from _walk(value, f"{path}.{key}")
+                raise ValueError(f"The key {key!r} at {path or 'the root'!r} must be a non-empty string without a dot.")
+            _walk(value, f"{path}.{key}" if path else key, into)
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
-            yield from _walk(value, f"{path}.{index}")
-    elif _is_node(tree):
-        for name in _fields(tree)[0]:
-            yield from _walk(getattr(tree, name), f"{path}.{name}")
-    elif tree is not None:
-        yield path[1:], tree
+            _walk(value, f"{path}.{index}" if path else str(index), into)
+    elif tree is None:
+        return
+    elif (fields := _node(tree)) is not None:
+        for name in fields[0]:
+            _walk(getattr(tree, name), f"{path}.{name}" if path else name, into)
+    else:
+        into[path] = tree
 
 
 def structure(tree: Tree) -> Any:
@@ -204,7 +227,9 @@ def structure(tree: Tree) -> Any:
 
 def flatten(tree: Tree) -> dict[str, Any]:
     """{dotted path: leaf} in the tree's own order; None and empty containers have no leaves and are lost."""
-    return dict(_walk(tree, ""))
+    flat: dict[str, Any] = {}
+    _walk(tree, "", flat)
+    return flat
 
 
 def contains(tree: Tree, node: type) -> bool:
@@ -215,12 +240,13 @@ def contains(tree: Tree, node: type) -> bool:
         return any(contains(value, node) for value in tree.values())
     if isinstance(tree, (list, tuple)):
         return any(contains(value, node) for value in tree)
-    return _is_node(tree) and any(contains(getattr(tree, name), node) for name in _fields(tree)[0])
+    fields = _node(tree)
+    return fields is not None and any(contains(getattr(tree, name), node) for name in fields[0])
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves, in the order of `flatten`."""
-    return [leaf for _, leaf in _walk(tree, "")]
+    return list(flatten(tree).values())
 
 
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

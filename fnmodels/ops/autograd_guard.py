@@ -12,13 +12,16 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 
+from .torch_internals import differentiated_once
+
 
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
     """`tensors` unchanged; jvp, a second backward and (with vmap=False) vmap through them raise NotImplementedError.
 
     kernel: the name of the attention kernel that follows, or "grouped" or "loop" for experts.
-    It costs 20 us where gradients are recorded. A compiled graph has no such node, so active transforms are checked
-    while it is traced; a second derivative taken inside compiled code raises torch's own error.
+    It costs 20 us where gradients are recorded, and nothing inside of a single `torch.func.grad`. A compiled graph has
+    no such node, so active transforms are checked while it is traced; a second derivative taken inside compiled code
+    raises torch's own error.
     """
     if torch.compiler.is_compiling():
         from .torch_internals import transforms  # here, for making it imports dynamo
@@ -27,7 +30,7 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
         if "Jvp" in active or ("Vmap" in active and not vmap):
             refuse(kernel)
         return tensors
-    if vmap and not torch.is_grad_enabled():
+    if vmap and (not torch.is_grad_enabled() or differentiated_once(*tensors)):
         return tensors
     return (_Guard if vmap else _GuardAgainstVmap).apply(kernel, *tensors)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.optim.adamw import adamw
 
 from fnmodels.inputs.values import aside, batched_gradient
 
@@ -43,6 +44,8 @@ PRIVATE: dict[str, Any] = {
         "_C._functorch.peek_interpreter_stack",
         "_C._len_torch_dispatch_stack",
         "_C._len_torch_function_stack",
+        "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+        "_fused_adamw_",
         "_grouped_mm",
         "_scaled_mm",
         "_softmax_backward_data",
@@ -83,16 +86,37 @@ COSTLY = (
 
 def quiet() -> bool:
     """Whether no transform of torch.func and no mode is active: recorders, tracers, counters. False if unknown."""
-    functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
     interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
-    if functions is None or dispatches is None or interpreter is None:
-        return False
-    return not functions() and not dispatches() and interpreter() is None
+    return _without_modes() and interpreter is not None and interpreter() is None
+
+
+def _without_modes() -> bool:
+    functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
+    return functions is not None and dispatches is not None and not functions() and not dispatches()
 
 
 def undisturbed(function: Callable[..., T], *args: Any) -> T:
     """function(*args) of plain tensors, outside of all transforms and modes."""
-    return function(*args) if quiet() else aside(function, *args)
+    if quiet():
+        return function(*args)
+    without_transforms = PRIVATE["_functorch.pyfunctorch.temporarily_clear_interpreter_stack"]
+    if without_transforms is None or not _without_modes():
+        return aside(function, *args)
+    with without_transforms():
+        return function(*args)
+
+
+def differentiated_once(*tensors: Tensor) -> bool:
+    """Whether the only derivative of these tensors is that of one `torch.func.grad` or `vjp` around this call.
+
+    False if unknown, under modes, and outside of torch.func, where a later call may ask for a second derivative.
+    """
+    stack = PRIVATE["_C._functorch.get_interpreter_stack"]
+    levels = stack() if stack is not None and _without_modes() else None
+    if levels is None or len(levels) != 1 or levels[0].key().name != "Grad":
+        return False
+    inner = [torch.func.debug_unwrap(t, recurse=False) for t in tensors]
+    return not any(t.requires_grad or forward_ad.unpack_dual(t).tangent is not None for t in inner)
 
 
 def alone(*tensors: Tensor, cuda: bool = False) -> bool:
@@ -212,6 +236,25 @@ def softmax_backward(grad: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
         return (scaled - p * scaled.sum(-1, keepdim=True)).to(dtype)
     found: Tensor = backward(grad, p, -1, dtype)
     return found
+
+
+def fused_adamw_(
+    lists: tuple[list[Tensor], ...], count: Tensor, *, lr: float | Tensor, found_inf: Tensor | None, **numbers: float
+) -> None:
+    """AdamW in place on (params, gradients, first moments, second moments), for update number `count`, 0-d fp32.
+
+    numbers: beta1, beta2, weight_decay and eps. found_inf, 0-d fp32: 1 leaves every tensor unchanged.
+    """
+    params, grads, firsts, seconds = lists
+    options: dict[str, Any] = {"lr": lr, "amsgrad": False, "maximize": False, "found_inf": found_inf, **numbers}
+    step = PRIVATE["_fused_adamw_"]
+    if step is None:  # the public function counts each parameter's counter up
+        counts = [(count - 1).clone() for _ in params]
+        adamw(params, grads, firsts, seconds, [], counts, fused=True, **options)
+        return
+    if isinstance(lr, Tensor):
+        options["lr"] = lr.to(count.device)
+    step(params, grads, firsts, seconds, [], [count] * len(params), grad_scale=None, **options)
 
 
 def is_grouped_product(function: Any) -> bool:

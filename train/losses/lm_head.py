@@ -36,6 +36,7 @@ from .token_chunks import chunk_of
 from .vocab_parallel import opened
 
 Head = Callable[[list[Tensor], Tensor], Tensor]
+SMALL = 2**21  # logits of a single chunk for which plain operations are as fast, and whose memory does not matter
 
 
 def head_name(config: DecoderConfig) -> str:
@@ -65,9 +66,10 @@ def head_loss(
     """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
     chunk: tokens whose logits exist at a time, by default at least 512 and 32 MiB of logits, on CUDA 2^27 logits; None:
-    all [B, S, V], in plain operations. With chunks all torch.func transforms work, but only plain reverse mode saves
-    memory: vmap, jvp and second derivatives use as much as chunk=None. Inside torch.compile the chunks are checkpointed
-    instead. Where the head is a `Vocab` (tensor parallelism) each rank computes the logits of its vocabulary shard.
+    all [B, S, V], in plain operations, as are those of a single chunk of at most `SMALL` logits. With chunks all
+    torch.func transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much
+    as chunk=None. Inside torch.compile several chunks are checkpointed instead. Where the head is a `Vocab` (tensor
+    parallelism) each rank computes the logits of its vocabulary shard.
     weights, label_smoothing, z_loss and errors: as in `cross_entropy`.
     """
     chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
@@ -88,8 +90,11 @@ def head_loss(
 
     if chunk is None:
         return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
-    # Weights are constants: no gradient. Without weights each valid label has 1.
-    factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.detach().to(wide_of(x))
+    weights, size = None if weights is None else weights.detach(), labels.numel()  # weights are constants in chunks
+    if size <= chunk and size * config.vocab_size <= SMALL:
+        return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
+    # Without weights each valid label has 1.
+    factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.to(wide_of(x))
     tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
     needs = tuple(t.requires_grad for t in (tokens, *leaves))
     if torch.is_grad_enabled() and any(needs) and not torch.compiler.is_compiling():
@@ -104,8 +109,9 @@ def head_loss(
             return loss_and_grad(logits, labels, weights, terms)[0]
         return cross_entropy_sum(logits, labels, weights, terms)
 
+    again = torch.compiler.is_compiling() and size > chunk
     for rows in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
-        loss = loss + (checkpoint(one, *rows, use_reentrant=False) if torch.compiler.is_compiling() else one(*rows))
+        loss = loss + (checkpoint(one, *rows, use_reentrant=False) if again else one(*rows))
     return loss, count
 
 

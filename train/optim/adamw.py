@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as fused_adamw
 from torch.optim.sgd import sgd as fused_sgd
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import fused_adamw_
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, remaker, trainable_only
@@ -48,9 +48,8 @@ def adamw(
         return change, {"exp_avg": first, "exp_avg_sq": second}
 
     def kernel(lists: Lists, step: Tensor, **options: Any) -> None:
-        ps, gs, ms, vs = lists
-        counters = list(step.to(ps[0].device, torch.float32).repeat(len(ps)).unbind())  # each is counted up
-        fused_adamw(ps, gs, ms, vs, [], counters, beta1=beta1, beta2=beta2, eps=eps, amsgrad=False, **options)
+        count = (step + 1).to(lists[0][0].device, torch.float32)
+        fused_adamw_(lists, count, beta1=beta1, beta2=beta2, eps=eps, **options)
 
     def init(param: Tensor) -> Slots:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
@@ -80,7 +79,8 @@ def sgd(
     def kernel(lists: Lists, _: Tensor, **options: Any) -> None:
         for params, grads, *buffers in _for_sgd(lists):
             moments: list[Any] = buffers[0] if momentum else [None] * len(params)
-            fused_sgd(params, grads, moments, momentum=momentum, nesterov=nesterov, dampening=0.0, **options)
+            rule: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": 0.0, "maximize": False}
+            fused_sgd(params, grads, moments, fused=True, **rule, **options)
 
     def init(param: Tensor) -> Slots:
         return {"momentum": zeros(param)} if momentum else {}
@@ -97,11 +97,11 @@ def _in_place(kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step, given = opt_state["step"], trainable_only(grads, trainable)
-        options = {"lr": rate_of(lr, step + 1), "fused": True, "maximize": False}
+        rate = rate_of(lr, step + 1)
         for decay, lists in _groups(given, opt_state, params, decays, weight_decay):
             # found_inf is the kernels' flag for leaving everything unchanged.
             found_inf = None if skip is None else skip.to(lists[0][0].device, torch.float32)
-            kernel(lists, step, weight_decay=decay, found_inf=found_inf, **options)
+            kernel(lists, step, lr=rate, weight_decay=decay, found_inf=found_inf)
         step.add_(1 if skip is None else (~skip).to(step))
 
     return apply_

@@ -40,6 +40,7 @@ from .sdpa import sdpa_attention
 from .varlen import ByDocument, by_document, varlen_attention, varlen_window
 
 KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen", "invariant")
+SHORT = 256  # tokens up to which the fused call on a CPU is as fast as blocks for rows of one document
 
 
 @tree.pytree
@@ -209,12 +210,23 @@ def _check_documents(mask: Mask, layout: Layout) -> None:
     mask = tree.map(unwrapped, mask)
     if not all(has_values(t) and t.is_cpu for t in tree.leaves(mask)):
         return
-    found = undisturbed(layout_of, {"": mask})
-    if found != layout:
+    if not undisturbed(_describes, layout, mask):
         raise ValueError(
             "The layout describes other documents than the mask: make it of this batch in this order, "
             "fnmodels.layout(masks), or leave it out."
         )
+
+
+def _describes(layout: Layout, mask: Mask) -> bool:
+    """Whether the layout is that of the mask, by a few comparisons for rows of one document."""
+    positions, segments = mask.q_positions, mask.q_segments
+    if not layout.plain or positions is not mask.kv_positions or segments is not mask.kv_segments:
+        return layout_of({"": mask}) == layout
+    rows, first = len(layout.rows), segments[:, :1]
+    want = torch.tensor(layout.firsts) + torch.arange(layout.length)
+    if (positions.shape[0], segments.shape[0]) != (rows, rows):
+        return layout_of({"": mask}) == layout
+    return torch.equal(positions, want) and bool(((segments == first) & (first > 0)).all())
 
 
 def explain_kernel(
@@ -262,7 +274,8 @@ def _choose(
             return "math", f"softcap, and {why}: the scores are written out"
         return "sdpa", f"{why}: one fused call with a dense mask"
     plain = by_index(mask, layout) is not None and not asks.softcap
-    if plain and (cuda or compiled):
+    short = layout.length <= SHORT and dtype in (torch.float32, torch.float64) and not (asks.sinks or asks.bias)
+    if plain and (cuda or compiled or short):
         return "sdpa", "every row is one document, and its rule is plain causality or none: a fused call without a mask"
     if not cuda:
         return "blocks", "the layout and the rule say which parts of the mask are empty"

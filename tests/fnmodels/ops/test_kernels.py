@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -40,7 +41,7 @@ from fnmodels import (
 from fnmodels.apply import run_layers
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
-from fnmodels.ops.attention.select import attention, materialize
+from fnmodels.ops.attention.select import SHORT, attention, materialize
 from fnmodels.ops.attention.tiled import tiles_are_faster
 from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
 
@@ -447,10 +448,11 @@ def test_blocks_never_read_padding_nor_other_documents(rule: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "rows", "given", "kernel"),
     [
-        ("causal", "one document", {}, "blocks"),
-        ("causal", "one document, from the middle", {}, "blocks"),
-        ("encoder", "one document", {}, "blocks"),
-        ("window over S", "one document", {}, "blocks"),
+        ("causal", "one document", {}, "sdpa"),
+        ("causal", "one document", {"dtype": torch.bfloat16}, "blocks"),
+        ("causal", "one document, from the middle", {}, "sdpa"),
+        ("encoder", "one document", {}, "sdpa"),
+        ("window over S", "one document", {}, "sdpa"),
         ("causal", "one document", {"layout": None}, "sdpa"),
         ("causal", "two equal rows", {"layout": None}, "sdpa"),
         ("causal", "two equal rows", {}, "blocks"),
@@ -476,6 +478,13 @@ def test_the_choice(rule: str, rows: str, given: dict[str, Any], kernel: str) ->
     mask, layout = mask_of(rule, rows)
     chosen, reason = explain_kernel(mask, **{"layout": layout, **given})
     assert chosen == kernel and reason
+
+
+@pytest.mark.parametrize(("length", "kernel"), [(SHORT, "sdpa"), (SHORT + 1, "blocks")])
+def test_the_choice_for_rows_of_one_document_depends_on_their_length(length: int, kernel: str) -> None:
+    positions = torch.arange(length)[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions))
+    assert explain_kernel(mask, layout=fnmodels.layout({"full": mask}))[0] == kernel
 
 
 def test_the_choice_for_other_forms_of_masks() -> None:
@@ -847,6 +856,16 @@ def batched_second_backward(loss: Loss, x: Tensor) -> Any:
     return torch.autograd.grad(first.square().sum(), x)
 
 
+def backward_of_grad(loss: Loss, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(grad(loss)(x).square().sum(), x)
+
+
+def tangent_of_grad(loss: Loss, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(grad(loss)(forward_ad.make_dual(x, x))).tangent
+
+
 def compiled(loss: Loss, x: Tensor) -> Any:
     torch.compiler.reset()
     x = x.clone().requires_grad_()
@@ -878,17 +897,20 @@ TRANSFORMS: dict[str, Callable[[Loss, Tensor], Any]] = {
     "grad(grad)": lambda f, x: grad(lambda y: grad(f)(y).square().sum())(x),
     "double backward": second_backward,
     "the same, is_grads_batched": batched_second_backward,
+    "backward of grad": backward_of_grad,
+    "tangent of grad": tangent_of_grad,
     "compile, fullgraph": compiled,
     "export": lambda f, x: exported(f, x).module()(x),
 }
 FIRST = set(TRANSFORMS) - {
     "jvp", "jacfwd", "linearize", "jvp(grad), hvp", "grad(jvp), hvp", "grad(grad)", "double backward",
-    "the same, is_grads_batched",
+    "the same, is_grads_batched", "backward of grad", "tangent of grad",
 }  # fmt: skip
 SUPPORTED = {"math": set(TRANSFORMS), "sdpa": FIRST, "blocks": FIRST, "flex": {"export"}, "varlen": set()}
 YES, OURS, TORCHS = "yes", "says so", "torch's error"
 PACKAGE = {"math": YES, "sdpa": YES, "blocks": YES, "flex": TORCHS, "varlen": OURS}  # AOTInductor
 EAGER = ("compile, fullgraph", "export", "is_grads_batched", "the same, is_grads_batched")
+EAGER += ("backward of grad", "tangent of grad")
 INSIDE = [name for name in TRANSFORMS if name not in EAGER]  # of a compiled function
 
 

@@ -33,6 +33,7 @@ from fnmodels.ops.torch_internals import (
     alone,
     costly_operators,
     full_graph,
+    fused_adamw_,
     quiet,
     softmax_backward,
     undisturbed,
@@ -42,10 +43,12 @@ from tests.project.test_readme import ROOT
 from train.remat import layer_fn
 
 NAMES = {
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "_C._functorch.get_interpreter_stack",
     "_C._functorch.peek_interpreter_stack",
     "_C._len_torch_dispatch_stack",
     "_C._len_torch_function_stack",
+    "_fused_adamw_",
     "_grouped_mm",
     "_scaled_mm",
     "_softmax_backward_data",
@@ -228,6 +231,36 @@ def test_who_is_looking_on(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setitem(PRIVATE, name, None)
             assert not quiet() and not alone(X)
+
+
+def test_an_undisturbed_call_under_a_transform_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr("fnmodels.ops.torch_internals.aside", fail)
+    inner, seen = torch.arange(3), list[Any]()
+    vmap(grad(lambda x: (seen.append(undisturbed(lambda: (inner + 1).tolist())), x.sum())[1]))(torch.randn(2, 2))
+    assert seen == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_fused_adamw_equals_torchs_optimizer(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing:
+        monkeypatch.setitem(PRIVATE, "_fused_adamw_", None)
+    ours, theirs = ([torch.ones(3), torch.ones(2, 2)] for _ in range(2))
+    moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
+    optimizer = torch.optim.AdamW(theirs, 0.01, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    numbers: dict[str, float] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    for count in (1.0, 2.0):
+        for p in theirs:
+            p.grad = torch.full_like(p, count)
+        optimizer.step()
+        lists = ours, [torch.full_like(p, count) for p in ours], *moments
+        fused_adamw_(lists, torch.tensor(count), lr=torch.tensor(0.01), found_inf=torch.tensor(0.0), **numbers)
+        kept = [p.clone() for p in ours]
+        fused_adamw_(lists, torch.tensor(count), lr=0.01, found_inf=torch.tensor(1.0), **numbers)
+        assert all(map(torch.equal, ours, kept))
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_an_undisturbed_call_is_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
