@@ -38,7 +38,7 @@ def index_name(stem: str) -> str:
 
 def stem_in(folder: Path) -> str:
     """The one of STEMS that files in the folder have, the first one by default."""
-    found = (stem for stem in STEMS if any((folder / name(stem)).exists() for name in (single_name, index_name)))
+    found = (stem for stem in STEMS if any(os.path.lexists(folder / name(stem)) for name in (single_name, index_name)))
     return next(found, STEMS[0])
 
 

@@ -75,8 +75,11 @@ def inner_file(folder: Path, relative: str) -> Path:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """The content of a JSON file. FormatError: not JSON, a duplicate key, nested too deeply, or over `limit` bytes."""
-    return parse_json(read_bytes(path, limit, follow=True), str(path))
+    """The content of a JSON file, which `plain_file` checks.
+
+    FormatError: not JSON, a duplicate key, nested too deeply, or over `limit` bytes.
+    """
+    return parse_json(read_bytes(plain_file(path.parent, path.name), limit, follow=True), str(path))
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:

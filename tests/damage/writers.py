@@ -24,7 +24,7 @@ SMALL = llama.Config(
     vocab_size=40,
     hidden_size=16,
     intermediate_size=24,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
 )
@@ -195,7 +195,7 @@ WRITERS = (
     Writer("adapters", **adapters()),
     Writer("adapters of another rank", **adapters(lambda number: 1 + number)),
     Writer("an embedder", **embedder()),
-    Writer("an embedder of other layers", **embedder(lambda number: number)),
+    Writer("an embedder of other layers", **embedder(lambda number: 1 + number % 2)),
     Writer("a step", **steps(None)),
     Writer("a step that removes older ones", **steps(1)),
     Writer("rows of metrics", _rows, _read_rows),

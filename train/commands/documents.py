@@ -93,7 +93,8 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.init is None:
         raise UserError("--init is needed: a folder with config.json, weights and tokenizer.json")
     examples = read_examples(arguments.data, arguments.loss)
-    identity = plain_run.identity_of(arguments, _pictures(arguments, examples))
+    pictures = pictures_of(arguments.data, examples) if arguments.loss == "captions" else []
+    identity = plain_run.identity_of(arguments, pictures)
     saved = plain_run.saved_step(arguments, identity)
     job = _JOBS[arguments.loss](arguments, examples)
     optimizer = plain_run.optimizer_of(arguments, job.config, job.spec)
@@ -116,13 +117,12 @@ def train(arguments: argparse.Namespace) -> int:
     return plain_run.finished(arguments.run)
 
 
-def _pictures(arguments: argparse.Namespace, examples: Examples) -> list[Path]:
-    """The files of pictures that the examples name; UserError for missing ones, UnsafePathError for those outside."""
-    names = [one["image"] for one in examples] if arguments.loss == "captions" else []
-    folder = arguments.data.parent
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"{arguments.data} names {folder / missing[0]}, which is no file; {len(missing)} are missing")
-    return [inner_file(folder, name) for name in names]
+def pictures_of(data: Path, examples: Examples) -> list[Path]:
+    """The files of pictures that captions name; UserError for missing ones, UnsafePathError for those outside."""
+    names = [one["image"] for one in examples]
+    if missing := [name for name in names if not (data.parent / name).is_file()]:
+        raise UserError(f"{data} names {data.parent / missing[0]}, which is no file; {len(missing)} are missing")
+    return [inner_file(data.parent, name) for name in names]
 
 
 def _encode(
@@ -142,7 +142,7 @@ def _encode(
 
 def _pairs(arguments: argparse.Namespace, examples: Examples) -> Job:
     options: Any = {"dtype": torch.float32, "copy": True}
-    if (arguments.init / "modules.json").is_file():
+    if os.path.lexists(arguments.init / "modules.json"):
         config, params, embedder = P.load_embedder(arguments.init, **options)
     else:
         config, params = P.load_pretrained(arguments.init, head="none", part="text", **options)

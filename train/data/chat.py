@@ -8,6 +8,7 @@ The assistant's turns are located in the rendered text, which is tokenized in on
 tokenizing turn by turn gives other tokens at the boundaries.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def read_template(folder: str | Path) -> Template:
     folder = Path(folder)
     own = folder / "chat_template.jinja"
     source: Any
-    if own.exists():
+    if os.path.lexists(own):
         source = read_text(plain_file(folder, own.name), SOURCE_LIMIT, follow=True)
     else:
         source = _tokenizer_config(folder).get("chat_template")
@@ -99,7 +100,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over special_tokens_map.json of older folders; empty where neither exists."""
     values: dict[str, Any] = {}
     for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
-        found = read_json(path) if path.exists() else {}
+        found = read_json(path) if os.path.lexists(path) else {}
         if not isinstance(found, dict):
             raise UserError(f"{path} holds no JSON object")
         values |= found

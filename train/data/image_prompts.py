@@ -1,5 +1,6 @@
 """Pictures in prompts of a vision-language model: its images, and the tokens of their features in the text."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ class ImagePrompts:
     @staticmethod
     def of(folder: Path, config: Any, tokenizer: Tokenizer) -> "ImagePrompts":
         """The reader of a checkpoint folder. UserError without settings of pictures, or with some that it has not."""
-        file = next((folder / name for name in FILES if (folder / name).exists()), None)
+        file = next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
         if file is None:
             raise UserError(f"{folder} has no {' and no '.join(FILES)}, which say how the model's pictures are read")
         values: Any = read_json(file)

@@ -1,6 +1,7 @@
 """Files of pictures as pixels: of captions, and of folders of a class each; and pixels as a file."""
 
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Pixels:
     def of(folder: Path, side: int) -> "Pixels":
         """The reader with the mean and deviation of the folder's preprocessor_config.json, if it has one. UserError."""
         file = folder / "preprocessor_config.json"
-        values: Any = read_json(file) if file.exists() else {}
+        values: Any = read_json(file) if os.path.lexists(file) else {}
         return Pixels(side, *mean_and_std(values, file))
 
 

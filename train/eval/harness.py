@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from fnmodels.errors import UserError
 from fnmodels.options import Kernel
-from params.io.files import plain_file, read_json
+from params.io.files import read_json
 from train.data.chat import Template, read_template, render, special_tokens
 from train.generation.loops import serve
 from train.generation.requests import Event, Request, capacity_of, collect
@@ -63,7 +63,7 @@ class Checkpoint(LM):
         # The begin-of-text token, else the end-of-text token, of tokenizer_config.json, else of config.json.
         named = special_tokens(self.folder)
         begin, end = (self._tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
-        other = read_json(plain_file(weights_folder(self.folder), "config.json")).get("bos_token_id")
+        other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
         first = next((token for token in (begin, end, other, *ends) if token is not None), None)
         self._ids = TextIds(self.folder, self._tokenizer, first, add_special_tokens, as_harness)
         self.ends = ends if end is None else (end, *ends)

@@ -43,7 +43,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 def weights_folder(folder: Path) -> Path:
     """The folder of config.json and the weights: `folder`, or the base model of its adapters. UserError without it."""
-    if not (folder / P.lora.CONFIG).is_file() or (folder / "config.json").is_file():
+    if not os.path.lexists(folder / P.lora.CONFIG) or os.path.lexists(folder / "config.json"):
         return folder
     values = read_json(folder / P.lora.CONFIG)
     base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
@@ -82,7 +82,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     folder = weights_folder(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        value: Any = _fields(path).take("eos_token_id", None) if path.exists() else None
+        value: Any = _fields(path).take("eos_token_id", None) if os.path.lexists(path) else None
         if value is not None:
             ends = value if isinstance(value, list) else [value]
             if not all(type(one) is int and -1 <= one <= TOKENS_LIMIT for one in ends):
@@ -93,7 +93,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 def _fields(path: Path) -> Fields:
     """The reader of a JSON object. Errors as in `read_json`, and ConfigError where the file holds something else."""
-    return Fields(read_json(plain_file(path.parent, path.name)), str(path))
+    return Fields(read_json(path), str(path))
 
 
 def answer_end_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def generation_defaults(folder: Path) -> GenerationDefaults:
         UserError, ConfigError: a value is of another type, or out of its range.
     """
     path = weights_folder(folder) / "generation_config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return GenerationDefaults(None, None, ())
     read = _fields(path)
     values = {name: value for name, value in read.values.items() if value is not None and not name.startswith("_")}
