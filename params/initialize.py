@@ -13,7 +13,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.models.common.spec import Constant, Leaf, LogUniform, Sinusoids
 from fnmodels.tree import Tree
-from params.sharding import plan_by_path
+from params.sharding import Sharding, plan_by_path
 
 BLOCK = 1 << 20  # elements drawn by one generator; changing it changes what every seed draws
 
@@ -42,7 +42,8 @@ def init(
 
     So a leaf has the same values whatever else is drawn, in what order, on which device and by which rank.
     dtype: None keeps the dtypes of the spec (fp32). plan: from `params.plan` with a DeviceMesh; leaves become DTensors,
-    and each rank draws only its own shard, equal to that slice of the leaf on one process.
+    and each rank draws only its own shard, equal to that slice of the leaf on one process. A plan for some pipeline
+    stages draws the leaves that it names.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise TypeError(f"seed must be an int, not {seed!r}.")
@@ -52,11 +53,14 @@ def init(
         made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
         return tree.unflatten(made)
     shardings = plan_by_path(plan, leaves)
-    made = {}
-    for path, leaf in leaves.items():
-        local = draw(leaf, seed, path, shardings[path].local_box()).to(device, leaf_dtype(leaf, dtype))
-        made[path] = shardings[path].distribute(local)
-    return tree.unflatten(made)
+    paths = iter(shardings)
+
+    def drawn(how: Sharding) -> Tensor:
+        path = next(paths)
+        leaf = leaves[path]
+        return how.distribute(draw(leaf, seed, path, how.local_box()).to(device, leaf_dtype(leaf, dtype)))
+
+    return tree.map(drawn, plan)
 
 
 def new_head(

@@ -184,8 +184,13 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
 
 
 def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:
-    """{path: Sharding} of a plan, which must fit these leaves. ValueError where it was made for another model."""
+    """{path: Sharding} of a plan, which must fit these leaves; that of pipeline stages fits those that it names.
+
+    ValueError where it was made for another model.
+    """
     flat: dict[str, Sharding] = tree.flatten(placements)
+    if is_stage_share(placements):
+        leaves = {path: leaf for path, leaf in leaves.items() if path in flat}
     if flat.keys() != leaves.keys():
         raise ValueError(f"The plan is of another model: {min(flat.keys() ^ leaves.keys())} is in only one of them.")
     for path, sharding in flat.items():
@@ -193,6 +198,17 @@ def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Shar
             here = f"{path} is {list(leaves[path].shape)}"
             raise ValueError(f"The plan is of another model: {here}, and there {list(sharding.shape)}.")
     return flat
+
+
+def is_stage_share(values: Tree) -> bool:
+    """Whether a tree holds some layers alone, as a pipeline stage does: "layers", of the model or of an encoder or a
+    decoder, is then a dict by number in place of a list.
+    """
+
+    def numbered(node: Any) -> bool:
+        return isinstance(node, Mapping) and isinstance(node.get("layers"), Mapping)
+
+    return numbered(values) or (isinstance(values, Mapping) and any(map(numbered, values.values())))
 
 
 def describe(placements: Tree) -> str:

@@ -201,7 +201,7 @@ class Engine:
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             local = local_tree(params)
             rows = needs_full_rows(loss_fn) and mesh.cp > 1
-            check = batch_check(loss_fn, local, mesh)
+            check = batch_check(loss_fn, local, placed)
             parts = own_parts(list(batches), placed, check=check, places=mesh.cp > 1, rows=rows)
             bare, places = without_places(parts)
             found = run(local, parts if rows else bare, held, divide=divide)

@@ -7,7 +7,7 @@ error lists all differences.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +124,6 @@ def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, 
     tops = {path.partition(".")[0] for path in leaves}
     left_out = may_have(family_of(checked.config), "OPTIONAL").keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
-    if isinstance(plan.get("layers"), Mapping):  # a plan of pipeline stages
-        named = tree.flatten(plan).keys()
-        leaves = {path: leaf for path, leaf in leaves.items() if path in named}
     return plan, plan_by_path(plan, leaves)
 
 

@@ -15,6 +15,7 @@ from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_dtensor
 
+from .batch_checks import check_batch, checked_by
 from .cross_entropy import counted, wide_of
 from .lm_head import head_logits, head_name
 from .model_loss import beside
@@ -28,6 +29,14 @@ from .vocab_parallel import HEAD_BIAS, Part, opened
 DIRECTIONS = ("forward", "reverse")
 
 
+def _check_batch(batch: Mapping[str, Tensor], config: Any, options: Mapping[str, Any]) -> None:
+    """Both models read the tokens and their positions, and the student's layers alone take `routing`."""
+    check_batch(batch, config)
+    if (teacher := options.get("teacher_config")) is not None:
+        check_batch({name: x for name, x in batch.items() if name != "routing"}, teacher)
+
+
+@checked_by(_check_batch)
 def distill(
     params: Tree,
     batch: Mapping[str, Tensor],

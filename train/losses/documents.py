@@ -23,6 +23,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
+from .batch_checks import PAIRS, check_batch, check_classes, check_pairs, checked_by
 from .cross_entropy import check_targets, cross_entropy
 from .model_loss import check_entries, run_options
 from .next_token import ModelStates, model_states
@@ -65,6 +66,16 @@ def document_batch(
     return batch
 
 
+def _check_classification(batch: Batch, config: Any, options: Mapping[str, Any]) -> None:
+    problem = problem_of(config)
+    if problem == "single_label_classification":
+        check_classes(batch, config)
+        return
+    check_batch(batch, config, PAIRS)  # 0 or more says that a document counts
+    _check_targets(batch, config, problem)
+
+
+@checked_by(_check_classification)
 def classification_loss(
     params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +95,7 @@ def classification_loss(
         _check_targets(batch, config, problem)
     check_entries(batch, "labels")
     check_targets(batch["labels"], None if several else field_of(config, "num_labels"), of="set of classes")
-    states, found = _states(params, batch, config, options)
+    states, found = _states(params, batch, config, options), _documents(batch)
     classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
     logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found)
     if not several:
@@ -95,6 +106,7 @@ def classification_loss(
     return of(wide, targets, reduction="none").mean(1).where(has, 0).sum(), has.sum()
 
 
+@checked_by(lambda batch, config, _: check_classes(batch, config))
 def token_classification_loss(
     params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
@@ -105,10 +117,11 @@ def token_classification_loss(
     _check_head(config, "tokens")
     check_entries(batch, "labels")
     check_targets(batch["labels"], field_of(config, "num_labels"), of="set of classes")
-    states = model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
+    states = _states_of_tokens(params, batch, config, options)
     return cross_entropy(decoder.scores(states.params, states.x, config=config), batch["labels"])
 
 
+@checked_by(lambda batch, config, _: check_batch(batch, config, None))
 def answer_loss(
     params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
@@ -119,7 +132,7 @@ def answer_loss(
     over the tokens of the document, and never over padding.
     """
     _check_head(config, "question_answering")
-    states, found = _states(params, batch, config, options)
+    states, found = _states(params, batch, config, options), _documents(batch)
     logits = fnmodels.family_of(config).unembed(states.params, states.x, config=config).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     number, count, labels = found.number.flatten(), len(found), batch["labels"].flatten()
@@ -136,6 +149,7 @@ def answer_loss(
     return torch.where(has, total, 0).sum(), has.sum()
 
 
+@checked_by(check_pairs)
 def contrastive_loss(
     params: Tree,
     batch: Batch,
@@ -159,16 +173,18 @@ def contrastive_loss(
     without exactly one positive there, and for a model with a head.
     """
     _check_head(config, "none")
-    check_entries(batch, "labels", "roles")
+    check_entries(batch, "positions", "segment_ids", "labels", "roles")
     for name in ("labels", "roles"):
         check_targets(batch[name], None, name)
-    states, found = _states(params, batch, config, options)
+    _check_full_rows(params)
+    found, gather = _documents(batch), run_options(params).all_documents
+    keys = torch.stack([_of_documents(batch[name], found) for name in ("labels", "roles")], 1)
+    every = keys if gather is None else gather(keys)
+    _check_pairs(every)  # before the model runs: over pp all stages come here
+    states = _states(params, batch, config, options)
     x = fnmodels.family_of(config).unembed(states.params, states.x, config=config)
     vectors = embeddings(states.params, x, found, embedder=embedder)
-    keys = torch.stack([_of_documents(batch[name], found) for name in ("labels", "roles")], 1)
-    gather = run_options(params).all_documents
-    every, everyone = (keys, vectors) if gather is None else (gather(keys), gather(vectors))
-    _check_pairs(every)
+    everyone = vectors if gather is None else gather(vectors)
     queries, others = keys[:, 1] == 0, every[:, 1] > 0
     target = _positives(keys[queries], every[others]).int().argmax(1)
     total = vectors.new_zeros((), dtype=torch.promote_types(vectors.dtype, torch.float32))
@@ -196,12 +212,30 @@ def _check_pairs(every: Tensor) -> None:
     )
 
 
-def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> tuple[ModelStates, Documents]:
-    """The model's states and the batch's documents. NotImplementedError over `cp`, which shards documents."""
+def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> ModelStates:
+    """The model's states. NotImplementedError as `_check_full_rows`."""
+    _check_full_rows(params)
+    return _states_of_tokens(params, batch, config, options)
+
+
+def _states_of_tokens(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> ModelStates:
+    """The model's states, of this rank's positions. NotImplementedError, on all ranks alike, with sequence=True."""
+    if run_options(params).sequence:
+        raise NotImplementedError(
+            "This loss reads the states of all tokens of a row, of which each rank of tp has some with sequence=True: "
+            "take Strategy(sequence=False)."
+        )
+    return model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
+
+
+def _check_full_rows(params: Tree) -> None:
+    """NotImplementedError, on all ranks alike, over `cp`, which shards documents."""
     if run_options(params).kernel is not None:
         raise NotImplementedError("Losses of documents read full rows, which ranks of cp do not have: leave cp out.")
-    states = model_states(params, batch, config=config, length=None, options=ForwardOptions(**options))
-    return states, fnmodels.documents(batch["segment_ids"], batch["positions"])
+
+
+def _documents(batch: Batch) -> Documents:
+    return fnmodels.documents(batch["segment_ids"], batch["positions"])
 
 
 def _of_documents(values: Tensor, found: Documents) -> Tensor:

@@ -13,6 +13,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .batch_checks import PAIRS, check_batch, checked_by
 from .cross_entropy import check_targets
 from .model_loss import check_entries, run_options
 
@@ -60,6 +61,22 @@ def image_text_batch(
     return batch | {"labels": labels.where(labels < len(images), IGNORE)}
 
 
+def _check_pairs(batch: Mapping[str, Tensor], config: Any, _: Mapping[str, Any]) -> None:
+    """The k-th caption, image and label of these rows are a pair; `check_batch` of the rest."""
+    check_batch(batch, config, PAIRS)
+    check_entries(batch, *_TEXT, *_IMAGE, "labels")
+    texts, images = (len(fnmodels.documents(batch[name])) for name in ("segment_ids", "image_ids"))
+    _check_counts(texts, images, int((batch["labels"] != IGNORE).sum()))
+
+
+def _check_counts(texts: int, images: int, labels: int) -> None:
+    if not texts == images == labels:
+        raise ValueError(
+            f"The batch has {texts} captions, {images} images and {labels} labels; the k-th of each is a pair."
+        )
+
+
+@checked_by(_check_pairs)
 def image_text_loss(
     params: Tree, batch: Mapping[str, Tensor], *, config: Any, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
@@ -76,11 +93,7 @@ def image_text_loss(
     text, image = _features(params, batch, config, options)
     numbers = batch["labels"].flatten()
     numbers = numbers[numbers != IGNORE]
-    if not len(text) == len(image) == len(numbers):
-        raise ValueError(
-            f"The batch has {len(text)} captions, {len(image)} images and {len(numbers)} labels; the k-th of each is a "
-            "pair."
-        )
+    _check_counts(len(text), len(image), len(numbers))
     gather = run_options(params).all_documents
     texts, images, every = (one if gather is None else gather(one) for one in (text, image, numbers))
     real = every != IGNORE  # ranks with fewer pairs are padded

@@ -9,8 +9,11 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .logprobs import token_logprobs
+from .batch_checks import check_batch
+from .logprobs import temperature_of_tokens, token_logprobs
+from .model_loss import check_entries
 from .output_loss import OutputLoss
+from .softmax_stats import check_temperature
 
 
 def logprob_loss(
@@ -37,4 +40,10 @@ def logprob_loss(
         logp, entropy, _ = token_logprobs(params, batch, config=config, temperature=divisor, chunk=chunk, **options)
         return {"logp": logp, "entropy": entropy}
 
-    return OutputLoss(outputs, lambda found, batch: function(found["logp"], found["entropy"], batch))
+    def check(batch: Mapping[str, Tensor], config: Any, _: Mapping[str, Any]) -> None:
+        check_batch(batch, config)
+        if isinstance(temperature, str):
+            check_entries(batch, temperature, "labels")
+            check_temperature(temperature_of_tokens(batch[temperature], batch["labels"]))
+
+    return OutputLoss(outputs, lambda found, batch: function(found["logp"], found["entropy"], batch), check)

@@ -95,7 +95,7 @@ def head_logprobs(
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     check_targets(labels, config.vocab_size)
-    each = (_per_token(temperature, labels),) if isinstance(temperature, Tensor) else ()
+    each = (temperature_of_tokens(temperature, labels),) if isinstance(temperature, Tensor) else ()
     check_temperature(each[0] if each else temperature)
     chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     plain = chunk is None or torch.compiler.is_compiling()
@@ -116,7 +116,7 @@ def head_logprobs(
     return logp, entropy, labels != IGNORE
 
 
-def _per_token(temperature: Tensor, labels: Tensor) -> Tensor:
+def temperature_of_tokens(temperature: Tensor, labels: Tensor) -> Tensor:
     """[B, S] from a temperature per row or token, 1 where labels are -100 (padding). ValueError for another shape."""
     shape = list(temperature.shape)
     if shape not in ([], [labels.shape[0]], list(labels.shape)):

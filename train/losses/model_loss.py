@@ -69,6 +69,7 @@ class RunOptions:
     kernel, experts, balance: map the loss's own choice to one that works when other ranks hold other tokens.
     length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
     full_rows: (x [B, S, ...], PLACES) -> (x of the full rows in order, 1 on the first rank of cp and 0 on others).
+    sequence: whether ranks of tp have some positions each of the residual stream.
     all_documents: x [N, ...] of this rank's documents -> [M, ...] of those of all ranks with other rows, with
         gradients; entries beyond a rank's documents are -100. None: this rank has them all.
     stage: replaces the layers: (params, inputs, masks, freqs_cis, config, taps, options) -> (states, taps).
@@ -89,6 +90,7 @@ class RunOptions:
     length: Callable[[Any, Tensor, Any], Any] | None = None
     stage: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None
     full_rows: Callable[[Tensor, Tensor], tuple[Tensor, int]] | None = None
+    sequence: bool = False
     all_documents: Callable[[Tensor], Tensor] | None = None
     routers: RouterTerms | None = None
     required: str | None = None

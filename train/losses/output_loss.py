@@ -20,11 +20,13 @@ class OutputLoss:
     """The loss function(outputs, batch) -> (sum, count[, aux]) of outputs(params, batch) -> {name: [B, S]}.
 
     function sees full rows on every mesh, over `cp` gathered, with gradients. `Engine.forward_backward` returns the
-    outputs of the training pass. ValueError where function returns something else.
+    outputs of the training pass. ValueError where function returns something else. check_batch: a further check of
+    batches, see `train.losses.batch_checks`.
     """
 
     outputs: Callable[[Tree, Mapping[str, Tensor]], Outputs]
     function: Callable[[Outputs, dict[str, Tensor]], tuple[Any, ...]]
+    check_batch: Callable[[Mapping[str, Tensor], Any, Mapping[str, Any]], None] | None = None
 
     def __call__(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         given: Any = dict(batch)

@@ -6,9 +6,6 @@ of them alone, so `train.init_state` judges the paths of all stages, in every pr
 
 import fnmatch
 from collections.abc import Collection, Iterable
-from typing import Any
-
-from fnmodels.tree import Tree
 
 
 def first_match(path: str, patterns: Iterable[str]) -> str | None:
@@ -21,12 +18,3 @@ def check_used(patterns: Iterable[str], used: Collection[str | None], paths: Ite
     idle = [pattern for pattern in patterns if pattern not in used]
     if idle:
         raise ValueError(f"The pattern {idle[0]!r} gets no leaf; the paths are like {next(iter(paths), 'none')}.")
-
-
-def is_stage_share(params: Tree) -> bool:
-    """Whether a tree holds some layers alone, as a pipeline stage does: its "layers" are a dict by number, no list."""
-
-    def numbered(node: Any) -> bool:
-        return isinstance(node, dict) and isinstance(node.get("layers"), dict)
-
-    return numbered(params) or (isinstance(params, dict) and any(map(numbered, params.values())))

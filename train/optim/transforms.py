@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from params.sharding import is_stage_share
 
 from .base import OnFull, Optimizer, clip_by_global_norm, remake, sharded_version, supports_shards, with_paths
-from .patterns import check_used, first_match, is_stage_share
+from .patterns import check_used, first_match
 
 
 def chain(*transforms: Optimizer) -> Optimizer:

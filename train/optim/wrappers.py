@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from params.sharding import is_stage_share
 
 from . import base
 from .base import OnFull, Optimizer, with_paths
-from .patterns import check_used, first_match, is_stage_share
+from .patterns import check_used, first_match
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:

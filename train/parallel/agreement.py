@@ -26,33 +26,51 @@ T = TypeVar("T")
 
 
 def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequence[Any]) -> None:
-    """Raises ValueError on all ranks of `groups` if they were not given the same batch, or list of batches.
+    """Raises ValueError on all ranks of `groups` if they were not given the same batch, or list of batches."""
+    ready_with_same(batch, lambda: None, devices, groups)
 
-    Each rank takes its shard, so batches that differ would mix silently. The check is one reduction of two integers;
-    only after a mismatch do ranks exchange details. Only shapes are compared for floating-point tensors, which may be
-    computed and differ in the last bit.
+
+def ready_with_same(
+    batch: Batch | Sequence[Batch], prepare: Callable[[], T], devices: DeviceMesh, groups: Sequence[Any]
+) -> T:
+    """prepare() once it has succeeded on all ranks of `groups`, and all were given the same batch, or list of batches.
+
+    ValueError on all ranks otherwise, with one sentence. Each rank takes its shard, so batches that differ would mix
+    silently. The check is one reduction of two integers; only after a fault do ranks exchange details. Only shapes are
+    compared for floating-point tensors, which may be computed and differ in the last bit.
     """
-    of_each: dict[tuple[str, str], int] = {}
-    wrong = ""
+    of_each: dict[tuple[str, str], int] | None = None
+    failure: Exception | None = None
     try:
         parts: dict[Any, Any] = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
         of_each = _checksums(parts)
+        made = prepare()
     except Exception as error:  # raising here alone would leave the other ranks waiting
-        wrong = _words(error)
-    if _is_same(-1 if wrong else _sum(of_each), devices, groups):
-        return
-    reports = sorted(everyone((dist.get_rank(), of_each, wrong), groups), key=lambda one: one[0])
-    for rank, _, fault in reports:
+        failure = error
+    if _is_same(-1 if failure or of_each is None else _sum(of_each), devices, groups):
+        return made
+    reports = sorted(everyone((dist.get_rank(), of_each, _words(failure)), groups), key=lambda one: one[0])
+    read = [(rank, sums) for rank, sums, _ in reports if sums is not None]
+    different = [(rank, sums) for rank, sums in read if sums != read[0][1]]
+    if different:
+        (first, its), (other, theirs) = read[0], different[0]
+        names = {path for (_, path), _ in its.items() ^ theirs.items()}
+        raise ValueError(
+            f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. "
+            f"Over the mesh {mesh_of(devices)} each is given the whole batch, the same in all, of which it takes its "
+            'part; for rows that each has for itself there is Strategy(rows="own").'
+        ) from failure
+    _raise_fault(failure, [(rank, fault) for rank, _, fault in reports])
+    raise AssertionError("Ranks differ, and none says in what.")
+
+
+def _raise_fault(failure: Exception | None, faults: Sequence[tuple[int, str]]) -> None:
+    """Raises, on all ranks, the fault of the first rank that has one; where all have the same, each its own error."""
+    if failure is not None and len({fault for _, fault in faults}) == 1:
+        raise failure
+    for rank, fault in faults:
         if fault:
-            raise ValueError(f"Process {rank}: {fault}")
-    first, its, _ = reports[0]
-    other, theirs, _ = next(one for one in reports if one[1] != its)
-    names = {path for (_, path), _ in its.items() ^ theirs.items()}
-    raise ValueError(
-        f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. Over "
-        f"the mesh {mesh_of(devices)} each is given the whole batch, the same in all, of which it takes its part; for "
-        'rows that each has for itself there is Strategy(rows="own").'
-    )
+            raise ValueError(f"Process {rank}: {fault}") from failure
 
 
 def _is_same(mine: int, devices: DeviceMesh, groups: Sequence[Any]) -> bool:
@@ -77,13 +95,8 @@ def all_ready(prepare: Callable[[], T], arguments: Mapping[str, Any], devices: D
         failure = error
     if _is_same(-1 if failure else zlib.crc32(repr(sorted(numbers.items())).encode()), devices, groups):
         return made
-    mine = (dist.get_rank(), numbers, "" if failure is None else _words(failure))
-    reports = sorted(everyone(mine, groups), key=lambda one: one[0])
-    if failure is not None and all(fault == mine[2] for _, _, fault in reports):
-        raise failure
-    for rank, _, fault in reports:
-        if fault:
-            raise ValueError(f"Process {rank}: {fault}")
+    reports = sorted(everyone((dist.get_rank(), numbers, _words(failure)), groups), key=lambda one: one[0])
+    _raise_fault(failure, [(rank, fault) for rank, _, fault in reports])
     first, its, _ = reports[0]
     other, theirs, _ = next(one for one in reports if one[1] != its)
     name = min(name for name in its.keys() | theirs.keys() if its.get(name) != theirs.get(name))
@@ -138,7 +151,9 @@ def agreed(
     return parts
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception | None) -> str:
+    if error is None:
+        return ""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from train.loss_call import Batch, microbatches
+from train.losses.batch_checks import check_batch
 from train.losses.model_loss import FULL_ROWS, PLACES, check_entries
 from train.parallel.context.api import shard_batch
-from train.parallel.pipeline.microbatch import check_ids
 
-from .agreement import agreed, check_same
+from .agreement import agreed, ready_with_same
 from .mesh import ROWS, Mesh, Strategy, mesh_of, whole_groups
 from .padding import check_shapes, clear_length, padded
 from .placement import Placed
@@ -30,22 +30,30 @@ def own_parts(
     placed: Placed,
     accumulate: int = 1,
     *,
-    check: Callable[[Batch], object] | None = None,
+    check: Callable[[Batch], object] = lambda part: None,
     places: bool = False,
     rows: bool = False,
 ) -> list[Batch]:
     """This rank's microbatches of the batch that it is given; see `Strategy.rows`. ValueError on all ranks alike.
 
-    check: raises for a batch that the loss cannot read; used with rows="own". places: adds the entry PLACES to each
-    microbatch. rows: adds the entry FULL_ROWS.
+    check: raises for rows that the loss cannot use. places: adds the entry PLACES to each microbatch. rows: adds the
+    entry FULL_ROWS.
     """
     strategy, devices, config = placed.strategy, placed.devices, placed.config
+
     if strategy.rows == "whole":
-        check_same(batch, devices, whole_groups(devices))
-        own = own_part(_with_places(batch) if places else batch, devices, strategy, config, rows)
-        if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
-            _check_rows(own, mesh_of(devices), accumulate)
-        return microbatches(own, accumulate)
+
+        def own() -> list[Batch]:
+            many = isinstance(batch, (list, tuple))
+            mine = [own_rows(one, devices) for one in batch] if many else own_rows(batch, devices)
+            for part in microbatches(mine, accumulate):
+                check(part)
+            cut = _own_part(_with_places(batch) if places else batch, devices, strategy, config, rows)
+            if devices["pp"].size() > 1 and not many:
+                _check_rows(cut, mesh_of(devices), accumulate)
+            return microbatches(cut, accumulate)
+
+        return ready_with_same(batch, own, devices, whole_groups(devices))
     if strategy.rows != "own":
         raise ValueError(f'rows is {strategy.rows!r}; it must be "whole" or "own".')
 
@@ -56,10 +64,7 @@ def own_parts(
         for part in parts:
             check_entries(part, *needed)
             check_shapes(part)
-            if config is not None:
-                check_ids(part, config)
-            if check is not None:
-                check(part)
+            check(part)
         given = _with_places(parts) if places else parts
         return [_with_rows(own_positions, part, devices, strategy, config, rows) for part in given]
 
@@ -92,12 +97,17 @@ def own_part(
 ) -> Any:
     """`own_positions` of `own_rows` of the global batch, or of each microbatch in a list.
 
-    ValueError, on all ranks alike, for tokens or labels outside of the vocabulary of `config`.
+    ValueError, on all ranks alike, for numbers that a model of `config` does not have.
     """
-    if isinstance(batch, (list, tuple)):
-        return [own_part(part, devices, strategy, config, rows) for part in batch]
     if config is not None:
-        check_ids(batch, config)
+        for part in batch if isinstance(batch, (list, tuple)) else [batch]:
+            check_batch(part, config)
+    return _own_part(batch, devices, strategy, config, rows)
+
+
+def _own_part(batch: Any, devices: DeviceMesh, strategy: Strategy, config: Any, rows: bool) -> Any:
+    if isinstance(batch, (list, tuple)):
+        return [_own_part(part, devices, strategy, config, rows) for part in batch]
     return _with_rows(own_positions, own_rows(batch, devices), devices, strategy, config, rows)
 
 

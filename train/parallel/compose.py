@@ -85,6 +85,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
         required=f"Over the mesh {mesh} layers are gathered where they run",
         balance=lambda balance: whole_balance(balance, devices),
         length=global_length(devices),
+        sequence=tensor is not None and strategy.sequence,
     )
     groups = [devices.get_group(name) for name in ROWS if mesh.sizes[name] > 1]
     if groups:

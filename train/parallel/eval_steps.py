@@ -95,7 +95,7 @@ def make_forward_over(
         placed, call = made(params, batch)
         many, local = isinstance(batch, (list, tuple)), local_tree(params)
         given: Sequence[Batch] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
-        checked = own_parts(given, placed, check=batch_check(function, local, mesh), places=mesh.cp > 1)
+        checked = own_parts(given, placed, check=batch_check(function, local, placed), places=mesh.cp > 1)
         parts, places = without_places(checked)
         found = call(local, parts)
         joined = full_outputs(found, parts, places, given, placed)

@@ -21,10 +21,12 @@ from train.dist.dtensor import local_tree
 from train.dist.failures import naming_the_lost
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
+from train.losses.batch_checks import check_of
+from train.losses.model_loss import as_loss
 from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer
 from train.parallel.pipeline import gradients
-from train.parallel.pipeline.microbatch import recorded
+from train.parallel.pipeline.microbatch import recorded, stop_before
 from train.parallel.pipeline.schedule import SPLITTING
 from train.parallel.pipeline.stages import stages_of
 from train.state import State
@@ -33,7 +35,7 @@ from train.update import Step, StepOptions, check_state
 from .agreement import everyone
 from .batch_shards import own_parts
 from .compose import compose
-from .mesh import Mesh, Parallelism, mesh_of, whole_groups
+from .mesh import Parallelism, mesh_of, whole_groups
 from .placement import Placed, place
 from .update import ShardedUpdate, sharded_update, update_over
 
@@ -128,13 +130,25 @@ def parts_for(
 ) -> list[Batch]:
     """`own_parts` with what the function needs."""
     rows = placed.devices["cp"].size() > 1 and needs_full_rows(function)
-    check = batch_check(function, local, mesh_of(placed.devices))
-    return own_parts(batch, placed, accumulate, check=check, places=rows, rows=rows)
+    return own_parts(batch, placed, accumulate, check=batch_check(function, local, placed), places=rows, rows=rows)
 
 
-def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callable[[Batch], object] | None:
-    """A check that raises for a batch that the function cannot read, before pipeline stages wait; None without pp."""
-    return functools.partial(recorded, function, local) if mesh.pp > 1 else None
+def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Callable[[Batch], None]:
+    """A check that raises for rows that the function cannot use, before anything is sent.
+
+    Over pp, whose stages would wait, it also runs the function up to its call of the model, or to what it gathers.
+    """
+    values, mesh = check_of(function), mesh_of(placed.devices)
+    alone = mesh.rows > 1 or placed.strategy.rows == "own"  # otherwise all stages refuse what `microbatches` does
+    staged = as_loss(function).with_options(all_documents=stop_before) if mesh.pp > 1 and alone else None
+
+    def check(part: Batch) -> None:
+        if placed.config is not None:
+            values(part, placed.config)
+        if staged is not None:
+            recorded(staged, local, part)
+
+    return check
 
 
 def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Callable[..., Sums]:

@@ -70,7 +70,7 @@ def moe(
                 f"routing must be int64 [B, S, k] = {list(x.shape[:2])} and k, not {routing.dtype} "
                 f"{list(routing.shape)}."
             )
-        _check_range(routing, valid, len(layer["router"]))
+        check_range(routing, valid, len(layer["router"]))
     cleared = _zero_padding(x, valid)
     read, x = cleared if read is x else _zero_padding(read, valid), cleared
     projection = [read, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])
@@ -95,8 +95,11 @@ def _zero_padding(x: Tensor, valid: Tensor) -> Tensor:
     return x if alone(x, valid) and bool(valid.all()) else x.where(valid[..., None], 0)
 
 
-def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
-    """ValueError for invalid experts if the values can be read without a sync; otherwise the result is undefined."""
+def check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
+    """ValueError for invalid experts if the values can be read without a sync; otherwise the result is undefined.
+
+    routing: [B, S, k]; valid: bool [B, S]. A token that is no padding has k different experts, of 0 to experts - 1.
+    """
     if torch.compiler.is_compiling() or not all(readable(t) and t.device.type == "cpu" for t in (routing, valid)):
         return
     wrong = routing[valid[..., None] & ((routing < 0) | (routing >= experts))]

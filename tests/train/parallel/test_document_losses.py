@@ -14,7 +14,8 @@ from tests.support.copies import may_differ
 from tests.support.encoder_losses import errors_over, flow_setting, image_setting, pair_setting, setting, shared_setting
 from tests.support.one_process import worst
 from tests.support.ranks_pool import Ranks, devices
-from train.parallel import Mesh, compose
+from tests.train.parallel.test_agreement import kinds
+from train.parallel import Mesh, Strategy, compose
 from train.parallel.compose import all_documents
 from train.parallel.placement import rules_of
 
@@ -70,3 +71,30 @@ def test_all_ranks_refuse_alike(ranks: Ranks) -> None:
         "The query of pair 0 has 2 positives here; it needs exactly one, in the same microbatch."
     }
     assert all("leave cp out" in message for message in ranks(2)(refused, "cp=2"))
+
+
+WITH_CLASSES = ("classification", "none", "labels", "numbers", "tokens", "answers", "pictures")
+LOSSES = {name: kinds()[name] for name in WITH_CLASSES}
+
+
+def in_sequence(name: str) -> tuple[str, bool]:
+    """(what a loss says where ranks of tp have some positions each, whether it takes the step with full rows)."""
+    config, loss, batch = LOSSES[name]()
+    mesh, optimizer = Mesh(tp=2), train.sgd(0.1)
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    whole = generic_params(config)
+
+    def step(sequence: bool) -> Any:
+        held = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), plan, whole)
+        taken = train.make_step(loss, optimizer, mesh=mesh, strategy=Strategy(sequence=sequence))
+        return taken(train.init_state(held, optimizer), batch)[1]["finite"]
+
+    with pytest.raises(NotImplementedError) as refused:
+        step(True)
+    return str(refused.value), bool(step(False))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_documents_and_classes_say_that_they_read_full_rows(ranks: Ranks, name: str) -> None:
+    for words, runs in ranks(2)(in_sequence, name):
+        assert "take Strategy(sequence=False)" in words and runs

@@ -321,7 +321,7 @@ def refusals() -> None:
     refuse("their labels and positions and segment_ids and tokens differ", state, odd if dist.get_rank() else batch())
     listed = batch() | {"labels": batch()["labels"].tolist()}  # in one process, and in all
     refuse("Process 1: The batch's 'labels.0.0' is of type int", state, listed if dist.get_rank() else batch())
-    refuse("Process 0: The batch's 'labels.0.0' is of type int", state, listed)
+    refuse("The batch's 'labels.0.0' is of type int", state, listed)
     plain = init_state(generic_params(config_of(name)), optimizer)
     refuse("embed_tokens is a Tensor; over a mesh parameters are DTensors", plain, batch())
     refuse("made for the mesh dp=2, and the State's parameters lie on fsdp=2", state, batch(), mesh=Mesh(dp=2))

@@ -1,5 +1,6 @@
 """Loading straight into parts: the bits of the whole's parts, however it lies on disk, and little beside them read."""
 
+import dataclasses
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from fnmodels.models.common.storage import Stack, TensorSlice
 from params.sharding import Sharding
 from tests.params.checkpoint import test_dequantize as quantized
 from tests.support.cases import generic_params, richest
+from tests.support.encoder_losses import SETTINGS
 from tests.support.ranks_pool import Ranks, devices
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.stages import stage_plan
@@ -211,3 +213,50 @@ def test_a_stage_loads_its_own_layers(ranks: Ranks, tmp_path: Path) -> None:
     first, _, last, _ = ranks(4)(staged, str(tmp_path))
     assert first[0] == "embed_tokens" and {"norm", "lm_head"} <= set(last)
     assert {path.split(".")[1] for path in last if path.startswith("layers.")} == {"2", "3"}
+
+
+def staged_stacks(folder: str, split: list[int]) -> list[str]:
+    """The leaves of this stage of an encoder and a decoder, or of a flow, loaded and drawn as in one process."""
+    mesh = Mesh(pp=2)
+    config, whole = P.load_pretrained(folder)
+    how = Strategy(split=tuple(split) or None)
+    spec = fnmodels.family_of(config).spec(config)
+    plan = stage_plan(P.plan(spec, rules_of(mesh, config), devices(mesh)), config, devices(mesh), how)
+    for made, full in (
+        (P.load_pretrained(folder, plan=plan)[1], whole),
+        (P.init(config, 2, plan=plan), P.init(config, 2)),
+    ):
+        flat = tree.flatten(full)
+        for path, leaf in tree.flatten(made).items():
+            assert torch.equal(leaf.to_local(), flat[path]), path
+    return list(tree.flatten(plan))
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("pairs", []), ("pairs", [1, 3]), ("pairs", [3, 1]), ("sound", []), ("flow", []), ("mpnet", [])]
+)
+def test_a_stage_of_an_encoder_a_decoder_or_a_flow_is_loaded_and_drawn(
+    ranks: Ranks, tmp_path: Path, name: str, split: list[int]
+) -> None:
+    config = SETTINGS[name]()[0]
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    first, last = ranks(2)(staged_stacks, str(tmp_path), split)
+    every = tree.flatten(fnmodels.family_of(config).spec(config)).keys()
+    assert {*first, *last} == every
+    assert first != last and all(any(".layers." in f".{path}" for path in of_rank) for of_rank in (first, last))
+
+
+def wrong_stage(folder: str) -> str:
+    """What is said of the plan of a wider model."""
+    config = dataclasses.replace(SETTINGS["pairs"]()[0], intermediate_size=64)
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(Mesh(pp=2), config), devices(Mesh(pp=2)))
+    with pytest.raises(ValueError) as error:
+        P.load_pretrained(folder, plan=stage_plan(plan, config, devices(Mesh(pp=2)), Strategy()))
+    return str(error.value)
+
+
+def test_a_stage_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    config = SETTINGS["pairs"]()[0]
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    for words in ranks(2)(wrong_stage, str(tmp_path)):
+        assert words.startswith("The plan is of another model: ") and "64" in words

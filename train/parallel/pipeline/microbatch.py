@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
+from train.losses.batch_checks import check_of
 from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss, check_entries
 from train.parallel.padding import padded
 
@@ -78,7 +78,7 @@ def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
 def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
     latents = may_have(family_of(pipe.config), "INPUTS") == "latents"
     check_entries(batch, "latents" if latents else "tokens", "positions", "segment_ids")
-    check_ids(batch, pipe.config)
+    check_of(loss)(batch, pipe.config)
     found = recorded(loss, params, batch)
     if found is None:
         raise ValueError(
@@ -97,7 +97,15 @@ def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> 
 
 
 class _Reached(BaseException):
-    """The loss has called the model: a BaseException, so that `except Exception` in the loss does not catch it."""
+    """The loss has called the model, or needs other ranks.
+
+    A BaseException, so that `except Exception` in the loss does not catch it.
+    """
+
+
+def stop_before(_: Tensor) -> NoReturn:
+    """In place of a collective that a loss runs before the model: what it does up to there is `recorded`."""
+    raise _Reached
 
 
 def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microbatch | None:
@@ -118,7 +126,7 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
         try:
             replace(loss.with_options(stage=stop, required=None), params=None)(params, batch)
         except _Reached:
-            return found[0]
+            return found[0] if found else None
     return None
 
 
@@ -130,22 +138,3 @@ def layout_of(run: Any, options: ForwardOptions, masks: Mapping[str, Any], confi
         for stack in stacks_of(config)
     }
     return found.get("", found)
-
-
-def check_ids(batch: Batch, config: Any) -> None:
-    """ValueError for tokens and labels outside of the vocabulary, on the CPU.
-
-    An invalid id would raise on one rank alone, and the others would wait. On other devices this check would
-    synchronise, and the kernel that meets such an id aborts its process, and so the job.
-    """
-    if not hasattr(config, "vocab_size"):  # it reads patches or latents
-        return
-    size = config.vocab_size
-    for name in ("tokens", "labels"):
-        ids = batch.get(name)
-        if ids is None or not ids.is_cpu or not ids.numel() or ids.is_floating_point():
-            continue
-        known = ids if name == "tokens" else ids.where(ids != IGNORE, 0)
-        low, high = int(known.min()), int(known.max())
-        if low < 0 or high >= size:
-            raise ValueError(f"The {name} go from {low} to {high}; the model knows 0 to {size - 1}.")

@@ -9,15 +9,11 @@ Parameters lie on the full mesh; those of a layer exist on the ranks of its stag
 """
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnmodels import family_of, tree
+import params as P
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
-from params.initialize import draw
-from params.sharding import Sharding
-from train.optim.base import with_paths
 from train.parallel.compose import Composed
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.placement import Placed
@@ -40,12 +36,8 @@ def stage_plan(plan: Tree, config: DecoderConfig, devices: DeviceMesh, strategy:
 
 def init_stage(config: DecoderConfig, seed: int, placements: Tree) -> Tree:
     """`params.init` of the parameters in a `stage_plan`: each rank draws its shards of its own layers."""
-    leaves = tree.flatten(family_of(config).spec(config))
-
-    def leaf(path: str, how: Sharding) -> Tensor:
-        return how.distribute(draw(leaves[path], seed, path, how.local_box()).to(leaves[path].dtype))
-
-    return with_paths(leaf, placements)
+    made: Tree = P.init(config, seed, plan=placements)
+    return made
 
 
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
