@@ -313,9 +313,11 @@ def refusals() -> None:
     odd = tree.map(lambda t: t[:7], batch())
     refuse(r"'tokens' has 7 rows, and the mesh fsdp=2 takes them in 2 equal parts", state, odd)
     refuse("'tokens' has 7 rows", state, [batch(), odd])
-    for key, value in (("tokens", -1), ("labels", 64)):  # in rows that one process alone takes
-        wrong = batch() | {key: batch()[key].index_fill(0, torch.tensor([7]), value)}
-        refuse(f"The {key} go from .* the model knows 0 to 63", state, wrong)
+    for key, value, words in (  # in rows that one process alone takes
+        ("tokens", -1, "Process 1: The tokens go from -1 .* the model knows 0 to 63"),
+        ("labels", 64, "Process 1: labels.* is 64, but the vocabulary has 64 entries"),
+    ):
+        refuse(words, state, batch() | {key: batch()[key].index_fill(0, torch.tensor([7]), value)})
     mine = batch() | {"labels": batch()["labels"].index_fill(0, torch.tensor([7 * dist.get_rank()]), -100)}
     refuse("Processes 0 and 1 were given different batches: their labels differ", state, mine)
     refuse("their labels and positions and segment_ids and tokens differ", state, odd if dist.get_rank() else batch())
