@@ -58,6 +58,10 @@ def run_command(
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         return 130
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what libraries in Rust raise, such as tokenizers
+            raise
+        message = f"a library failed: {error}"
     print(f"{name}: {sentence(message)}", file=sys.stderr)
     return 2
 

@@ -38,6 +38,8 @@ def load_reference(transformers: Any, folder: Path, config: DecoderConfig) -> An
             attn_implementation="eager",
             experts_implementation="eager",
             local_files_only=True,
+            use_safetensors=True,  # and no pickles
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers raises errors of many types
         reason = (str(error).splitlines() or [type(error).__name__])[0]

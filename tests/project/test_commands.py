@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import params.compare
 import params.inspect
@@ -219,6 +220,14 @@ def test_too_little_memory_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> 
 
     assert run_command("name", Parser, large, []) == 2
     assert capsys.readouterr().err == "name: there is not enough memory for this.\n"
+
+
+def test_a_panic_of_a_library_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A regular expression of a tokenizer.json, for one, that takes more steps than its library allows."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, [], unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    assert run_command("name", Parser, lambda _: len(tokenizer.encode("a" * 40 + "b").ids), []) == 2
+    assert capsys.readouterr().err.startswith("name: a library failed: ")
 
 
 def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
 from train.generation.sampling import Sampling, check_sampling
 
+from .tokenizer_growth import GROWTH_LIMIT, unbounded_part
+
 TOKENIZER_LIMIT = 500_000_000  # bytes; the largest published ones have 35 MB
 COMPANION_LIMIT = 50_000_000  # bytes of a generation config, a chat template, a tokenizer's config
 
@@ -37,6 +39,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
+    if part := unbounded_part(tokenizer):
+        raise UserError(f"{path}: its {part} could make a text more than {GROWTH_LIMIT:,} times as long")
     disable_truncation(tokenizer)
     return tokenizer
 
