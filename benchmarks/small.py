@@ -197,7 +197,6 @@ def per_sample(at: Setting, compiled: bool) -> Calls:
     ours = torch.func.vmap(torch.func.grad(at.our_loss), (None, 0))
     tokens, labels, rows = at.tokens[:, None], at.labels[:, None], fnmodels.rows(at.batch)
 
-
     def sums(params: Any, batch: Any) -> Tensor:  # of the rows' means, each of as many labels
         return train.next_token_loss(params, batch, config=at.config, chunk=None)[0] / (at.size.length - 1)
 

@@ -1,6 +1,6 @@
 """One size of benchmarks/small.py in JAX: the jitted step that donates its state, and a scan of 100 such steps.
 
-    python benchmarks/small_jax.py '[layers, width, rows, length, rounds]'     prints a table of milliseconds
+python benchmarks/small_jax.py '[layers, width, rows, length, rounds]'     prints a table of milliseconds
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ def image_grid(image: Tensor, *, config: Any) -> tuple[int, int, int]:
     family: Any = family_of(config)
     side = config.vision.patch_size * family.cell_side(config)
     channels, frames = config.vision.num_channels, getattr(config.vision, "frames", 1)
+    if not isinstance(image, Tensor):
+        raise TypeError(f"An image is a tensor, floats [{channels // frames}, H, W], not a {type(image).__name__}.")
     ok = image.ndim == 3 and image.shape[0] in (channels, channels // frames) and image.is_floating_point()
     if not ok or not image.numel() or image.shape[1] % side or image.shape[2] % side:
         raise ValueError(

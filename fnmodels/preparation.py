@@ -63,7 +63,7 @@ def prepare(
     shape = tokens.shape[:2]
     if (text := text_config(config)) is not config:
         ones = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
-        ids = ones.expand(shape) if segment_ids is None else _per_token("segment_ids", segment_ids, shape)
+        ids = ones.expand(shape) if segment_ids is None else per_token("segment_ids", segment_ids, shape)
         if positions is None and places is not None:
             positions = positions_of_images(config, ids, places, grids)
         made, masks, tables = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
@@ -71,10 +71,10 @@ def prepare(
     check_text_alone(config, places, grids)
     if positions is not None:
         axes = positions.shape[2:] if positions.ndim == 3 else ()
-        positions = _per_token("positions", positions, shape + axes)
+        positions = per_token("positions", positions, shape + axes)
     counted = positions is None and segment_ids is None
     if segment_ids is not None:
-        segment_ids = _per_token("segment_ids", segment_ids, shape)
+        segment_ids = per_token("segment_ids", segment_ids, shape)
         positions = _positions(segment_ids) if positions is None else positions
     else:  # reads no tensor values: works on meta tensors and never synchronizes with the device
         segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
@@ -90,7 +90,7 @@ def prepare(
         )
     inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     if token_types is not None:
-        inputs["token_types"] = _per_token("token_types", token_types, shape)
+        inputs["token_types"] = per_token("token_types", token_types, shape)
     if field_of(config, "head") in PER_DOCUMENT:
         inputs["documents"] = documents(segment_ids, positions)
     if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
@@ -149,7 +149,7 @@ def check_tokens(tokens: Tensor, name: str = "tokens") -> Tensor:
     return tokens if tokens.is_floating_point() else tokens.long()
 
 
-def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+def per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
     """Broadcasts a per-token tensor of shape [B, S, ...] or [1, S, ...] to `shape`."""
     if given.shape not in (shape, (1, *shape[1:])):
         raise ValueError(f"{name} must be [B, S] = {list(shape[:2])} like the tokens, not {list(given.shape)}.")

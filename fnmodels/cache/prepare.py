@@ -10,11 +10,11 @@ from torch import Tensor
 from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import reads_spans
-from fnmodels.inputs.segments import integers, positions_from_segments
+from fnmodels.inputs.segments import positions_from_segments
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.registry import DecoderConfig, source_kind, text_config
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
-from fnmodels.preparation import check_text_alone, positions_of_images, with_image_masks
+from fnmodels.preparation import check_text_alone, per_token, positions_of_images, with_image_masks
 
 from .value import Cache, Slots
 
@@ -172,18 +172,17 @@ def _ordered(held: Slots, highest: Tensor, segment_ids: Tensor, positions: Tenso
     after the `highest` [B, C]. Positions [B, S] are those of all axes."""
     if positions is not None and positions.ndim == 3 and positions.shape[-1] != 3:  # as they are, or refused
         return positions
-    order = _newest(held, held.positions, segment_ids) + 1
-    if positions is not None and positions.ndim == 3:
-        order, axes = order + _rank(segment_ids), integers("positions", positions)
-    elif positions is not None and positions.ndim == 2:
-        # the distance between both is that of the document's last token: none in a text without images
-        axes = integers("positions", positions)
-        order, axes = axes + order - _newest(held, highest, segment_ids) - 1, axes[..., None].expand(-1, -1, 3)
-    else:
-        rank = _rank(segment_ids)
-        order, axes = order + rank, (_newest(held, highest, segment_ids) + 1 + rank)[..., None].expand(-1, -1, 3)
-    axes = axes.expand(*segment_ids.shape, 3)
-    return torch.cat((order[..., None], axes), dim=-1).where(segment_ids[..., None] > 0, 0)
+    order, rank = _newest(held, held.positions, segment_ids) + 1, _rank(segment_ids)
+    after = _newest(held, highest, segment_ids) + 1
+    if positions is None:
+        order, axes = order + rank, (after + rank)[..., None]
+    elif positions.ndim == 3:
+        order, axes = order + rank, per_token("positions", positions, segment_ids.shape + (3,))
+    else:  # the distance between both is that of the document's last token: none in a text without images
+        own = per_token("positions", positions, segment_ids.shape)
+        order, axes = own + order - after, own[..., None]
+    found = torch.cat((order[..., None], axes.expand(*segment_ids.shape, 3)), dim=-1)
+    return found.where(segment_ids[..., None] > 0, 0)
 
 
 def _highest(held: Slots, highest: Tensor, segment_ids: Tensor, positions: Tensor) -> Tensor:

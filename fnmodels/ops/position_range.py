@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import PositionWarning
-from fnmodels.inputs.values import readable
+from fnmodels.inputs.values import host_is_away, readable
 from fnmodels.tree import Tree
 
 from .rotary import Rope
@@ -34,7 +34,7 @@ def check_positions(config: Any, tables: Tree, positions: Tensor, *, counted: bo
 
     counted: whether they are 0 to S - 1, so that no values need be read; otherwise those on the CPU are.
     """
-    if torch.compiler.is_compiling() or not positions.numel() or position_range(config) is None:
+    if torch.compiler.is_compiling() or host_is_away() or not positions.numel() or position_range(config) is None:
         return
     if counted:
         check_count(config, tables, positions.shape[1])

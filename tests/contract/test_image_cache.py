@@ -319,6 +319,30 @@ def test_masks_of_images_are_masks_of_a_step(case: ImageCase) -> None:
         fnmodels.decode(params["text"], inputs, masks, freqs, cache, config=text)
 
 
+@every_case
+def test_invariant_kernels_give_the_bits_of_one_pass(case: ImageCase) -> None:
+    batch, params = image_batch(case, PROMPTS, dtype=torch.float32), image_params(case, torch.float32)
+    wanted, inside = batch.forward(params, kernel="invariant"), torch.arange(21) < torch.tensor(ENDS)[:, None]
+    got, cache = stepped(params, batch, empty(batch), (*zip(*CUTS, strict=True), ENDS), kernel="invariant")
+    assert torch.equal(got[inside], wanted[inside])
+    assert torch.equal(then_text(params, batch, cache, kernel="invariant")[0], answers(wanted))
+
+
+@every_case
+def test_rows_under_vmap(case: ImageCase) -> None:
+    batch, params = image_batch(case, PROMPTS), image_params(case)
+    _, cache = stepped(params, batch, empty(batch), (ENDS,))
+    tokens = torch.stack([row[end] for row, end in zip(batch.tokens, ENDS, strict=True)])[:, None, None]
+
+    def step(cache: Any, tokens: Tensor) -> Tensor:
+        prepared = fnmodels.prepare_step(case.config.text, tokens, cache)
+        options = {"config": case.config.text, "kernel": "math", "experts": "dense"}
+        return fnmodels.decode(params["text"], *prepared, cache, **options)[0]
+
+    found = torch.func.vmap(step)(fnmodels.rows(cache), tokens)
+    assert off(found[:, 0, 0], answers(batch.forward(params))[:, 0]) < 1e-12
+
+
 def test_errors_name_what_is_missing() -> None:
     case = several_axes.args[1][0]
     batch = image_batch(case, (((2, 3), 3),))
@@ -331,6 +355,9 @@ def test_errors_name_what_is_missing() -> None:
         fnmodels.prepare(case.config.text, batch.tokens, places=batch.places)
     with pytest.raises(ValueError, match="Config of a model of text alone"):
         fnmodels.prepare_step(case.config.text, batch.tokens, cache, grids=batch.grids)
+    for wrong in (torch.zeros(1, 8).long(), torch.zeros(1, 8, 3).long(), torch.zeros(1, 9, 3)):
+        with pytest.raises(ValueError, match=r"positions must be"):
+            fnmodels.prepare_step(case.config.text, batch.tokens, cache, positions=wrong)
     made = fnmodels.prepare(case.config.text, batch.tokens)
     step = fnmodels.prepare_step(case.config.text, batch.tokens, cache)
     with pytest.raises(ValueError, match=r'a step needs inputs\["highest"\]'):
