@@ -95,10 +95,10 @@ def events(texts: list[str]) -> Iterator[Any]:
 
 
 def test_sample_to_a_terminal_shows_codes_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"prompt{CODES[0]}é\u00a0\t\n")
-    model = SimpleNamespace(tokenizer=tokenizer, respond=lambda *_: events(list(CODES)), ids=lambda _: [1])
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"prompt{CODES[0]}é\u00a0\t\n" * len(ids))
+    model = SimpleNamespace(tokenizer=tokenizer, respond=lambda *_: events(list(CODES)), prompt=lambda *_: None)
     for run in (
-        lambda: sample.show(model, [{"prompt": "a"}], [[1]], events(list(CODES))),  # type: ignore[arg-type]
+        lambda: sample.show(model, [{"prompt": "a"}], [SimpleNamespace(ids=[1])], events(list(CODES))),  # type: ignore[arg-type]
         lambda: sample.write([{"prompt": CODES[2]}], events(list(CODES)), sample.sys.stdout),
         lambda: sample.converse(model, [], 0),  # type: ignore[arg-type]
     ):

@@ -295,6 +295,8 @@ def with_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, An
 
 def show(model: Model, rows: list[dict[str, Any]], prompts: list[Prompt], events: Iterator[Any]) -> None:
     """Prints the answers in the order of the prompts: the first unfinished one as it grows, the next ones after it."""
+    from train.generation.stop import text_of
+
     pieces: list[list[str]] = [[] for _ in rows]
     ended, current = set(), 0
 
@@ -302,8 +304,7 @@ def show(model: Model, rows: list[dict[str, Any]], prompts: list[Prompt], events
         if len(rows) > 1:
             print(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(rows)}")
         if "prompt" in rows[row]:
-            prompt = model.tokenizer.decode(prompts[row].ids, skip_special_tokens=True).rstrip("\ufffd")
-            _say(prompt)
+            _say(text_of(model.tokenizer, prompts[row].ids).rstrip("\ufffd"))
 
     begin(0)
     for event in events:

@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no character
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # transformers' clean_up_tokenization_spaces removes the space in each of these
 CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 CHARACTERWISE = ("Fuse", "Metaspace", "Strip")  # steps that never look beyond a character, but for ends of the text
@@ -19,19 +20,8 @@ class Decodes(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
-@dataclass(frozen=True)
-class DecoderTraits:
-    """byte_runs: whether tokens such as <0xE4> are bytes, whose run is a text only if all of it is valid UTF-8.
-
-    open_end: how many characters at the end of a text later tokens may still replace.
-    """
-
-    byte_runs: bool = False
-    open_end: int = 0
-
-
-def decoder_traits(tokenizer: Any) -> DecoderTraits:
-    """The traits of a tokenizer; the default ones where it does not show its decoder."""
+def replaced_at_the_end(tokenizer: Any) -> int:
+    """How many characters at the end of a text later tokens may still replace; 0 where the decoder is not shown."""
     state = getattr(getattr(tokenizer, "decoder", None), "__getstate__", lambda: None)()
     steps = list(_steps(json.loads(state))) if isinstance(state, bytes) else []
     open_end, fused = 0, False
@@ -39,11 +29,13 @@ def decoder_traits(tokenizer: Any) -> DecoderTraits:
         if fused and step["type"] not in CHARACTERWISE:  # it reads the whole text as one token
             pattern = step["pattern"].get("String") if step["type"] == "Replace" else None
             open_end = _after_replacing(open_end, pattern, step.get("content", ""))
+        elif step["type"] == "ByteFallback" and not replacement_ids(tokenizer) and _ids(tokenizer, BYTES):
+            open_end = ENDLESS  # of runs that later bytes may spoil, with no way to write them otherwise
         fused = fused or step["type"] in ("Fuse", "ByteLevel")
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         for pattern in CLEANED:
             open_end = _after_replacing(open_end, pattern, pattern[1:])
-    return DecoderTraits(any(step["type"] == "ByteFallback" for step in steps), open_end)
+    return open_end
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -61,7 +53,25 @@ def _after_replacing(open_end: int, pattern: str | None, content: str) -> int:
     return min(ENDLESS, (open_end + len(pattern) - 1) * wider)
 
 
-def is_byte(tokenizer: Any, token: int) -> bool:
-    """Whether a token is written as a byte, such as <0xE4>."""
-    name = getattr(tokenizer, "id_to_token", None) or getattr(tokenizer, "convert_ids_to_tokens", None)
-    return name is not None and BYTE.fullmatch(name(token) or "") is not None
+def replacement_ids(tokenizer: Decodes) -> list[int]:
+    """The byte tokens of U+FFFD, where the decoder makes it from them; empty where it reads no bytes in tokens."""
+    ids = _ids(tokenizer, [BYTES[byte] for byte in REPLACEMENT.encode()])
+    return ids if tokenizer.decode(ids) == REPLACEMENT else []
+
+
+def byte_of(tokenizer: Any, token: int) -> int | None:
+    """The value of a token that is written as a byte, such as <0xE4>; None for others."""
+    written = BYTE.fullmatch(_name(tokenizer, token) or "")
+    return None if written is None else int(written[1], 16)
+
+
+def _name(tokenizer: Any, token: int) -> str | None:
+    find = getattr(tokenizer, "id_to_token", None) or getattr(tokenizer, "convert_ids_to_tokens", None)
+    return None if find is None else find(token)
+
+
+def _ids(tokenizer: Any, names: Sequence[str]) -> list[int]:
+    """The ids of those tokens that there are."""
+    find = getattr(tokenizer, "token_to_id", None) or getattr(tokenizer, "convert_tokens_to_ids", None)
+    ids = [] if find is None else [(name, find(name)) for name in names]
+    return [token for name, token in ids if token is not None and _name(tokenizer, token) == name]

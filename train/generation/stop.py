@@ -7,14 +7,16 @@ until no later token can change it and until no stop text can begin in it; what 
 from collections.abc import Sequence
 from operator import eq
 
-from .decoder_traits import Decodes, decoder_traits, is_byte
+from .byte_tokens import Characters
+from .decoder_traits import REPLACEMENT, Decodes, replaced_at_the_end
 
-BROKEN = "\ufffd"  # what tokenizers decode incomplete bytes to
 WINDOW = 8  # tokens that are decoded with new ones, because a token's text may depend on those in front of it
 
 
 class TextStream:
     """The text of token ids, in pieces that no later token changes: pieces and flush joined are the text of all ids.
+
+    It is what the tokenizer decodes, but that bytes which are no character spoil no others, see `byte_tokens`.
 
     before: ids in front, such as the prompt's. Their text, up to an incomplete character at its end, is not part of the
     pieces; a character that begins there and ends in a later token is.
@@ -22,63 +24,49 @@ class TextStream:
 
     def __init__(self, tokenizer: Decodes, before: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._traits = decoder_traits(tokenizer)
+        self._open_end = replaced_at_the_end(tokenizer)
+        self._characters = Characters(tokenizer, skip_special_tokens=skip_special_tokens)
         self._ids = list(before)  # a window: its text up to _sent has been returned
-        self._ids = self._ids[self._beginning() :]
+        self._ids = [complete for token in self._ids[self._beginning() :] for complete in self._characters.push(token)]
         self._limit = 4 * WINDOW
-        self._run: int | None = None  # the index of the first byte of a run that later tokens may go on with
-        for index, token in enumerate(self._ids):
-            self._read(token, index + 1)
-        self._sent = self._text().rstrip(BROKEN)
-        self._spoilt: str | None = self._sent  # what _sent becomes by later tokens, while all of it is `before`'s
-        if self._run is not None:  # an invalid byte turns each byte of its run into one BROKEN
-            self._spoilt = self._text(self._run) + BROKEN * sum(map(self._is_byte, self._ids[self._run :]))
+        self._sent = self._text().rstrip(REPLACEMENT)
+        self._began = False  # whether any of _sent was returned
 
-    def _text(self, stop: int | None = None) -> str:
-        return self._tokenizer.decode(self._ids[:stop], skip_special_tokens=self._skip)
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
 
     def push(self, token: int) -> str:
         """The text that is final with this token; empty while a later token may change it."""
-        self._ids.append(token)
-        self._read(token, len(self._ids))
-        if self._run is not None:
+        complete = self._characters.push(token)
+        if not complete:
             return ""
+        self._ids += complete
         text = self._text()
-        final = text.rstrip(BROKEN)
-        piece = self._unsent(final[: max(0, len(final) - self._traits.open_end)])
+        final = text.rstrip(REPLACEMENT)
+        piece = self._unsent(final[: max(0, len(final) - self._open_end)])
         self._shrink(text)
         return piece
 
     def pending(self) -> str:
         """The text that `flush` would return, without an incomplete character at its end."""
-        text = self._text().rstrip(BROKEN)
+        text = self._text().rstrip(REPLACEMENT)
         return text[self._sent_size(text) :]
 
     def flush(self) -> str:
         """The text that is held back: bytes that no token completed, decoded as the tokenizer does."""
+        self._ids += self._characters.flush()
         return self._unsent(self._text())
-
-    def _is_byte(self, token: int) -> bool:
-        return self._traits.byte_runs and is_byte(self._tokenizer, token)
-
-    def _read(self, token: int, end: int) -> None:
-        """Begins or ends a run of bytes at ids[end - 1]. A token without a text, such as a special one, ends none."""
-        if self._is_byte(token):
-            self._run = end - 1 if self._run is None else self._run
-        elif self._run is not None and self._text(end) != self._text(end - 1):
-            self._run = None
 
     def _unsent(self, text: str) -> str:
         piece = text[self._sent_size(text) :]
         if piece:
-            self._sent, self._spoilt = text, None
+            self._sent, self._began = text, True
         return piece
 
     def _sent_size(self, text: str) -> int:
-        """How much of the window's text has been returned or is `before`'s."""
-        if self._spoilt is None or text.startswith(self._sent) or self._sent.startswith(text):
-            return len(self._sent)
-        return max(len(_common(text, before)) for before in (self._sent, self._spoilt))
+        """How much of the window's text has been returned or is `before`'s, whose end a later token may replace."""
+        alike = list(map(eq, text, self._sent))
+        return len(self._sent) if self._began or all(alike) else alike.index(False)
 
     def _shrink(self, text: str) -> None:
         """Forgets ids whose text cannot matter any more, so that a token costs the same however long the text is."""
@@ -89,20 +77,24 @@ class TextStream:
 
     def _beginning(self) -> int:
         """Where the last ids begin that are decoded alike without those in front: behind a complete character."""
-        start = 0 if self._traits.open_end else max(0, len(self._ids) - WINDOW)
-        while start and not self._begins(self._ids[start]):
+        start = 0 if self._open_end else max(0, len(self._ids) - WINDOW)
+        while start and not self._begins(start):
             start -= 1
         return start
 
-    def _begins(self, token: int) -> bool:
-        text = self._tokenizer.decode([token], skip_special_tokens=self._skip)
-        return text != "" and not text.startswith(BROKEN) and not self._is_byte(token)
+    def _begins(self, index: int) -> bool:
+        """Whether a character begins with ids[index], which may need the bytes of three more."""
+        byte = self._characters.byte(self._ids[index])
+        if byte is not None and byte >= 0x80:
+            return byte >= 0xC0  # the first of a character's bytes
+        text = self._tokenizer.decode(self._ids[index : index + 4], skip_special_tokens=self._skip)
+        return text != "" and not text.startswith(REPLACEMENT)
 
 
-def _common(one: str, other: str) -> str:
-    """What both texts begin with."""
-    same = map(eq, one, other)
-    return one[: next((i for i, equal in enumerate(same) if not equal), min(len(one), len(other)))]
+def text_of(tokenizer: Decodes, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of ids as `TextStream` shows it: bytes that are no character spoil no others."""
+    stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    return "".join(map(stream.push, ids)) + stream.flush()
 
 
 class StopText:

@@ -11,6 +11,7 @@ from train.data.encoder import beginning_ids
 
 from .loops import generate
 from .sampling import Sampling
+from .stop import text_of
 
 READABLE = Sampling(temperature=0.8, top_k=50)  # where nothing else is known of a model
 
@@ -44,9 +45,9 @@ def complete(
     ids = prompt_ids(tokenizer, prompt)
     kept, new = fitted(config, ids, tokens)
     found = generate(params, config, [kept], max_new=new, sampling=sampling, seeds=seed, stop_ids=end)
-    # decoded together: the last token of the prompt and the first new one may share a character's bytes
+    # together: the last token of the prompt and the first new one may share a character's bytes
     answer = [token for token in found.tokens[0] if token not in end]
-    return str(tokenizer.decode(ids + answer, skip_special_tokens=True))
+    return text_of(tokenizer, ids + answer)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from train.generation.stop import BROKEN, StopText, TextStream
+from train.generation.stop import StopText, TextStream
+
+BROKEN = "\ufffd"
 
 
 def _byte_level() -> Tokenizer:

@@ -1,6 +1,9 @@
 """Text that was streamed is never taken back, for any kind of tokenizer: pieces joined are the text of all ids."""
 
+import codecs
 from functools import cache
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models
 
-from train.generation.decoder_traits import decoder_traits
-from train.generation.requests import Answer, Request
-from train.generation.stop import BROKEN, TextStream
+from train.commands.sample import Prompt, show
+from train.generation import text
+from train.generation.decoder_traits import replaced_at_the_end
+from train.generation.requests import Answer, Event, Request
+from train.generation.stop import TextStream, text_of
 
+BROKEN = "\ufffd"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁▁", "▁the", "a", "the", "s", "##s", "##ing", ".", "▁.", "n't", "'", "é", "안", "|", "<pad>", "fox</w>"]
 EXTRA = ["<call>", " two words "]  # added tokens that are no special ones
@@ -91,7 +97,7 @@ def _written(tokenizer: Tokenizer, text: str) -> list[int]:
 
     names = [f"<0x{byte:02X}>" for byte in text.encode()]
     if tokenizer.token_to_id(names[0]) is None:
-        names = list(ByteLevel(add_prefix_space=False).pre_tokenize_str(text)[0][0])
+        names = list(ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0])
     ids = [tokenizer.token_to_id(name) for name in names]
     return [token for token in ids if token is not None]
 
@@ -109,27 +115,32 @@ def texts(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[list[int], int, bool]:
     return ids, draw(st.integers(0, len(ids))), draw(st.booleans())
 
 
-def _check(tokenizer: Tokenizer, before: list[int], new: list[int], skip: bool, found: str) -> None:
-    """`found` is what `new` adds to the decoder's text: that of all, without that of `before`.
+codecs.register_error("each_byte", lambda error: (BROKEN * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
-    A character that `before` begins belongs to `new`. Where `new` spoils the last run of bytes of `before`, each of its
-    bytes is one replacement character in front of what `new` adds.
-    """
-    shown = tokenizer.decode(before, skip_special_tokens=skip).rstrip(BROKEN)
-    text = tokenizer.decode([*before, *new], skip_special_tokens=skip)
+
+def _decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """The decoder's text, once each byte that is no character is written as a replacement character of its run."""
+    names = [tokenizer.id_to_token(token) for token in ids]
+    if tokenizer.token_to_id(BYTES[0]) is None or tokenizer.decode(_written(tokenizer, "é")) != "é":
+        return tokenizer.decode(ids, skip_special_tokens=skip)
+    valid = []
+    for is_byte, run in groupby([name for name in names if not (skip and name in SPECIAL)], BYTES.__contains__):
+        if is_byte:
+            text = bytes(int(name[3:5], 16) for name in run).decode("utf-8", "each_byte")
+            run = iter(f"<0x{byte:02X}>" for byte in text.encode())
+        valid += [tokenizer.token_to_id(name) for name in run]
+    return tokenizer.decode(valid, skip_special_tokens=skip)
+
+
+def _check(tokenizer: Tokenizer, before: list[int], new: list[int], skip: bool, found: str) -> None:
+    """`found` is the text of all without that of `before`; a character that `before` begins belongs to `new`."""
+    shown, text = _decoded(tokenizer, before, skip).rstrip(BROKEN), _decoded(tokenizer, [*before, *new], skip)
+    if BROKEN not in text:
+        assert text == tokenizer.decode([*before, *new], skip_special_tokens=skip)
     if text.startswith(shown):
         assert found == text[len(shown) :]
-    elif decoder_traits(tokenizer).open_end:  # replacing across the split has no one right answer
-        assert text.endswith(found)
-    else:
-        begin = next(i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
-        assert found == text[begin + _bytes_at_the_end(tokenizer, before, skip) :]
-
-
-def _bytes_at_the_end(tokenizer: Tokenizer, ids: list[int], skip: bool) -> int:
-    names = [tokenizer.id_to_token(token) for token in reversed(ids)]
-    names = [name for name in names if not (skip and name in SPECIAL)]
-    return next((i for i, name in enumerate(names) if name not in BYTES), len(names))
+    else:  # replacing across the split has no one right answer
+        assert replaced_at_the_end(tokenizer) and text.endswith(found)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,19 +169,66 @@ def test_text_stream_behind_a_prompt_of_bytes_is_the_answer_alone(name: str) -> 
     prompt = _written(_all()[name], "안녕하세요")
     stream = TextStream(_all()[name], prompt)
     assert stream.push(*_ids(name, "▁the")) + stream.flush() == " the"
-    begun = TextStream(_all()[name], prompt[:-1])  # within a character, so that its run is no text yet
-    assert begun.push(prompt[-1]) + begun.push(*_ids(name, "▁the")) == "안녕하세요 the"
+    begun = TextStream(_all()[name], prompt[:-1])  # within a character
+    assert begun.push(prompt[-1]) + begun.push(*_ids(name, "▁the")) == "요 the"
 
 
-def test_text_stream_holds_a_run_of_bytes_until_it_ends() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma", "unigram", "bytes_then_metaspace", "bytes_alone"])
+def test_text_stream_of_bytes_shows_each_character_with_its_last_byte(name: str) -> None:
+    """Although the decoder makes the whole run replacement characters where a later byte is invalid."""
+    tokenizer, text = _all()[name], "สวัสดี 안녕😀"
+    stream = TextStream(tokenizer, _ids(name, "a"))
+    pieces = [stream.push(token) for token in _written(tokenizer, text)]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert [piece[:1] for piece in pieces] == [char for own in text for char in ["", "", "", own][-len(own.encode()) :]]
+    assert stream.push(_written(tokenizer, "안")[0]) == stream.pending() == ""
+    assert stream.push(tokenizer.token_to_id("<s>")) == ""  # a special token does not end the run
+    assert stream.push(_written(tokenizer, "안")[1]) == ""
+    assert stream.push(_written(tokenizer, "a")[0]) == BROKEN * 2 + "a"  # what was shown before stays
+    assert stream.push(_written(tokenizer, "é")[0]) + stream.flush() == BROKEN
+    assert tokenizer.decode(_written(tokenizer, text)[:-1]) == BROKEN * (len(text.encode()) - 1)
+    assert text_of(tokenizer, _written(tokenizer, text)[:-1]) == text[:-1] + BROKEN * 3
+
+
+def test_prompt_and_text_that_are_cut_within_a_character_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = _all()["llama"]
-    first, second = _written(tokenizer, "안"), _written(tokenizer, "녕")
-    stream = TextStream(tokenizer, _ids("llama", "a"))
-    assert [stream.push(token) for token in [*first, *second]] == [""] * 6
-    assert stream.pending() == "안녕"
-    assert stream.push(tokenizer.token_to_id("<s>")) == "" and stream.pending() == "안녕"  # the run goes on behind it
-    assert stream.push(first[0]) == stream.pending() == ""  # what was a text is no more, and was not sent
-    assert stream.push(*_ids("llama", "a")) == BROKEN * 7 + "a"
+    answer, prompt = SimpleNamespace(tokens=[_written(tokenizer, "안녕")[:-1]]), _written(tokenizer, "สวัสดี")[1:]
+    monkeypatch.setattr(text, "generate", lambda *_, **__: answer)
+    monkeypatch.setattr(text, "prompt_ids", lambda *_: prompt)
+    config: Any = SimpleNamespace(max_position_embeddings=99)
+    assert text.complete({}, config, tokenizer, "", (), tokens=5) == BROKEN * 2 + "วัสดี안" + BROKEN * 2
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    show(model, [{"prompt": ""}], [Prompt(prompt, [])], iter([Event(0, 0, 0.0, 0.0, "!", "max_new")]))
+    assert capsys.readouterr().out == BROKEN * 2 + "วัสดี!\n"
+
+
+def test_text_stream_without_tokens_for_a_replacement_character_waits_for_the_end() -> None:
+    """As where a vocabulary was cut: an invalid byte could not be written without spoiling its run."""
+    tokenizer = _tokenizer(FALLBACK["llama"], ["a", *BYTES[:0x80], *BYTES[0xC0:0xC8], *BYTES[0x80:0xB0]])
+    ids = _written(tokenizer, "\né")
+    stream = TextStream(tokenizer, [0])
+    assert [stream.push(token) for token in [0, *ids, ids[1]]] == [""] * 5
+    assert stream.flush() == "a" + BROKEN * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "byte_level"])
+def test_text_stream_of_characters_of_several_tokens_costs_a_window(name: str) -> None:
+    """Where no token alone is a character, as in a Thai text of GPT-2's tokenizer."""
+    sizes, tokenizer = list[int](), _all()[name]
+
+    class Counting:
+        decoder, id_to_token, token_to_id = tokenizer.decoder, tokenizer.id_to_token, tokenizer.token_to_id
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            sizes.append(len(ids))
+            return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    ids = _written(tokenizer, "สวัสดีครับ" * 20)
+    assert text_of(Counting(), ids) == "สวัสดีครับ" * 20
+    TextStream(Counting(), ids)
+    assert max(sizes) < 50
 
 
 def test_text_stream_of_a_tokenizer_of_transformers_cleans_spaces_before_it_sends() -> None:
