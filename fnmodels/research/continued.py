@@ -27,6 +27,7 @@ from fnmodels.options import Edit
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL, tap_names
 from fnmodels.tree import Tree
+from fnmodels.tree import leaves as tree_leaves
 from fnmodels.tree import map as map_tree
 
 from .common import Prepared, layer_count
@@ -70,6 +71,18 @@ class GivenRun:
         if not self.entries:
             return _from_layer(self, edits, layer)
         return _from_position(self, edits, layer, position)
+
+    def bytes_from(self, position: int) -> int:
+        """About the memory of one run of `further` from a position on: what a layer holds at a time, and logits."""
+        inputs: Any = self.prepared[0]
+        rows, length = inputs["valid"].shape
+        tokens, read = length, len(self.read) if self.inputs else length
+        if self.entries:
+            tokens, read = length - position, sum(one >= position for one in self.read)
+        leaves = tree_leaves(self.params)
+        inner = max(max(leaf.shape[-2:]) for leaf in tree_leaves(self.params["layers"]) if leaf.ndim > 1)
+        per_token = 6 * inner + 3 * self.config.num_attention_heads * length
+        return rows * leaves[0].dtype.itemsize * (tokens * per_token + 3 * read * self.config.vocab_size)
 
 
 def given_run(

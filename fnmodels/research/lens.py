@@ -61,14 +61,18 @@ def train_tuned_lens(
     for prepared in batches:
         with torch.no_grad():
             states = _states(params, prepared, config, kernel)
-            wanted = F.log_softmax(upcast(_logits(params, states[-1:], config)), -1)
-        found = F.log_softmax(upcast(_logits(params, _translated(lens, states)[:-1], config)), -1)
-        divergence = (wanted.exp() * (wanted - found)).sum(-1)
-        loss = divergence[:, valid_of(prepared)].mean()
+            wanted = F.log_softmax(upcast(_logits(params, states[-1:], config)[0]), -1)
         optimizer.zero_grad()
-        torch.autograd.backward(loss, inputs=list(lens.values()))
+        total = 0.0
+        for index, state in enumerate(states[:-1]):  # the logits of one layer at a time
+            moved = state + state @ lens["matrix"][index].T + lens["bias"][index]
+            found = F.log_softmax(upcast(_logits(params, moved[None], config)[0]), -1)
+            divergence = (wanted.exp() * (wanted - found)).sum(-1)
+            loss = divergence[valid_of(prepared)].mean() / (len(states) - 1)
+            torch.autograd.backward(loss, inputs=list(lens.values()))
+            total += float(loss.detach())
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(total)
     return {name: value.detach() for name, value in lens.items()}, losses
 
 

@@ -20,8 +20,10 @@ from fnmodels.taps import list_of_taps
 from fnmodels.tree import Tree
 
 from .common import ADDED, Prepared, along_sequence, differentiable, names_of
-from .continued import given_run
+from .continued import GivenRun, given_run
+from .progress import Report
 
+MEMORY = 1 << 28  # bytes
 Metric = Callable[[Tensor], Tensor]
 
 
@@ -34,41 +36,82 @@ def patch_grid(
     config: DecoderConfig,
     tap: str = "output",
     edits: Mapping[str, Edit] | None = None,
-    chunk: int | None = None,
+    layers: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
     read: Sequence[int] | None = None,
+    chunk: int | None = None,
+    memory: int = MEMORY,
+    progress: Report | None = None,
 ) -> Tensor:
-    """[layers with the tap, S]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
+    """[layers, positions]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
 
-    tap: a name within a layer, sequence in dimension 1. edits: further ones of the corrupt run. chunk: at most so many
-    positions run at a time under vmap; None: as many as pays. read: the positions whose logits the metric reads,
-    increasing, such as (-1,); it gets [B, len(read), V]. None: all of them. Each cell runs the layers from the patched
-    one on, and where tokens depend on earlier ones by attention alone, the tokens from the patched one on (not with
-    edits other than of "embed"). Runs kernel="math". ValueError for a tap of no layer, and for
-    positions to read that are not increasing.
+    Each of these cells runs the layers from the patched one on, and where tokens depend on earlier ones by attention
+    alone, the tokens from the patched one on (not with edits other than of "embed"). So all cells of a model of L
+    layers cost about S L / 4 forward passes, or S L / 2, and as many heads unless `read` leaves logits out. Runs
+    kernel="math".
+
+    Args:
+        tap: a name within a layer, sequence in dimension 1.
+        edits: further ones of the corrupt run.
+        layers: the numbers of the layers to patch, in the order of the rows; None: all that have the tap.
+        positions: the positions to patch, increasing; below 0 from the end. None: all, S columns.
+        read: the positions whose logits the metric reads, increasing, such as (-1,); it gets [B, len(read), V]. None:
+            all of them.
+        chunk: at most so many positions run at a time under vmap; None: as many as pay.
+        memory: bytes that these take beside the model, about; a single position may need more.
+        progress: called with the cells done and their total, such as `progress_bar()`.
+
+    Raises:
+        ValueError: for a tap of no layer, a layer without the tap, and positions that are not increasing.
     """
-    names = names_of(config, tap)
-    if not names:
-        raise ValueError(f"No layer has the tap {tap!r}. There are {list_of_taps(config)}.")
-    layers = [int(name.split(".", 2)[1]) for name in names]
+    names = _names_of(config, tap, layers)
     with torch.no_grad():
-        _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
-    length = values[names[0]].shape[1]
-    reads = _positions_read(read, length, config)
-    given = given_run(params, corrupt, layers, config=config, edits=edits or {}, read=reads)
-    cells = torch.eye(length, dtype=torch.bool, device=values[names[0]].device)
-    size = min(chunk or length, -(-length // _GROUPS) if given.entries else length)
+        _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names.values()))
+    rows_of_batch, length = next(iter(values.values())).shape[:2]
+    given = given_run(
+        params, corrupt, list(names), config=config, edits=edits or {}, read=_read_positions(read, length, config)
+    )
+    places = list(range(length)) if positions is None else _increasing("positions", positions, length)
     rows = []
-    for name, layer in zip(names, layers, strict=True):
-        row = []
-        for first in range(0, length, size):
+    for index, (layer, name) in enumerate(names.items()):
+        row: list[Tensor] = []
+        done = 0
+        while done < len(places):
+            first = places[done]
+            most = max(_share(given, len(places)), -(-_TOKENS // (rows_of_batch * (length - first))))
+            part = places[done : done + min(most, chunk or length, max(1, memory // given.bytes_from(first)))]
+            cells = torch.zeros(len(part), length, dtype=torch.bool, device=values[name].device)
+            cells[range(len(part)), part] = True
             run = functools.partial(given.further, layer=layer, position=first)
-            put = functools.partial(_patched, run, metric, name, value_there=values[name])
-            row.append(torch.func.vmap(put)(cells[first : first + size]))
+            row.append(torch.func.vmap(functools.partial(_patched, run, metric, name, value_there=values[name]))(cells))
+            done += len(part)
+            if progress is not None:
+                progress(index * len(places) + done, len(names) * len(places))
         rows.append(torch.cat(row))
     return torch.stack(rows)
 
 
+def _share(given: GivenRun, positions: int) -> int:
+    return -(-positions // _GROUPS) if given.entries else positions
+
+
+def _names_of(config: DecoderConfig, tap: str, layers: Sequence[int] | None) -> dict[int, str]:
+    """{layer: the tap's name} of the chosen layers. ValueError for a tap of no layer, and for a layer without it."""
+    names = {int(name.split(".", 2)[1]): name for name in names_of(config, tap)}
+    if not names:
+        raise ValueError(f"No layer has the tap {tap!r}. There are {list_of_taps(config)}.")
+    if layers is None:
+        return names
+    if not layers or (wrong := sorted({*layers} - names.keys())) or len({*layers}) < len(layers):
+        raise ValueError(
+            f"layers={list(layers)} must be different layers with the tap {tap!r}, one or more of {list(names)}"
+            + (f"; {wrong[0]} is none." if layers and wrong else ".")
+        )
+    return {layer: names[layer] for layer in layers}
+
+
 _GROUPS = 8  # of positions that run together from the first of them on: more would run fewer tokens, in smaller batches
+_TOKENS = 256  # below which a run takes the time of reading the weights, whatever their number
 Run = Callable[[dict[str, Edit]], Tensor]  # logits by further edits
 
 
@@ -76,15 +119,19 @@ def _patched(run: Run, metric: Metric, name: str, chosen: Tensor, *, value_there
     return metric(run({name: functools.partial(_put, chosen=chosen, value_there=value_there)}))
 
 
-def _positions_read(read: Sequence[int] | None, length: int, config: DecoderConfig) -> list[int]:
-    """The positions from 0, for a row of `length` tokens; ValueError unless they are increasing and in the row."""
+def _read_positions(read: Sequence[int] | None, length: int, config: DecoderConfig) -> list[int]:
     if read is None:
         return list(range(length))
     if (head := field_of(config, "head")) in PER_DOCUMENT:
         raise ValueError(f"read={list(read)} names positions, but the head {head!r} returns one row per document.")
-    positions = [one + length if one < 0 else one for one in read]
+    return _increasing("read", read, length)
+
+
+def _increasing(name: str, given: Sequence[int], length: int) -> list[int]:
+    """The positions from 0, for a row of `length` tokens; ValueError unless they are increasing and in the row."""
+    positions = [one + length if one < 0 else one for one in given]
     if not positions or positions != sorted({*positions}) or positions[0] < 0 or positions[-1] >= length:
-        raise ValueError(f"read={list(read)} must be increasing positions of a row of {length} tokens, one or more.")
+        raise ValueError(f"{name}={list(given)} must be increasing positions of a row of {length} tokens, one or more.")
     return positions
 
 
@@ -95,17 +142,15 @@ def causal_trace(
     metric: Metric,
     *,
     config: DecoderConfig,
-    tap: str = "output",
-    chunk: int | None = None,
-    read: Sequence[int] | None = None,
+    **options: Any,
 ) -> Tensor:
     """`patch_grid` whose corrupt run is the same batch with `noise` [B, S, D] added to the embeddings.
 
-    The paper adds Gaussian noise of three standard deviations of the embeddings at the subject's tokens, 0 elsewhere.
+    options: tap, layers, positions, read, chunk, memory and progress, as there. The paper adds Gaussian noise of three
+    standard deviations of the embeddings at the subject's tokens, 0 elsewhere.
     """
     corrupted = {"embed": functools.partial(_add, noise=noise)}
-    more: dict[str, Any] = {"tap": tap, "chunk": chunk, "read": read}
-    return patch_grid(params, prepared, prepared, metric, config=config, edits=corrupted, **more)
+    return patch_grid(params, prepared, prepared, metric, config=config, edits=corrupted, **options)
 
 
 def attribution_patching(

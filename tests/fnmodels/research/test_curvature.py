@@ -89,6 +89,8 @@ def test_gauss_newton_and_fisher_products_are_those_of_dense_matrices() -> None:
     each = jacrev(lambda v: losses(UNRAVEL(v), BATCH))(VECTOR)
     close(applied(research.empirical_fisher_vp(losses, PARAMS, BATCH)), each.T @ each @ DIRECTION)
     close(research.empirical_ntk(losses, PARAMS, BATCH), each @ each.T)
+    for chunk in (1, 2):
+        close(research.empirical_ntk(losses, PARAMS, BATCH, chunk=chunk), each @ each.T)
     damped = jacobian.T @ curvature @ jacobian + 0.1 * torch.eye(len(VECTOR), dtype=torch.float64)
     rows = vmap(UNRAVEL)(each)
     found = research.influence(

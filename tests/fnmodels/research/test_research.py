@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fnmodels
 from fnmodels import research
@@ -24,6 +27,7 @@ from tests.support.cases import (
     layer_structures,
     off,
     segments,
+    short,
     tap_names,
 )
 
@@ -249,6 +253,81 @@ def test_positions_to_read_that_do_not_fit_are_refused(read: tuple[int, ...]) ->
 def test_a_grid_of_a_tap_that_no_layer_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"No layer has the tap 'mpl'\. There are embed"):
         research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, tap="mpl")
+
+
+def test_chosen_layers_and_positions_are_cells_of_the_grid() -> None:
+    grid = research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA)
+    chosen: dict[str, Any] = {"layers": (1, 0), "positions": (0, 3, -1)}
+    part = research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, **chosen)
+    assert part.shape == (2, 3) and off(part, grid[[1, 0]][:, [0, 3, 5]]) < 1e-6
+    noise = torch.ones(2, 6, LLAMA.hidden_size)
+    trace = research.causal_trace(PARAMS, CLEAN, noise, metric, config=LLAMA)
+    part = research.causal_trace(PARAMS, CLEAN, noise, metric, config=LLAMA, **chosen)
+    assert off(part, trace[[1, 0]][:, [0, 3, 5]]) < 1e-6
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.found = max(self.found, *(leaf.untyped_storage().nbytes() for leaf in made), 0)
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma4_text_e"])
+def test_a_grid_holds_as_many_positions_as_fit_in_memory(name: str) -> None:
+    """Runs from a position on, from a layer on, and of all layers."""
+    config = short(next(case for case in cases() if case.name == name)).config
+    params, rows, bound = generic_params(config), segments((16,)), 1 << 17
+    clean, corrupt = (batch_of(config, rows, seed=seed).prepared() for seed in (0, 1))
+    how: dict[str, Any] = {"config": config, "layers": (0,), "positions": range(12)}
+    grids, largest = [], []
+    for memory in (bound, 1 << 30):
+        with _Largest() as watch:
+            grids.append(research.patch_grid(params, clean, corrupt, metric, memory=memory, **how))
+        largest.append(watch.found)
+    assert off(*grids) < 1e-5
+    assert largest[0] <= bound and largest[1] > 2 * largest[0]
+
+
+def test_progress_of_a_grid_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    run_grid = functools.partial(research.patch_grid, PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, chunk=4)
+    run_grid(progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (6 * LAYERS, 6 * LAYERS) and seen == sorted({*seen}) and len(seen) >= 2 * LAYERS
+    run_grid(progress=research.progress_bar())
+    assert capsys.readouterr().err == f"{6 * LAYERS}/{6 * LAYERS} cells, 0 s left\n"
+
+
+def test_progress_on_a_terminal_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    report = research.progress_bar("rows")
+    for done in (15, 30):
+        report(done, 30)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and shown.count("\r") == 2
+    assert f"\r[{'#' * 15}{'.' * 15}] 15/30 rows, 0 s left" in shown and shown.endswith("0 s left\x1b[K\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layers": (0, 9)}, r"layers=\[0, 9\] must be different layers with the tap 'output', .*; 9 is none\."),
+        ({"layers": (0, 0)}, r"layers=\[0, 0\] must be different layers"),
+        ({"layers": ()}, r"layers=\[\] must be different layers"),
+        ({"positions": (3, 1)}, r"positions=\[3, 1\] must be increasing positions of a row of 6 tokens"),
+        ({"positions": (6,)}, r"positions=\[6\] must be increasing positions of a row of 6 tokens"),
+    ],
+)
+def test_layers_and_positions_that_do_not_fit_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, **given)
 
 
 def _scaled(value: Tensor, name: str) -> Tensor:
