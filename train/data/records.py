@@ -18,7 +18,8 @@ from train.command_line import check_installed
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 LONE_SURROGATE = "holds half a character, a lone surrogate"
-PARQUET_BATCH = 1024  # records of a Parquet file in memory at a time
+PARQUET_BATCH = 64  # records of a Parquet file in memory at a time
+PARQUET_TEXT, PARQUET_FACTOR = 1 << 28, 1000  # bytes of text, and bytes for each one of the file, that are read of it
 
 Messages = tuple[Mapping[str, Any], ...]
 
@@ -70,7 +71,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     from pyarrow import parquet
 
     with os.fdopen(open_regular(path, follow=True), "rb") as opened:
-        number = 0
+        number, left = 0, PARQUET_TEXT + PARQUET_FACTOR * os.fstat(opened.fileno()).st_size
         try:
             file = parquet.ParquetFile(opened)
             names = file.schema_arrow.names
@@ -79,6 +80,10 @@ def _parquet(path: Path) -> Iterator[Record]:
                 yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
                 return
             for batch in file.iter_batches(PARQUET_BATCH, columns=columns):
+                left -= batch.nbytes  # of one text, which the file has once, there may be a billion
+                if left < 0:
+                    yield Record(f"after row {number}", fault="the file has more text than its size can stand for")
+                    return
                 for value in batch.to_pylist():
                     number += 1
                     yield _record_of_row(f"row {number}", value)
