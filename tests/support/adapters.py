@@ -20,10 +20,13 @@ from tests.support.one_process import (
     Errors,
     One,
     batch,
+    batch_for,
+    config_of,
     error,
     even,
     even_experts,
     gradient_errors,
+    loss_of,
     watched,
     weights_of,
 )
@@ -58,12 +61,15 @@ class Setting:
 
 @functools.cache
 def setting_of(name: str) -> Setting:
-    """One of `encoder_losses.SETTINGS`, or a decoder by the name of its tiny config."""
+    """One of `encoder_losses.SETTINGS`, a decoder by the name of its tiny config, or one with heads for more tokens."""
     if name in encoder_losses.SETTINGS:
         config, loss, halves = encoder_losses.SETTINGS[name]()
         rows = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
         return Setting(config, loss, rows, encoder_losses.weights_of(config), encoder_losses.UNREAD.get(name, "-"))
 
+    if name == "mtp":
+        config = config_of(name)
+        return Setting(config, loss_of(name), batch_for(name), weights_of(config))
     config = dataclasses.replace(even(name), **even_experts(even(name)))
     loss = functools.partial(train.next_token_loss, config=config, kernel="math", length=24)
     return Setting(config, loss, batch(), weights_of(config))

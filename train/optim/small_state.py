@@ -83,7 +83,13 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
         return {"inner": states, "scales": scales}
 
     def init(params: Tree) -> Tree:
-        return packed(optimizer.init(params), params)
+        inner = optimizer.init(params)
+        if not isinstance(inner, dict) or "step" not in inner:
+            raise ValueError(
+                "with_small_state packs the moments of one optimizer, such as adamw; put it inside of the groups of a "
+                "partition, and inside of with_ema, with_master and chain."
+            )
+        return packed(inner, params)
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         wide: dict[str, dict[str, Tensor]] = {}

@@ -7,7 +7,18 @@ import torch
 
 import params as P
 from fnmodels import llama, tree
-from train import adamw, init_state, lion, make_step, muon, next_token_loss, with_master, with_small_state
+from train import (
+    adamw,
+    init_state,
+    lion,
+    make_step,
+    muon,
+    next_token_loss,
+    partition,
+    with_ema,
+    with_master,
+    with_small_state,
+)
 from train.optim import cache_chunks
 from train.optim.small_state import from_blocks, to_blocks
 from train.optim.stochastic_rounding import draw
@@ -126,3 +137,9 @@ def test_wrappers_and_other_optimizers():
             with_small_state(bad)
     with pytest.raises(ValueError, match="bits is 4"):
         with_small_state(adamw(1e-3), bits=4)
+
+
+@pytest.mark.parametrize("inner", [partition({"*": adamw(0.1)}), with_ema(adamw(0.1), 0.9)])
+def test_small_states_of_a_wrapper_are_refused(inner):
+    with pytest.raises(ValueError, match="put it inside of the groups of a partition"):
+        with_small_state(inner).init(MATRIX)

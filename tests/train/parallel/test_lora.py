@@ -104,7 +104,7 @@ def test_adapters_are_those_of_one_process(
 
 
 LIMIT = 1e-5
-ROUTED = ["deepseek_v3", "gpt_oss", "kimi_linear", "lfm2_moe", "mixtral", "nemotron_h_latent_bias", "qwen3_moe"]
+ROUTED = ["mtp", "deepseek_v3", "gpt_oss", "kimi_linear", "lfm2_moe", "mixtral", "nemotron_h_latent_bias", "qwen3_moe"]
 RECURRENT = ["bamba", "falcon_h1", "kimi_linear", "qwen3_next_dense_tied"]
 # {mesh: (models, strategy, the step's options)}; None: one of each structure of adapters
 MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
@@ -117,7 +117,7 @@ MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
     "fsdp=2": (["siglip", "flow", "lfm2_moe"], {}, {}),
     "ep=2": (["mixtral", "nemotron_h_latent_bias"], {}, {}),
     "cp=2": (["lfm2_moe", "kimi_linear", "deepseek_v32"], {}, {}),
-    "pp=2": (["lfm2_moe", "pairs", "flow"], {"schedule": "1F1B"}, {"accumulate": 2}),
+    "pp=2": (["mtp", "lfm2_moe", "pairs", "flow"], {"schedule": "1F1B"}, {"accumulate": 2}),
     "pp=2,tp=2": (["mixtral", "flow"], {"schedule": "GPipe"}, {"accumulate": 1}),
 }
 

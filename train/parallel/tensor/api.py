@@ -141,7 +141,8 @@ class TensorParallel:
             elif (name.startswith(("norm", "score")) or name == "head") and self.region.sequence:
                 leaf = tree.map(self.region.shared, leaf)
             elif name == "mtp" and self.region.sequence:
-                leaf = [{n: x if n == "block" else self.region.shared(x) for n, x in head.items()} for head in leaf]
+                shared = functools.partial(tree.map, self.region.shared)  # of a weight with its adapter too
+                leaf = [{n: x if n == "block" else shared(x) for n, x in head.items()} for head in leaf]
             made[name] = leaf
         return made
 
