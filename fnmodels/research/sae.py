@@ -6,6 +6,7 @@ x is approximated by decoder f + bias with features f = relu(encoder (x - bias) 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def harvest(
     Packed batches (`fnmodels.pack`) have the fewest tokens of padding. options: of `fnmodels.hidden`, as a layout.
     ValueError if the batches have fewer tokens; the file is then removed. FileExistsError if there is one already.
     """
-    if Path(path).exists():
+    if os.path.lexists(path):  # also a link to a file that is not there, which would be made
         raise FileExistsError(f"{path} exists; harvest writes a new file.")
     out, filled = None, 0
     for prepared in batches:

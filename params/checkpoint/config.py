@@ -21,7 +21,7 @@ from fnmodels.models.common.registry import (
     model_type_of,
     to_hf,
 )
-from params.io.files import plain_file, read_json
+from params.io.files import read_json
 
 CONFIG = "config.json"
 CONFIG_LIMIT = 10_000_000  # bytes; the labels of 20,000 classes take 1 MB
@@ -65,7 +65,7 @@ def read_config(
             "(params.recover finishes it) in the folder"
         )
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
-    file = plain_file(folder, CONFIG)
+    file = folder / CONFIG
     values = read_json(file, CONFIG_LIMIT)
     try:
         if not isinstance(values, dict):

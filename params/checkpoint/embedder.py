@@ -116,7 +116,7 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """(class, folder) of each module, in order. UnsafePathError: a folder is outside, or is a link."""
-    file = plain_file(folder, "modules.json")
+    file = folder / "modules.json"
     listed = read_json(file)
     known = isinstance(listed, list) and all(
         isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str)
@@ -133,7 +133,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _fields(folder: Path, name: str = "config.json") -> Fields:
-    file = plain_file(folder, name)
+    file = folder / name
     return Fields(read_json(file), str(file))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from fnmodels.errors import FormatError, UnsupportedError
 from fnmodels.files import move_into_place, open_regular
-from params.io.files import check_bare, inner_file, inner_folder, plain_file, read_json
+from params.io.files import check_bare, inner_file, inner_folder, read_json
 
 MANIFEST = "fnmodels_manifest.json"
 ADAPTER_MANIFEST = "fnmodels_adapter_manifest.json"
@@ -42,16 +42,25 @@ def write_manifest(folder: Path, manifest: str = MANIFEST) -> None:
 
     The manifest is flushed and renamed into place, so it is complete if it exists.
     """
-    paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    names = files_below(folder)
+    paths = [folder / name for name in names]
     with ThreadPoolExecutor() as pool:  # hashing and reading release the GIL
-        records = {
-            path.relative_to(folder).as_posix(): asdict(Record(path.stat().st_size, d))
-            for path, d in zip(paths, pool.map(digest, paths), strict=True)
-        }
+        digests = pool.map(digest, paths)
+        recorded = (Record(path.stat().st_size, found) for path, found in zip(paths, digests, strict=True))
+        records = {name: asdict(record) for name, record in zip(names, recorded, strict=True)}
     temporary = folder / f"{manifest}.part"
     text = json.dumps({"version": VERSION, "hash": HASH, "files": records}, indent=2)
     temporary.write_text(text + "\n", encoding="utf-8")
     move_into_place(temporary, folder / manifest)
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of all files of the folder and of those inside it, as in a manifest, sorted."""
+    found: list[str] = []
+    for above, _, names in os.walk(folder):
+        prefix = "" if above == str(folder) else Path(above).relative_to(folder).as_posix() + "/"
+        found += [prefix + name for name in names]
+    return sorted(found)
 
 
 def digest(path: Path) -> str:
@@ -64,7 +73,7 @@ def read_manifest(folder: Path, manifest: str = MANIFEST) -> dict[str, Record]:
 
     UnsafePathError: a name is not bare, leads out of `folder` or through a link.
     """
-    path = plain_file(folder, manifest)
+    path = folder / manifest
     content: Any = read_json(path)
     if not isinstance(content, dict) or content.keys() != {"version", "hash", "files"}:
         raise FormatError(f"{path} must have exactly version, hash and files.")
@@ -78,7 +87,7 @@ def read_manifest(folder: Path, manifest: str = MANIFEST) -> dict[str, Record]:
         raise FormatError(f"{path}: files must map the names of files to what they were.")
     for name in files:
         above, _, last = name.rpartition("/")
-        check_bare(inner_folder(folder, above), last)
+        check_bare(inner_folder(folder, above) if "/" in name else folder, last)
     return {name: _record(path, name, value) for name, value in files.items()}
 
 

@@ -51,7 +51,7 @@ def open_folder(folder: Path, stack: ExitStack, stem: str = "model") -> dict[str
     whole, listed = single_name(stem), index_name(stem)
     single, index = os.path.lexists(folder / whole), os.path.lexists(folder / listed)
     if index:
-        weight_map = _weight_map(plain_file(folder, listed))
+        weight_map = _weight_map(folder / listed)
         shards = sorted(set(weight_map.values()))
         if single and shards != [whole]:
             raise IndexFileError(

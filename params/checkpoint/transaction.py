@@ -28,7 +28,7 @@ from params.io.staging import (
     reserved_staging_path,
 )
 
-from .manifest import ADAPTER_MANIFEST, MANIFEST, file_fault, read_manifest, write_manifest
+from .manifest import ADAPTER_MANIFEST, MANIFEST, file_fault, files_below, read_manifest, write_manifest
 from .shard_index import STEMS
 
 
@@ -70,10 +70,10 @@ def saving(folder: Path, kind: Kind) -> Iterator[Path]:
         with removed_on_failure(temporary), describe_os_error(folder, f"The {' '.join(kind.what)} not saved", kept):
             _check_places(folder, kind, ())
             yield temporary
-            names = _names(temporary)
-            _check_places(folder, kind, names)
-            for path in {temporary / name for name in names if "/" in name}:
-                sync(path.parent)
+            if inner := [name for name in files_below(temporary) if "/" in name]:
+                _check_places(folder, kind, inner)
+                for path in {(temporary / name).parent for name in inner}:
+                    sync(path)
             write_manifest(temporary, kind.manifest)
         # From here on it is removed only when all files are moved: some may exist only there.
         _move_into_place(folder, temporary, kind)
@@ -159,17 +159,14 @@ def _move_into_place(folder: Path, temporary: Path, kind: Kind) -> None:
     shutil.rmtree(temporary)
 
 
-def _names(temporary: Path) -> list[str]:
-    return [path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if not path.is_dir()]
-
-
 def _check_places(folder: Path, kind: Kind, names: Iterable[str]) -> None:
     """IsADirectoryError if a folder has the name of a file of the save, and UnsafePathError for a link in the place of
     one of its folders: the renames would fail half-way, or replace files elsewhere.
     """
     weights = (path.name for path in folder.iterdir() if kind.weights.fullmatch(path.name))
     for name in sorted({*names, kind.key, kind.manifest, *weights}):
-        path = inner_folder(folder, name.rpartition("/")[0]) / name.rpartition("/")[2]
+        above, _, last = name.rpartition("/")
+        path = (inner_folder(folder, above) if above else folder) / last
         if path.is_dir() and not path.is_symlink():
             text = f"a folder stands at {name}, where a file of this save belongs: move it away"
             raise IsADirectoryError(errno.EISDIR, text, str(path))
@@ -181,9 +178,7 @@ def _replace(folder: Path, temporary: Path, kind: Kind) -> None:
     The manifest is absent while the files change: a folder without one cannot be verified, but with another save's it
     would be reported as damaged. May be called again after a kill: files that were moved stay.
     """
-    names = read_manifest(temporary, kind.manifest)
-    _check_places(folder, kind, names)
-    new = {*names, kind.manifest}
+    new = {*read_manifest(temporary, kind.manifest), kind.manifest}
     waiting = {name for name in new if os.path.lexists(temporary / name)}
     old = {path.name for path in folder.iterdir() if kind.weights.fullmatch(path.name)}
     weights = {name for name in new if kind.weights.fullmatch(name)}

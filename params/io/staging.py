@@ -77,7 +77,8 @@ def remove_leftovers(folder: Path) -> None:
 
 def leftovers(folder: Path) -> list[Path]:
     """The staging folders of interrupted saves, the newest first; files and links of such names are not of a save."""
-    found = [path for path in folder.glob(f"{STAGING}*") if path.is_dir() and not path.is_symlink()]
+    named = [folder / name for name in os.listdir(folder) if name.startswith(STAGING)]
+    found = [path for path in named if path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: (_number(path), path.name), reverse=True)
 
 

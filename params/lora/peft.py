@@ -123,7 +123,7 @@ def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     mis-shaped.
     """
     folder = Path(path)
-    rank, scale, dora = _read_config(plain_file(folder, CONFIG))
+    rank, scale, dora = _read_config(folder / CONFIG)
     with memory_for(folder), ExitStack() as stack:
         file = open_tensors(plain_file(folder, WEIGHTS), stack)
         check_floating(file)

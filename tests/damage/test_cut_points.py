@@ -1,5 +1,7 @@
 """Every kind of save, ended before each change of the file system or on a full disk: old, new or recovered, no mix."""
 
+import os
+import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,21 @@ def test_a_file_that_ends_at_any_of_20_offsets_is_an_error_and_leaves_the_older(
         assert not done and ("File too large" in error or "cannot be written" in error), error
         assert content(writer, folder) == states[0] or writer.disposable
         assert not leftovers(folder)
+
+
+@pytest.mark.parametrize("kind", ["adapters of another rank", "a model of another config", "an embedder"])
+def test_the_later_of_two_leftovers_is_installed_whatever_the_clock_was(kind: str, tmp_path: Path) -> None:
+    writer = next(writer for writer in WRITERS if writer.name == kind)
+    _, _, newer = versions(writer, True, tmp_path)[1:]
+    folder = tmp_path / "it"
+    writer.write(folder, 1)
+    for number in (2, 3):  # each ends before its first rename into place
+        cuts = iter(count())
+        while not list(folder.glob(f".saving-{number - 1:08d}-*/*manifest.json")):
+            for left in folder.glob(f".saving-{number - 1:08d}-*"):
+                shutil.rmtree(left)
+            exit_before(next(cuts), lambda number=number: writer.write(folder, number))
+    second = max(folder.glob(".saving-0*"))
+    for path in (second, *second.rglob("*")):
+        os.utime(path, (1, 1))
+    assert P.recover(folder) and content(writer, folder) == newer

@@ -70,9 +70,11 @@ def params_of(number: int) -> Any:
     return tree.map(lambda leaf: leaf + number, PARAMS)
 
 
-def model(config: Callable[[int], Any] = lambda number: SMALL, shards: str = "5GB") -> dict[str, Any]:
+def model(
+    config: Callable[[int], Any] = lambda number: SMALL, shards: Callable[[int], str] = lambda number: "5GB"
+) -> dict[str, Any]:
     def write(folder: Path, number: int) -> None:
-        P.save_pretrained(folder, config(number), params_of(number), max_shard_size=shards)
+        P.save_pretrained(folder, config(number), params_of(number), max_shard_size=shards(number))
 
     def read(folder: Path) -> Any:
         found, values = P.load_pretrained(folder)
@@ -191,7 +193,9 @@ def _read_table(folder: Path) -> Any:
 WRITERS = (
     Writer("a model", **model()),
     Writer("a model of another config", **model(_other_config)),
-    Writer("a model in shards", **model(shards="8KB")),
+    Writer("a model in shards", **model(shards=lambda number: "8KB")),
+    Writer("a model that becomes shards", **model(shards=lambda number: "8KB" if number == 2 else "5GB")),
+    Writer("shards that become a model", **model(shards=lambda number: "8KB" if number == 1 else "5GB")),
     Writer("adapters", **adapters()),
     Writer("adapters of another rank", **adapters(lambda number: 1 + number)),
     Writer("an embedder", **embedder()),

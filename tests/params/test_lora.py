@@ -6,6 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import fnmodels
@@ -172,6 +173,11 @@ def test_other_mistakes_are_named(tmp_path: Any) -> None:
         ({"rank_pattern": {"q": 3}}, P.UnsupportedError, "rank_pattern"),
         ({"r": 0}, P.ConfigError, "r is 0"),
         ({"r": 5}, P.MismatchError, r"expected \[5, 32\], found \[3, 32\]"),
+        ({"r": True}, P.ConfigError, "r is true"),
+        ({"r": 10**400}, P.ConfigError, "r is 1000"),
+        ({"lora_alpha": 10**400}, P.ConfigError, "lora_alpha 1000"),
+        ({"lora_alpha": float("nan")}, P.ConfigError, "lora_alpha NaN"),
+        ({"lora_alpha": False}, P.ConfigError, "lora_alpha false"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: Any, words: str) -> None:
@@ -179,6 +185,15 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: 
     values = json.loads((tmp_path / lora.CONFIG).read_text())
     (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
     with pytest.raises(kind, match=words):
+        lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_adapters_that_are_no_floats_are_refused_and_not_cast(tmp_path: Any, dtype: torch.dtype) -> None:
+    lora.save_adapters(tmp_path, CONFIG, _adapted())
+    tensors = {name: value.to(dtype) for name, value in load_file(tmp_path / lora.WEIGHTS).items()}
+    save_file(tensors, tmp_path / lora.WEIGHTS)
+    with pytest.raises(P.UnsupportedError, match=r"lora_A\.weight' is .*; weights are F64, F32, F16 or BF16"):
         lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
 
 

@@ -165,7 +165,7 @@ def _opened(path: Path, step: int) -> Checkpoint:
     names = {PROGRESS, *(file.name for file in path.glob("*.safetensors"))}
     if odd := names - read_manifest(path).keys():  # other files are ignored: .DS_Store, notes
         raise FormatError(f"{path}: {' and '.join(sorted(odd))} is in the folder but not in its {MANIFEST}.")
-    content = read_json(plain_file(path, PROGRESS))
+    content = read_json(path / PROGRESS)
     if not isinstance(content, dict) or content.get("step") != step or not isinstance(content.get("progress"), dict):
         raise FormatError(f"{path / PROGRESS} is not of step {step}: was the folder renamed?")
     return Checkpoint(path, step, content["progress"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fnmodels
@@ -99,6 +99,19 @@ def test_embeddings_and_files(values: dict[str, Any], pooling: Any, tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def _modules_at(pooling: str) -> str:
+    return json.dumps([{"path": "", "type": "x.Transformer"}, {"path": pooling, "type": "x.Pooling"}])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_a_dense_layer_that_is_no_float_is_refused_and_not_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "it", BERT, "mean")
+    file = folder / "2_Dense" / "model.safetensors"
+    save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+    with pytest.raises(P.UnsupportedError, match="weights are F64, F32, F16 or BF16"):
+        P.load_embedder(folder)
+
+
 def test_other_folders(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "plain", BERT, "mean", dense=False)
     (folder / "1_Pooling/config.json").write_text(
@@ -127,6 +140,8 @@ def test_other_folders(tmp_path: Path) -> None:
         ("1_Pooling/config.json", '{"pooling_mode": "mean", "include_prompt": false}'): "'include_prompt' is false",
         ("modules.json", '[{"path": "", "type": "x.StaticEmbedding"}]'): "begins with StaticEmbedding",
         ("modules.json", '[{"path": ".."}]'): "must be a list of objects with 'type' and 'path'",
+        ("modules.json", _modules_at("../1_Pooling")): "'..' is not the bare name",
+        ("modules.json", _modules_at("/1_Pooling")): "'/' is not the bare name",
     }
     for (name, text), message in wrong.items():
         copy = shutil.copytree(folder, tmp_path / f"wrong{len(list(tmp_path.iterdir()))}")

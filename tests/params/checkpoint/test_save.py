@@ -273,67 +273,6 @@ class Killed(BaseException):
     """The process ends here, as far as the folder can tell."""
 
 
-@pytest.mark.parametrize("before", ["5GB", "8KB"])
-@pytest.mark.parametrize("after", ["5GB", "8KB"])
-def test_a_kill_leaves_old_or_new_or_nothing(
-    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = generic_params(SMALL), tree.map(lambda leaf: leaf + 1, generic_params(SMALL))
-    outcomes, recovered = set(), 0
-    for step in range(100):
-        folder = tmp_path / str(step)
-        P.save_pretrained(folder, SMALL, old, max_shard_size=before)
-        left = step
-
-        def dying(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise Killed
-                return call(*args, **kwargs)
-
-            return wrapped
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", dying(os.replace))
-            patch.setattr(Path, "unlink", dying(Path.unlink))
-            patch.setattr(save, "write_tensors", dying(save.write_tensors))
-            patch.setattr(transaction, "write_manifest", dying(transaction.write_manifest))
-            patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # leftovers remain, as after a kill
-            try:
-                P.save_pretrained(folder, SMALL, new, max_shard_size=after)
-                finished = True
-            except Killed:
-                finished = False
-        if (folder / "config.json").exists():
-            loaded = P.load_pretrained(folder)[1]
-            assert equal(loaded, old) or equal(loaded, new)
-            outcomes.add("new" if equal(loaded, new) else "old")
-            if (folder / MANIFEST).exists():
-                P.verify(folder)
-        else:
-            with pytest.raises(FileNotFoundError, match=r"no config\.json: a save was cut short .* from \.saving-"):
-                P.load_pretrained(folder)
-            outcomes.add("refused")
-        if finished:
-            assert equal(loaded, new)
-            break
-        copy = shutil.copytree(folder, tmp_path / f"{step}-copy")
-        if P.recover(copy):
-            P.verify(copy)
-            assert equal(P.load_pretrained(copy)[1], new)
-            recovered += 1
-        assert not P.recover(copy)
-        P.load_pretrained(copy)
-        P.save_pretrained(folder, SMALL, new, max_shard_size=after)
-        P.verify(folder)
-        assert not list(folder.glob(".saving*")), "the next save removes what the kill left"
-    single = before == after == "5GB"  # one rename, so that the folder always holds a model
-    assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
-    assert recovered >= 3
-
-
 def test_what_can_be_recovered_stays_until_a_later_model_is_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
