@@ -41,12 +41,17 @@ def may_differ() -> Iterator[set[str]]:
 
 def _compared(updates: ShardedUpdate, *args: Any) -> Any:
     state, metrics = update_over(updates, *args)
-    wrong = differing(state, updates.placed.devices)
+    check(state, updates.placed.devices)
+    return state, metrics
+
+
+def check(state: Any, devices: DeviceMesh) -> None:
+    """AssertionError, on all ranks alike, where copies of a leaf differ; noted by `may_differ` instead."""
+    wrong = differing(state, devices)
     if _noted:
         _noted[-1].update(wrong)
     elif wrong:
         raise AssertionError(f"Copies differ after a step: {wrong[:5]}, {len(wrong)} leaves.")
-    return state, metrics
 
 
 def differing(state: Any, devices: DeviceMesh) -> list[str]:

@@ -22,6 +22,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.registry import is_indexed, ordered_kinds
 from params import Rules, plan
+from tests.support import copies
 from tests.support.cases import batch_of, cases, generic_params, segments
 from tests.support.ranks_pool import FOLDER, devices
 from train import (
@@ -332,6 +333,7 @@ def errors_of_modules(name: str, mesh_text: str, remat: str = "none") -> Errors:
         p.grad.div_(count)  # type: ignore[union-attr]
     norm = torch.nn.utils.clip_grad_norm_(learning.values(), CLIP)
     torch.optim.AdamW(groups, lr=1e-2, eps=1e-3).step()
+    copies.check([p.detach() for _, p in model.named_parameters()], devices(mesh))
     before = tree.flatten(generic_params(config_of(name)))
     for path, p in model.named_parameters():
         expected = one.after[path] if path in learning else before[path]

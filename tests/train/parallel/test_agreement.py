@@ -249,7 +249,9 @@ def test_an_entry_of_one_rank_of_a_stage_is_refused_by_all(ranks: Ranks, kind: s
 OWN = ["classification", "none", "bert", "labels", "tokens", "positions", "experts", "mtp", "taught", "sampled"]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [*((kind, "fsdp=2") for kind in OWN), ("experts", "pp=2,fsdp=2")])
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [*((kind, "fsdp=2") for kind in OWN), *((kind, "pp=2,fsdp=2") for kind in ("experts", "none"))]
+)
 def test_an_entry_of_own_rows_is_refused_by_all(ranks: Ranks, kind: str, mesh: str) -> None:
     checked(kind, ranks(Mesh.parse(mesh).world)(faults_of, kind, mesh, "own"))
 
