@@ -53,6 +53,7 @@ RAW = {  # {place: why it needs no opener}
     "train.commands.sample.sample": "a file that the caller names, to write answers into",
     "train.commands.tasks.evaluate": "a file that the caller names, to write results into",
     "train.data.chat_process._Renderer._forked": "/dev/null",
+    "train.data.chat_renderer._addresses": "/proc/self/statm",
     "train.data.encoder.serve": "pipes of processes that this one started",
     "train.data.encoder_pool._encoders.encode_group": "pipes of processes that this one started",
     "train.data.encoder_pool._send": "pipes of processes that this one started",

@@ -80,19 +80,32 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+def _addresses() -> int:
+    """The bytes of addresses of this process, on Linux: what site-packages load at its start is not the template's."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+_BEGAN_WITH = _addresses()
+
+
 @contextmanager
 def bounded(seconds: float, memory: int) -> Iterator[None]:
     """Bounds this process: the system ends it after `seconds` of processor time, whatever it does then.
 
-    memory: bytes of addresses, beyond which Python raises MemoryError; macOS bounds none.
+    memory: bytes beside those of its start; for more, Python raises MemoryError. Linux alone bounds them.
     """
     if os.name != "posix":
         yield
         return
-    import resource
+    if sys.platform == "linux":
+        import resource
 
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        soft = _BEGAN_WITH + memory
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
