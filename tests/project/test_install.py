@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import textwrap
 import tomllib
 import venv
@@ -163,6 +164,19 @@ def test_wheel_holds_the_three_packages_and_no_tests(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in info)
     core = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
     assert sorted(core) == ["einops", "numpy", "safetensors", "torch"]
+    for name, floor in (
+        ("jinja2", (3, 1, 6)),
+        ("pillow", (12, 1, 1)),
+    ):  # with fewer, files of strangers reach known holes
+        (version,) = re.findall(rf"^Requires-Dist: {name}>=([\d.]+);", metadata, re.MULTILINE | re.IGNORECASE)
+        assert tuple(map(int, version.split("."))) >= floor
+
+
+def test_sdist_says_what_is_promised_for_files_of_strangers(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path], ROOT)
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        assert any(name.endswith("/SECURITY.md") for name in archive.getnames())
 
 
 @pytest.mark.slow
