@@ -164,12 +164,9 @@ def test_wheel_holds_the_three_packages_and_no_tests(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in info)
     core = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
     assert sorted(core) == ["einops", "numpy", "safetensors", "torch"]
-    for name, floor in (
-        ("jinja2", (3, 1, 6)),
-        ("pillow", (12, 1, 1)),
-    ):  # with fewer, files of strangers reach known holes
-        (version,) = re.findall(rf"^Requires-Dist: {name}>=([\d.]+);", metadata, re.MULTILINE | re.IGNORECASE)
-        assert tuple(map(int, version.split("."))) >= floor
+    for name, floor in (("jinja2", (3, 1, 6)), ("pillow", (12, 1, 1))):  # below, strangers' files reach known holes
+        versions = re.findall(rf"^Requires-Dist: {name}>=([\d.]+)", metadata, re.MULTILINE | re.IGNORECASE)
+        assert versions and all(tuple(map(int, version.split("."))) >= floor for version in versions)
 
 
 def test_sdist_says_what_is_promised_for_files_of_strangers(tmp_path: Path) -> None:
