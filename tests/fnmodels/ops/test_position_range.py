@@ -13,6 +13,7 @@ import fnmodels
 import train
 from fnmodels import clip, t5
 from fnmodels.errors import PositionWarning
+from fnmodels.inputs.values import without_host
 from fnmodels.ops import position_range
 from tests.support.cases import Case, cases, generic_params, richest
 from tests.variants.t5 import variants
@@ -132,6 +133,12 @@ def test_positions_of_several_axes_are_those_of_the_highest(shown: list[warnings
     assert not shown
     fnmodels.prepare(config, zeros(1), positions=torch.tensor([[[3, 4, 64]]]))
     assert str(shown[0].message).startswith("Positions reach 65, ")
+
+
+def test_positions_are_not_read_where_the_host_is_away(shown: list[warnings.WarningMessage]) -> None:
+    with without_host({}):
+        fnmodels.prepare(LLAMA, zeros(1), positions=torch.tensor([[99]]))
+    assert not shown
 
 
 def test_mapped_positions_are_left_alone(shown: list[warnings.WarningMessage]) -> None:
