@@ -53,7 +53,7 @@ def check_count(config: Any, tables: Tree, count: int) -> None:
         return
     if not any(table.ndim == 4 and table.shape[2] for table in tree.leaves(tables)):  # [B, S, R/2, 2]
         return
-    while len(_first) >= _KEPT:
+    if config not in _first and len(_first) >= _KEPT:
         del _first[next(iter(_first))]
     shown = _first.setdefault(config, count)
     text = (

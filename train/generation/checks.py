@@ -79,6 +79,6 @@ def _check_ids(row: int, prompt: Sequence[int], vocab: int) -> None:
 
 def _is_id(token: SupportsIndex, vocab: int) -> bool:
     try:
-        return 0 <= index(token) < vocab
+        return not isinstance(token, bool) and 0 <= index(token) < vocab
     except TypeError:
         return False

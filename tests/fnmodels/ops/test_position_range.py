@@ -147,3 +147,9 @@ def test_mapped_positions_are_left_alone(shown: list[warnings.WarningMessage]) -
 
     torch.func.vmap(tables)(torch.full((3, 1, 2), 99))
     assert not shown
+
+
+def test_configs_that_warned_are_remembered_within_a_bound(shown: list[warnings.WarningMessage]) -> None:
+    for size in range(16, 116):
+        fnmodels.prepare(replace(LLAMA, max_position_embeddings=size), zeros(size + 1))
+    assert len(position_range._first) == position_range._KEPT and len(shown) == 100
