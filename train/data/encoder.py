@@ -6,6 +6,7 @@ It imports nothing of its package, and so not torch: a worker starts in a fracti
 import pickle
 import sys
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -52,7 +53,10 @@ def encode_chats(tokenizer: Tokenizer, chats: Sequence[RenderedChat]) -> tuple[n
 
 def added_in_front(tokenizer: Tokenizer) -> list[int]:
     """The special tokens that the tokenizer adds in front of a text, such as <bos>."""
-    encoding = tokenizer.encode("a")
+    names = (tokenizer.id_to_token(token) for token in range(tokenizer.get_vocab_size()))
+    # behind a text without ids, such as a letter where digits are all there is, nothing tells front from back
+    some = (text for text in chain("a", names) if text and tokenizer.encode(text, add_special_tokens=False).ids)
+    encoding = tokenizer.encode(next(some, ""))
     text = (place for place, added in enumerate(encoding.special_tokens_mask) if not added)
     return list(encoding.ids[: next(text, None)])
 

@@ -99,3 +99,10 @@ def test_prompt_begins_once_and_does_not_end(added: str) -> None:
     assert beginning_ids(tokenizer, "") == front
     written = tokenizer.decode(front, skip_special_tokens=False)
     assert prompt_ids(tokenizer, f"{written}One") == front + _letters("One")
+
+
+def test_added_in_front_of_a_tokenizer_without_letters_is_not_what_is_added_behind() -> None:
+    tokenizer = _tokenizer("both")
+    tokenizer.model = models.BPE({digit: i for i, digit in enumerate("0123456789")}, [])
+    assert added_in_front(tokenizer) == [BOS] and beginning_ids(tokenizer, "12") == [BOS, 1, 2]
+    assert prompt_ids(tokenizer, "12") == [BOS, 1, 2]
