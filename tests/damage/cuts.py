@@ -19,7 +19,7 @@ CUT, DONE, RAISED = 9, 0, 3  # exit codes of the child
 
 def exit_before(change: int, action: Callable[[], object]) -> bool:
     """Whether `action` was through before its change number `change`, from 0, at which its process ends."""
-    return _forked(partial(_with_changes, change, partial(os._exit, CUT), action))[0] == DONE
+    return _forked(partial(with_changes, change, partial(os._exit, CUT), action))[0] == DONE
 
 
 def fail_at(change: int, action: Callable[[], object]) -> tuple[bool, str]:
@@ -28,7 +28,7 @@ def fail_at(change: int, action: Callable[[], object]) -> tuple[bool, str]:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    code, text = _forked(partial(_with_changes, change, full, action))
+    code, text = _forked(partial(with_changes, change, full, action))
     return code == DONE, text
 
 
@@ -46,7 +46,8 @@ def with_file_size(limit: int, action: Callable[[], object]) -> tuple[bool, str]
     return code == DONE, text
 
 
-def _with_changes(change: int, then: Callable[[], object], action: Callable[[], object]) -> None:
+def with_changes(change: int, then: Callable[[], object], action: Callable[[], object]) -> None:
+    """Calls `action`, and `then` before its change number `change` and those after it; for a process that ends then."""
     left = change
 
     def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ import torch
 import params as P
 from fnmodels import llama, tree
 from fnmodels.tree import Tree
+from tests.damage import cuts
 from train import Saver, checkpoint
 from train.cli import main
 from train.job import report, run  # noqa: F401 - run: what `main` imports late is loaded once, before the forks
@@ -105,11 +106,16 @@ def run_job_limited(flags: list[str], limit: int) -> None:
     os._exit(main(flags, defaults=TINY))
 
 
+def run_job_cut(flags: list[str], change: int) -> None:
+    """Runs the main job, whose process ends before its change number `change` of the file system."""
+    cuts.with_changes(change, lambda: os._exit(cuts.CUT), lambda: run_job(flags))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
     for command in (
         *(save_steps, save_steps_in_a_thread, save_models, save_one_limited, save_model_limited),
-        *(run_job, run_job_limited),
+        *(run_job, run_job_limited, run_job_cut),
     )
 }
 

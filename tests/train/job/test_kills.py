@@ -16,6 +16,7 @@ import torch
 import params as P
 from fnmodels import tree
 from params.checkpoint.manifest import MANIFEST
+from tests.damage import cuts
 from tests.support.kill_server import CONFIG, TINY, KillServer, params_of, state_of
 from train import checkpoint
 
@@ -189,3 +190,35 @@ def test_interrupted_at_a_random_step_and_resumed_is_uninterrupted(tmp_path: Pat
         assert rewritten == list(range(1, TINY.steps + 1))
     assert "Traceback" not in kill_server.log.read_text()
     assert len(set(stopped_at)) > 1, stopped_at
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_before_a_change_of_its_folder_and_is_resumed_is_uninterrupted(
+    tmp_path: Path, kill_server: KillServer
+) -> None:
+    """With averaged weights, so that a save has a step, two checkpoints and their companions."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
+
+    def start(run: Path, command: str, *more: str, **options: Any) -> int:
+        flags = ["--run", str(run), "--data", str(text), "--steps", "4", "--save-every", "2", "--ema", "0.5", *more]
+        kill_server.start(command, flags=flags, **options)
+        return kill_server.ended()
+
+    def content(run: Path) -> dict[str, bytes]:
+        names = (*SAME, "ema/model.safetensors", "ema/tokenizer.json", "steps/step-00000004/state.safetensors")
+        return {name: (run / name).read_bytes() for name in names}
+
+    assert start(tmp_path / "whole", "run_job") == 0, kill_server.log.read_text()
+    expected, ended = content(tmp_path / "whole"), 0
+    for change in range(5, 400, 29):
+        run = tmp_path / str(change)
+        code = start(run, "run_job_cut", change=change)
+        if code == 0:
+            break
+        assert code == cuts.CUT, kill_server.log.read_text()
+        ended += 1
+        assert start(run, "run_job", "--resume") == 0, kill_server.log.read_text()
+        assert content(run) == expected, change
+        assert not [path for pattern in (".saving*", ".writing*") for path in run.rglob(pattern)]
+    assert ended >= 4
