@@ -22,10 +22,8 @@ class Decodes(Protocol):
 
 def replaced_at_the_end(tokenizer: Any) -> int:
     """How many characters at the end of a text later tokens may still replace; 0 where the decoder is not shown."""
-    state = getattr(getattr(tokenizer, "decoder", None), "__getstate__", lambda: None)()
-    steps = list(_steps(json.loads(state))) if isinstance(state, bytes) else []
     open_end, fused = 0, False
-    for step in steps:
+    for step in _steps(tokenizer):
         if fused and step["type"] not in CHARACTERWISE:  # it reads the whole text as one token
             pattern = step["pattern"].get("String") if step["type"] == "Replace" else None
             open_end = _after_replacing(open_end, pattern, step.get("content", ""))
@@ -38,11 +36,17 @@ def replaced_at_the_end(tokenizer: Any) -> int:
     return open_end
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _steps(tokenizer: Any) -> list[Mapping[str, Any]]:
+    """The steps of a tokenizer's decoder; none where it is not shown."""
+    state = getattr(getattr(tokenizer, "decoder", None), "__getstate__", lambda: None)()
+    return list(_single(json.loads(state))) if isinstance(state, bytes) else []
+
+
+def _single(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if decoder["type"] != "Sequence":
         yield decoder
     for step in decoder.get("decoders", ()):
-        yield from _steps(step)
+        yield from _single(step)
 
 
 def _after_replacing(open_end: int, pattern: str | None, content: str) -> int:
@@ -55,6 +59,8 @@ def _after_replacing(open_end: int, pattern: str | None, content: str) -> int:
 
 def replacement_ids(tokenizer: Decodes) -> list[int]:
     """The byte tokens of U+FFFD, where the decoder makes it from them; empty where it reads no bytes in tokens."""
+    if all(step["type"] != "ByteFallback" for step in _steps(tokenizer)):
+        return []
     ids = _ids(tokenizer, [BYTES[byte] for byte in REPLACEMENT.encode()])
     return ids if tokenizer.decode(ids) == REPLACEMENT else []
 

@@ -241,6 +241,19 @@ def test_text_stream_of_a_tokenizer_of_transformers_cleans_spaces_before_it_send
     assert any(pieces)
 
 
+def test_text_stream_of_a_tokenizer_that_refuses_unknown_names_is_its_text() -> None:
+    """Such as CANINE's, whose tokens are characters."""
+
+    class Characters:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(map(chr, ids))
+
+        def convert_tokens_to_ids(self, name: str) -> int:
+            return ord(name)
+
+    assert text_of(Characters(), [97, 0x0E01, 98]) == "aกb"
+
+
 def _answer(
     name: str, ids: list[int], *, max_new: int = 99, stop_ids: tuple[int, ...] = (), stops: tuple[str, ...] = ()
 ) -> tuple[str, str | None, int]:
