@@ -26,6 +26,7 @@ from train.commands.sample import read_prompts
 from train.data import corpus, token_shards
 from train.data.chat import read_template
 from train.data.examples import read_examples
+from train.data.image_prompts import ImagePrompts
 from train.data.latents import read_latents
 from train.data.pictures import Pixels, read_picture
 from train.eval import pretrained
@@ -217,6 +218,18 @@ READERS = (
         _template,
         ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"),
         read_template,
+    ),
+    Reader(
+        "a processor's template",
+        _json("chat_template.json", {"chat_template": "{{ messages }}"}),
+        ("chat_template.json",),
+        lambda folder: read_template(folder, images=True),
+    ),
+    Reader(
+        "settings of images",
+        _json("processor_config.json", {"image_processor": {"do_resize": True}}),
+        ("processor_config.json",),
+        lambda folder: ImagePrompts.of(folder, SMALL, None).settings,
     ),
     Reader(
         "defaults of generation",

@@ -244,7 +244,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
         )
 
     pictures = ImagePrompts.of(pretrained.weights_folder(folder), config, tokenizer) if images else None
-    return Model(tokenizer, lambda: read_template(folder), respond, pictures)
+    return Model(tokenizer, lambda: read_template(folder, images=images), respond, pictures)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

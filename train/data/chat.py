@@ -68,15 +68,20 @@ class Example:
         return torch.cat([targets[1:], torch.tensor([IGNORE])])
 
 
-def read_template(folder: str | Path) -> Template:
-    """A checkpoint folder's template: chat_template.jinja or tokenizer_config.json. UserError where it has none."""
+def read_template(folder: str | Path, *, images: bool = False) -> Template:
+    """A checkpoint folder's template: chat_template.jinja or tokenizer_config.json. UserError where it has none.
+
+    images: whether conversations have some: that of a processor, chat_template.json in older folders, comes before the
+    tokenizer's.
+    """
     folder = Path(folder)
     own = folder / "chat_template.jinja"
     source: Any
     if os.path.lexists(own):
         source = read_text(plain_file(folder, own.name), SOURCE_LIMIT, follow=True)
     else:
-        source = _tokenizer_config(folder).get("chat_template")
+        source = _processor_template(folder) if images else None
+        source = source or _tokenizer_config(folder).get("chat_template")
     if isinstance(source, list):  # several named templates; "default" is the one for chat
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None
@@ -87,6 +92,12 @@ def read_template(folder: str | Path) -> Template:
             f"{folder}: the chat template has {len(source):,} characters; none has more than {SOURCE_LIMIT:,}"
         )
     return Template(source, special_tokens(folder))
+
+
+def _processor_template(folder: Path) -> Any:
+    path = folder / "chat_template.json"
+    found = read_json(path) if os.path.lexists(path) else {}
+    return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

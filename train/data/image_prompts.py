@@ -16,6 +16,7 @@ from params.io.files import read_json
 
 from .pictures import mean_and_std, whole_picture
 
+LONGEST = 200  # the longer side over the shorter one, as in Qwen's processor
 FILES = ("preprocessor_config.json", "processor_config.json")  # of transformers: the usual one, and that of version 5
 
 
@@ -47,10 +48,12 @@ class ImagePrompts:
     def read(self, picture: Path) -> tuple[list[Tensor], str]:
         """(the images of a picture for the tower, the text that stands for them). UserError for one that has none."""
         if picture not in self.known:
+            image = whole_picture(picture)
+            if max(image.shape[1:]) > LONGEST * min(image.shape[1:]):
+                size = " x ".join(map(str, image.shape[1:]))
+                raise UserError(f"{picture}: a picture of {size} pixels is more than {LONGEST} times as long as wide")
             try:
-                found, text = self._family.read_image(
-                    whole_picture(picture), self.settings, self._name, config=self.config
-                )
+                found, text = self._family.read_image(image, self.settings, self._name, config=self.config)
             except ConfigError as error:
                 raise UserError(f"{self.file}: {error}") from error
             except ValueError as error:

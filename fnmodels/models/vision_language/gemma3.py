@@ -178,7 +178,8 @@ def placeholder(config: Config, name: Name) -> tuple[str, str]:
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
     image_prompts.refuse(settings, "do_pan_and_scan")
-    edge = image_prompts.side(settings, "size", "height", config.vision.image_size)
+    edge = config.vision.image_size
+    image_prompts.expect_side(settings, "size", "height", edge)
     end = name(image_prompts.kept_id(config, ("eoi_token_index",), 256000))
     text = placeholder(config, name)[0] + name(config.image_token) * config.image_tokens + end
     return [image_prompts.resized(image, (edge, edge), settings, "bilinear")], f"\n\n{text}\n\n"

@@ -172,7 +172,7 @@ def features_of(
 
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
-    most = image_prompts.side(settings, "max_soft_tokens", "", 280)
+    most = image_prompts.number(settings, "max_soft_tokens", "", 280, most=20_000)
     cell = config.vision.patch_size * config.vision.pooled
     found = image_prompts.resized(image, fit_patches(image, cell, most), settings)
     begin = name(image_prompts.kept_id(config, ("boi_token_id",), 255999))

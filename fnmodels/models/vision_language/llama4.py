@@ -122,8 +122,9 @@ def placeholder(config: Config, name: Name) -> tuple[str, str]:
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
     image_prompts.refuse(settings, "resize_to_max_canvas")
-    side = image_prompts.side(settings, "size", "height", config.vision.image_size)
-    most = image_prompts.side(settings, "max_patches", "", 16)
+    side = config.vision.image_size
+    image_prompts.expect_side(settings, "size", "height", side)
+    most = image_prompts.number(settings, "max_patches", "", 16, most=64)
     found = list(tiles(image, side, most))
     rows, columns = canvas(image, side, most)
     tile = name(config.image_token) * (side // (config.vision.patch_size * config.vision.merge)) ** 2

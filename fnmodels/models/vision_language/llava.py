@@ -150,7 +150,9 @@ def features_of(
 
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
-    edge = image_prompts.side(settings, "size", "shortest_edge", config.vision.image_size)
-    square = image_prompts.side(settings, "crop_size", "height", config.vision.image_size)
+    square, least = config.vision.image_size, 4 * min(image.shape[1:])
+    edge = image_prompts.number(settings, "size", "shortest_edge", square, most=4096)
+    image_prompts.expect_side(settings, "crop_size", "height", square)
+    image = center_crop(image, (min(image.shape[1], least), min(image.shape[2], least)))  # what is cut off below anyway
     found = center_crop(image_prompts.resized(image, shortest_edge(image, edge), settings), (square, square))
     return [found], name(config.image_token) * (square // config.vision.patch_size) ** 2

@@ -138,7 +138,7 @@ def features_of(
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
     cell = config.vision.patch_size * config.merge
-    edge = image_prompts.side(settings, "size", "longest_edge", 1540)
+    edge = image_prompts.number(settings, "size", "longest_edge", 1540, most=5000)
     found = image_prompts.resized(image, fit_edge(image, cell, edge), settings)
     row = name(config.image_token) * (found.shape[2] // cell)
     return [found], "[IMG_BREAK]".join([row] * (found.shape[1] // cell)) + "[IMG_END]"

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     P.save_pretrained(tmp_path / "model", config, CASE.params())
     tokenizer_of(CASE).save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(SETTINGS["qwen2_5_vl"][0]))
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     for name, size in (("one.png", (16, 24)), ("two.png", (24, 16))):
         picture(tmp_path, size, name)
     return tmp_path

@@ -134,12 +134,15 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such picture"):
         reader.read(tmp_path / "none.png")
     long, _ = picture(tmp_path, (1, 300), "long.png")
-    with pytest.raises(UserError, match=r"long.png: An image of 1 x 300 pixels is more than 200 times as long as wide"):
+    with pytest.raises(
+        UserError, match=r"long.png: a picture of 1 x 300 pixels is more than 200 times as long as wide"
+    ):
         reader.read(long)
     for settings, sentence in (
         (_QWEN | {"do_resize": False}, "'do_resize' must be true"),
         (_QWEN | {"resample": 5}, r"'resample' is 5; 2 \(bilinear\) and 3"),
-        (_QWEN | {"min_pixels": 0}, "'min_pixels' is 0; it must be a number of pixels above 0"),
+        (_QWEN | {"min_pixels": 0}, "'min_pixels' is 0; it must be a number from 1 to 50,000,000"),
+        (_QWEN | {"size": {"longest_edge": 10**9}}, "'size' is 1000000000; it must be a number from 1 to 50,000,000"),
         (_QWEN | {"image_mean": [1, 2]}, "'image_mean' is .* it must be three numbers"),
         ([], "holds no settings of pictures"),
     ):
@@ -148,6 +151,23 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     gemma = next(case for case in CASES if case.name == "gemma3")
     with pytest.raises(UserError, match="'do_pan_and_scan' is true; only false is supported"):
         reader_of(gemma, tmp_path, SETTINGS["gemma3"][0] | {"do_pan_and_scan": True}).read(file)
+    with pytest.raises(UserError, match="'size' is 16, and the tower reads squares of 24 pixels"):
+        reader_of(gemma, tmp_path, {"size": {"height": 16, "width": 16}}).read(file)
+    with pytest.raises(UserError, match="'size' is 100000; it must be a number from 1 to 24"):
+        reader_of(gemma, tmp_path, {"size": {"height": 100000}}).read(file)
+    mistral = next(case for case in CASES if case.name == "mistral3")
+    narrow, _ = picture(tmp_path, (3, 300), "narrow.png")
+    with pytest.raises(UserError, match=r"narrow.png: A picture of 3 x 300 pixels is too narrow"):
+        reader_of(mistral, tmp_path).read(narrow)
+
+
+def test_a_long_picture_of_llava_takes_little_memory(tmp_path: Path) -> None:
+    """Its middle is read, which is all that the crop leaves."""
+    case = next(case for case in CASES if case.name == "llava_llama")
+    long, _ = picture(tmp_path, (20, 4000), "long.png")
+    middle, _ = picture(tmp_path, (20, 80), "middle.png")
+    sizes = [reader_of(case, tmp_path).read(one)[0][0].shape for one in (long, middle)]
+    assert sizes == [torch.Size((3, 18, 18))] * 2
 
 
 def test_pictures_stand_as_their_camera_was_held(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ def placeholder(config: Any, name: Name) -> tuple[str, str]:
 
 def resized(image: Tensor, size: tuple[int, int], settings: Settings, usual: str = "bicubic") -> Tensor:
     """The image at a size in the way that the settings name. ConfigError for another one."""
+    if 0 in size:
+        raise ValueError(f"A picture of {image.shape[1]} x {image.shape[2]} pixels is too narrow for this model.")
     way = settings.get("resample")
     if way is None:
         return resize(image, size, how=usual)
@@ -35,15 +37,23 @@ def resized(image: Tensor, size: tuple[int, int], settings: Settings, usual: str
     return resize(image, size, how=_WAYS[way])
 
 
-def side(settings: Settings, name: str, key: str, usual: int) -> int:
-    """settings[name], a number or an object whose `key` is one. ConfigError unless it is from 1 to 10^8."""
+def number(settings: Settings, name: str, key: str, usual: int, *, most: int) -> int:
+    """settings[name], a number or an object whose `key` is one. ConfigError unless it is from 1 to `most`, for a file
+    of a few bytes must not ask for any amount of memory."""
     value = settings.get(name)
     value = value.get(key) if isinstance(value, Mapping) else value
     if value is None:
         return usual
-    if type(value) is not int or not 1 <= value <= 10**8:
-        raise ConfigError(f"{name!r} is {shown(value)}; it must be a number of pixels above 0.")
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name!r} is {shown(value)}; it must be a number from 1 to {most:,}.")
     return value
+
+
+def expect_side(settings: Settings, name: str, key: str, side: int) -> None:
+    """ConfigError where the settings have another side of the square than the tower reads."""
+    found = number(settings, name, key, side, most=side)
+    if found != side:
+        raise ConfigError(f"{name!r} is {found}, and the tower reads squares of {side} pixels.")
 
 
 def refuse(settings: Settings, name: str) -> None:

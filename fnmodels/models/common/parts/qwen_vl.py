@@ -4,6 +4,7 @@ The text model is that of the plain family, Qwen 2 or 3, with `mrope_section`; i
 family, and of the wrapper's text where it is an object of the wrapper's file.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,10 +131,8 @@ def read_image(
 ) -> tuple[list[Tensor], str]:
     """(the image for the tower, text in place of the placeholder), see `image_prompts`."""
     cell = config.vision.patch_size * config.vision.merge
-    least = image_prompts.side(settings, "size", "shortest_edge", 56 * 56)
-    most = image_prompts.side(settings, "size", "longest_edge", 28 * 28 * 1280)
-    least, most = (  # of older files
-        image_prompts.side(settings, field, "", usual) for field, usual in (("min_pixels", least), ("max_pixels", most))
-    )
+    read = functools.partial(image_prompts.number, settings, most=50_000_000)
+    least, most = read("size", "shortest_edge", 56 * 56), read("size", "longest_edge", 28 * 28 * 1280)
+    least, most = read("min_pixels", "", least), read("max_pixels", "", most)  # of older files
     found = image_prompts.resized(image, fit_area(image, cell, least, most), settings)
     return [found], name(config.image_token) * (found.shape[1] * found.shape[2] // cell**2)
