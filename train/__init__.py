@@ -47,14 +47,13 @@ from train.losses.documents import (
 from train.losses.flow_matching import flow_matching_loss, flow_noise
 from train.losses.image_text import image_text_batch, image_text_loss
 from train.losses.lm_head import head_loss
-from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from train.losses.masked_tokens import mask_tokens
 from train.losses.model_loss import ModelLoss, beside, run_options
 from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
 from train.losses.multi_token import look_ahead, mtp_loss
 from train.losses.next_token import next_token_loss
-from train.losses.output_loss import OutputLoss
+from train.losses.output_loss import OutputLoss, logprob_loss
 from train.losses.pairs import pair_loss
 from train.losses.policy import dpo_loss, group_advantages, policy_loss
 from train.losses.values import advantages, reward_loss, token_values, value_loss

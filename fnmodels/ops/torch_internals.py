@@ -90,6 +90,12 @@ def quiet() -> bool:
     return _without_modes() and interpreter is not None and interpreter() is None
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is active. False if unknown."""
+    interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
+    return not torch.compiler.is_compiling() and interpreter is not None and interpreter() is not None
+
+
 def _without_modes() -> bool:
     functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
     return functions is not None and dispatches is not None and not functions() and not dispatches()

@@ -19,7 +19,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig, field_of
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import alone, transformed
 from fnmodels.tree import Tree
 
 from .cross_entropy import (
@@ -36,7 +36,7 @@ from .token_chunks import chunk_of
 from .vocab_parallel import opened
 
 Head = Callable[[list[Tensor], Tensor], Tensor]
-SMALL = 2**21  # logits of a single chunk for which plain operations are as fast, and whose memory does not matter
+SMALL = 2**21  # logits of a single chunk for which a Function inside of torch.func takes longer than its work
 
 
 def head_name(config: DecoderConfig) -> str:
@@ -66,7 +66,7 @@ def head_loss(
     """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
     chunk: tokens whose logits exist at a time, by default at least 512 and 32 MiB of logits, on CUDA 2^27 logits; None:
-    all [B, S, V], in plain operations, as are those of a single chunk of at most `SMALL` logits. With chunks all
+    all [B, S, V], in plain operations, as in torch.func a single chunk of at most `SMALL` logits. With chunks all
     torch.func transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much
     as chunk=None. Inside torch.compile several chunks are checkpointed instead. Where the head is a `Vocab` (tensor
     parallelism) each rank computes the logits of its vocabulary shard.
@@ -91,7 +91,7 @@ def head_loss(
     if chunk is None:
         return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
     weights, size = None if weights is None else weights.detach(), labels.numel()  # weights are constants in chunks
-    if size <= chunk and size * config.vocab_size <= SMALL:
+    if size <= chunk and size * config.vocab_size <= SMALL and transformed():
         return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
     # Without weights each valid label has 1.
     factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.to(wide_of(x))

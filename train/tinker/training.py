@@ -16,9 +16,8 @@ from fnmodels.models.common.registry import DecoderConfig
 from train import checkpoint
 from train.data.token_budget import PackedRow, token_budget, unpacked
 from train.engine import Engine
-from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import token_logprobs
-from train.losses.output_loss import OutputLoss
+from train.losses.output_loss import OutputLoss, logprob_loss
 from train.optim.adamw import adamw
 from train.optim.base import clip_factor, global_norm
 from train.state import State, init_state
