@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -130,12 +131,18 @@ def requests_of(
     stop_texts: Sequence[str],
     images: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Request]:
-    """One request per prompt; see `generate`. ValueError for a sequence of another length than the prompts."""
+    """One request per prompt; see `generate`. ValueError for a sequence of another length than the prompts, and where
+    there is no sequence, or something else than integers."""
     if images is not None and len(images) != len(prompts):
         raise ValueError(f"images has {len(images)} lists; it must have one for each of {len(prompts)} prompts.")
     sampling = sampling or Sampling()
     check_sampling(sampling, len(prompts))
     StopText(stop_texts)
+    single = [prompt for prompt in prompts if _is_single(prompt)]
+    if single:
+        raise ValueError(f"A prompt is {single[0]!r}; prompts is a sequence of prompts, each a sequence of token ids.")
+    if _is_single(stop_ids):
+        raise ValueError(f"stop_ids is {stop_ids!r}; it must be a sequence of token ids.")
     sizes, seeds = (_each(name, value, len(prompts)) for name, value in (("max_new", max_new), ("seeds", seeds)))
     earlier: dict[int, int] = {}
     made = []
@@ -149,10 +156,18 @@ def requests_of(
 
 
 def _each(name: str, value: int | Sequence[int], rows: int) -> list[int]:
-    values = [value] * rows if isinstance(value, int) else list(value)
+    values: list[Any] = [value] * rows if _is_single(value) else list(value)  # type: ignore[arg-type]
     if len(values) != rows:
         raise ValueError(f"{name} has {len(values)} values; it must be one number or one for each of {rows} prompts.")
-    return values
+    try:
+        return [int(index(one)) for one in values]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer, or one for each of {rows} prompts.") from None
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value is no sequence; a tensor or an array without dimensions is none."""
+    return not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
 
 
 def _of_row(value: Any, row: int) -> Any:

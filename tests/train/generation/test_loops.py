@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -273,6 +274,13 @@ def test_logits_fn_sees_the_answers_and_restricts_them() -> None:
         ({"prompts": [[1], [2, -1]]}, "Token 1 of the prompt of request 1 is -1"),
         ({"prompts": [[1], torch.tensor([1.5])]}, "Token 0 of the prompt of request 1 is tensor"),
         ({"prompts": [[1], [1.5]]}, r"Token 0 of the prompt of request 1 is 1\.5"),
+        ({"prompts": [1, 2, 3]}, "A prompt is 1; prompts is a sequence of prompts"),
+        ({"prompts": torch.tensor([1, 2, 3])}, r"A prompt is tensor\(1\); prompts is a sequence of prompts"),
+        ({"stop_ids": 2}, "stop_ids is 2; it must be a sequence of token ids"),
+        ({"stop_ids": None}, "stop_ids is None"),
+        ({"max_new": 2.5}, r"max_new is 2\.5; it must be an integer"),
+        ({"max_new": [2.5] * len(PROMPTS)}, r"max_new is \[2\.5"),
+        ({"seeds": "a"}, "seeds has 1 values"),
     ],
 )
 def test_mistakes_are_named(change: dict, words: str) -> None:
@@ -468,3 +476,10 @@ def test_sampled_speculation_has_the_models_distribution() -> None:
 def test_stacked_settings_keep_equal_fields_as_numbers() -> None:
     stacked = stack_samplings([Sampling(top_k=4), Sampling(top_k=None, top_p=0.5)])
     assert stacked.temperature == 1.0 and isinstance(stacked.top_k, Tensor) and isinstance(stacked.top_p, Tensor)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    wanted = train.generate(PARAMS, LLAMA, PROMPTS, max_new=3, sampling=GREEDY).tokens
+    for three in (np.int64(3), torch.tensor(3), np.full(len(PROMPTS), 3), torch.full((len(PROMPTS),), 3)):
+        for run in (train.generate, lambda *a, **how: speculate(*a[:2], *a[:2], *a[2:], **how)[0]):
+            assert run(PARAMS, LLAMA, PROMPTS, max_new=three, seeds=np.int32(0), sampling=GREEDY).tokens == wanted
