@@ -9,6 +9,7 @@ import torch
 
 import params as P
 import train
+from fnmodels import tree
 from fnmodels.models.vision_language import qwen2_5_vl
 from tests.fnmodels.models.test_qwen2_5_vl import VALUES
 from tests.support.image_texts import ImageCase, image_cases
@@ -125,3 +126,20 @@ def test_errors_are_one_sentence(folder: Path, capsys: Any) -> None:
     tokenizer_of(CASE).save(str(folder / "text" / "tokenizer.json"))
     assert "reads no images" in error(str(folder / "text"), "--prompt", "w1", "--image", one)
     assert torch.is_tensor(params["norm"])
+
+
+def test_adapters_of_the_text_model_answer_to_images(folder: Path) -> None:
+    text, params = P.load_pretrained(folder / "model", part="text")
+    made = P.lora.add(text, params, rank=2, seed=1)
+    adapted = P.lora.attach(made, tree.map(lambda leaf: leaf + 0.5, P.lora.adapters(made)))
+    P.lora.save_adapters(folder / "adapters", text, adapted, base=str(folder / "model"))
+    tokenizer_of(CASE).save(str(folder / "adapters" / "tokenizer.json"))
+    prompt, images = tokenizer_of(CASE).encode("<img> " * 6 + "w1").ids, reader(folder).read(folder / "one.png")[0]
+    known: dict[str, Any] = {"max_new": 4, "sampling": train.Sampling(temperature=0), "images": [images]}
+    whole = {**CASE.params(), "text": adapted}
+    wanted_tokens = train.generate(whole, CASE.config, [prompt], stop_ids=[2], **known).tokens
+    out = folder / "out.jsonl"
+    flags = ["--temperature", "0", "--tokens", "4", "--out", str(out), "--image", str(folder / "one.png")]
+    assert main([str(folder / "adapters"), *flags, "--prompt", "<img> w1"]) == 0
+    assert [json.loads(out.read_text())["tokens"]] == wanted_tokens
+    assert wanted_tokens != [wanted(folder, "<img> " * 6 + "w1", "one.png")]
