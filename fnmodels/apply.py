@@ -22,7 +22,7 @@ from fnmodels.layer_loop import CacheStep, LayerInputs, run_stack
 from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have, refuse_towers
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry
@@ -84,6 +84,9 @@ def forward(
                 logits, ends = unembedded(params, x, config, final, edits)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
+        raise
+    except AttributeError:
+        refuse_towers(config)
         raise
     return (logits, tapped | ends) if taps else logits
 
@@ -190,6 +193,9 @@ def hidden(
         x, tapped, entries = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options), cache)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
+        raise
+    except AttributeError:
+        refuse_towers(config)
         raise
     return _returned(x, tapped, entries, taps, cache)
 

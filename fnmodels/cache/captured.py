@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import Constants, without_host
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, refuse_towers
 from fnmodels.ops.slots import MEMORY, SLOTTED
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -44,6 +44,7 @@ def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
 
     ValueError for kernel="invariant", for several tokens per row, and for tensors that are not on a CUDA device.
     """
+    refuse_towers(config)
     given = ForwardOptions(**options)
     if given.invariant:
         raise ValueError('A captured step reads no values, which kernel="invariant" does: take fnmodels.decode_.')

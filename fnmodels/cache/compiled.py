@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, refuse_towers
 from fnmodels.ops.huge_pages import move_to_huge_pages
 from fnmodels.ops.torch_internals import mark_dynamic, one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
@@ -43,6 +43,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
     a row without room drops its token. options: as for `fnmodels.forward`; ValueError for layer_fn and
     kernel="invariant".
     """
+    refuse_towers(config)
     given = ForwardOptions(**options)
     if given.layer_fn is not None or given.invariant:
         what = 'kernel="invariant"' if given.invariant else "layer_fn"

@@ -355,6 +355,17 @@ def test_errors_name_what_is_missing() -> None:
         fnmodels.prepare(case.config.text, batch.tokens, places=batch.places)
     with pytest.raises(ValueError, match="Config of a model of text alone"):
         fnmodels.prepare_step(case.config.text, batch.tokens, cache, grids=batch.grids)
+    prepared = fnmodels.prepare_step(case.config, batch.tokens, cache, places=batch.places, grids=batch.grids)
+    for run in (
+        lambda: fnmodels.prefill(case.params(), *prepared, cache, config=case.config),
+        lambda: fnmodels.forward(case.params(), *prepared, config=case.config),
+        lambda: fnmodels.compiled_step(case.config),
+        lambda: fnmodels.captured_step(case.config),
+    ):
+        with pytest.raises(
+            TypeError, match=r"a model of several towers; run each with its own config, one of config.t"
+        ):
+            run()
     for wrong in (torch.zeros(1, 8).long(), torch.zeros(1, 8, 3).long(), torch.zeros(1, 9, 3)):
         with pytest.raises(ValueError, match=r"positions must be"):
             fnmodels.prepare_step(case.config.text, batch.tokens, cache, positions=wrong)

@@ -213,11 +213,7 @@ def text_config(config: Any) -> Any:
 def check_fields(config: Any) -> None:
     """TypeError if a field of `DecoderConfig` is missing; a tower has none of text."""
     family = family_of(config)
-    if hasattr(family, "towers"):
-        inner = ", ".join(f"config.{name}" for name in family.towers(config))
-        raise TypeError(
-            f"{family.__name__} is a model of several towers; run each with its own config, one of {inner}."
-        )
+    refuse_towers(config)
     text = may_have(family, "INPUTS") == "tokens"
     for name in _FIELDS if text else sorted(set(_FIELDS) - _TEXT_FIELDS):
         if not hasattr(config, name):
@@ -225,6 +221,16 @@ def check_fields(config: Any) -> None:
                 f"{type(config).__module__}.{type(config).__name__} has no field {name!r}; a Config has "
                 f"{', '.join(_FIELDS)} and what its family reads."
             )
+
+
+def refuse_towers(config: Any) -> None:
+    """TypeError for the Config of a model of several towers, each of which is run by itself."""
+    family = family_of(config)
+    if hasattr(family, "towers"):
+        inner = ", ".join(f"config.{name}" for name in family.towers(config))
+        raise TypeError(
+            f"{family.__name__} is a model of several towers; run each with its own config, one of {inner}."
+        )
 
 
 def _missing(config: Any, name: str) -> str:
