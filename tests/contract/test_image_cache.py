@@ -309,6 +309,10 @@ def test_masks_of_images_are_masks_of_a_step(case: ImageCase) -> None:
             logits[b, start:end] = found[b, : end - start]
         starts = list(ends)
     assert far(batch, logits, wanted) < 1e-12
+    whole = fnmodels.prepare_step(text, batch.tokens, empty(batch), segment_ids=batch.segment_ids)  # causal masks
+    prepared, _ = batch.arguments(params, whole)
+    causal, _ = fnmodels.decode(params["text"], *prepared, empty(batch), config=text, kernel="math")
+    assert far(batch, causal, wanted) > 1e-2
     assert off(then_text(params, batch, cache)[0], answers(wanted)) < 1e-12
     inside = image_batch(case, (((2, 3), 3),))
     _, cache = stepped(params, inside, empty(inside), ((4,),))
