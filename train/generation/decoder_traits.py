@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no character
@@ -20,20 +21,40 @@ class Decodes(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def replaced_at_the_end(tokenizer: Any) -> int:
-    """How many characters at the end of a text later tokens may still replace; 0 where the decoder is not shown."""
-    open_end, fused = 0, False
+@dataclass(frozen=True)
+class OpenEnd:
+    """What a decoder replaces in the whole text, so that later tokens may change the end of it.
+
+    size: how many characters they may still change, at most; ENDLESS: all. characters: those in what is replaced and in
+    what replaces it. So a text that begins with another one is decoded alike without what is in front.
+    """
+
+    size: int = 0
+    characters: frozenset[str] = frozenset()
+
+    def after(self, pattern: str | None, content: str) -> "OpenEnd":
+        """That of a text in which `pattern` (None: anything) has been replaced by `content`."""
+        if pattern is None:
+            return OpenEnd(ENDLESS)
+        wider = max(1, -(-len(content) // len(pattern)))  # characters for each one, at most
+        size = min(ENDLESS, (self.size + len(pattern) - 1) * wider)
+        return OpenEnd(size, self.characters | {*pattern, *content})
+
+
+def open_end(tokenizer: Any) -> OpenEnd:
+    """The open end of a tokenizer's texts; none where the decoder is not shown."""
+    end, fused = OpenEnd(), False
     for step in _steps(tokenizer):
         if fused and step["type"] not in CHARACTERWISE:  # it reads the whole text as one token
             pattern = step["pattern"].get("String") if step["type"] == "Replace" else None
-            open_end = _after_replacing(open_end, pattern, step.get("content", ""))
+            end = end.after(pattern, step.get("content", ""))
         elif step["type"] == "ByteFallback" and not replacement_ids(tokenizer) and _ids(tokenizer, BYTES):
-            open_end = ENDLESS  # of runs that later bytes may spoil, with no way to write them otherwise
+            end = OpenEnd(ENDLESS)  # of runs that later bytes may spoil, with no way to write them otherwise
         fused = fused or step["type"] in ("Fuse", "ByteLevel")
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         for pattern in CLEANED:
-            open_end = _after_replacing(open_end, pattern, pattern[1:])
-    return open_end
+            end = end.after(pattern, pattern[1:])
+    return end
 
 
 def _steps(tokenizer: Any) -> list[Mapping[str, Any]]:
@@ -47,14 +68,6 @@ def _single(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield decoder
     for step in decoder.get("decoders", ()):
         yield from _single(step)
-
-
-def _after_replacing(open_end: int, pattern: str | None, content: str) -> int:
-    """The open end of a text in which `pattern` (None: anything) has been replaced by `content`."""
-    if pattern is None:
-        return ENDLESS
-    wider = max(1, -(-len(content) // len(pattern)))  # characters for each one, at most
-    return min(ENDLESS, (open_end + len(pattern) - 1) * wider)
 
 
 def replacement_ids(tokenizer: Decodes) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from operator import eq
 
 from .byte_tokens import Characters
-from .decoder_traits import REPLACEMENT, Decodes, replaced_at_the_end
+from .decoder_traits import ENDLESS, REPLACEMENT, Decodes, open_end
 
 WINDOW = 8  # tokens that are decoded with new ones, because a token's text may depend on those in front of it
 
@@ -24,7 +24,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Decodes, before: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._open_end = replaced_at_the_end(tokenizer)
+        self._open_end = open_end(tokenizer)
         self._characters = Characters(tokenizer, skip_special_tokens=skip_special_tokens)
         self._ids = list(before)  # a window: its text up to _sent has been returned
         self._ids = [complete for token in self._ids[self._beginning() :] for complete in self._characters.push(token)]
@@ -43,7 +43,7 @@ class TextStream:
         self._ids += complete
         text = self._text()
         final = text.rstrip(REPLACEMENT)
-        piece = self._unsent(final[: max(0, len(final) - self._open_end)])
+        piece = self._unsent(final[: max(0, len(final) - self._open_end.size)])
         self._shrink(text)
         return piece
 
@@ -70,14 +70,21 @@ class TextStream:
 
     def _shrink(self, text: str) -> None:
         """Forgets ids whose text cannot matter any more, so that a token costs the same however long the text is."""
-        if len(self._ids) >= self._limit and text == self._sent:
-            self._ids = self._ids[self._beginning() :]
-            self._sent = self._text()
-            self._limit = max(4 * WINDOW, 2 * len(self._ids))
+        if len(self._ids) < self._limit or not text.startswith(self._sent):
+            return
+        unsent, all_ids = text[len(self._sent) :], self._ids
+        self._ids = all_ids[self._beginning() :]
+        text = self._text()
+        if text.endswith(unsent):
+            self._sent = text[: len(text) - len(unsent)]
+        else:
+            self._ids = all_ids
+        self._limit = max(4 * WINDOW, 2 * len(self._ids))
 
     def _beginning(self) -> int:
         """Where the last ids begin that are decoded alike without those in front: behind a complete character."""
-        start = 0 if self._open_end else max(0, len(self._ids) - WINDOW)
+        size = self._open_end.size  # in characters, which have at most four tokens
+        start = 0 if size >= ENDLESS else max(0, len(self._ids) - WINDOW - 4 * size)
         while start and not self._begins(start):
             start -= 1
         return start
@@ -85,10 +92,9 @@ class TextStream:
     def _begins(self, index: int) -> bool:
         """Whether a character begins with ids[index], which may need the bytes of three more."""
         byte = self._characters.byte(self._ids[index])
-        if byte is not None and byte >= 0x80:
-            return byte >= 0xC0  # the first of a character's bytes
-        text = self._tokenizer.decode(self._ids[index : index + 4], skip_special_tokens=self._skip)
-        return text != "" and not text.startswith(REPLACEMENT)
+        size = 4 if byte is None else 1 + sum(byte >= first for first in (0xC0, 0xE0, 0xF0))
+        text = self._tokenizer.decode(self._ids[index : index + size], skip_special_tokens=self._skip)
+        return text != "" and text[0] not in {REPLACEMENT, *self._open_end.characters}
 
 
 def text_of(tokenizer: Decodes, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
