@@ -51,11 +51,12 @@ def beam_search(
     at its present score, is above the worst of `beams` finished ones. dtype, kv_dtype: as for `serve`.
     images: of the prompt, see `Request`.
     """
-    if beams < 1 or max_new < 1 or not prompt:
+    if beams < 1 or max_new < 1 or not len(prompt):
         raise ValueError(
             f"beams ({beams}), max_new ({max_new}) and the prompt's length ({len(prompt)}) must be above 0."
         )
     check_request(0, Request(prompt, max_new, images=images), config, learned=learned_positions(config))
+    prompt = [int(token) for token in prompt]
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)

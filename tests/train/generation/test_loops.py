@@ -392,6 +392,14 @@ def test_beams_find_the_likeliest_answer() -> None:
     assert one.tokens == greedy.tokens[0] and one.logp == pytest.approx(float(greedy.logp[0].sum()), rel=1e-4)
 
 
+def test_beams_of_a_prompt_in_a_tensor_are_those_of_its_ids() -> None:
+    how: dict[str, Any] = {"beams": 2, "max_new": 3}
+    for prompt in (torch.tensor(PROMPTS[0]), np.array(PROMPTS[0])):
+        assert beam_search(PARAMS, LLAMA, prompt, **how) == beam_search(PARAMS, LLAMA, PROMPTS[0], **how)
+    with pytest.raises(ValueError, match=r"the prompt's length \(0\)"):
+        beam_search(PARAMS, LLAMA, torch.tensor([], dtype=torch.int64), **how)
+
+
 def test_beams_and_drafts_take_int8_caches() -> None:
     how: dict[str, Any] = {"max_new": 6, "sampling": Sampling(temperature=0)}
     wanted, exact = (train.generate(PARAMS, LLAMA, PROMPTS, **how, kv_dtype=kind) for kind in (torch.int8, None))
