@@ -23,6 +23,7 @@ from train.data.chat import Template, read_template, render, special_tokens
 from train.generation.loops import serve
 from train.generation.requests import Event, Request, capacity_of, collect
 from train.generation.sampling import Sampling
+from train.generation.stop import text_of
 
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
@@ -127,8 +128,12 @@ class Checkpoint(LM):
         return Request(ids, length, sampling_of(settings), seed, stop_ids=self.ends, stop_texts=stops)
 
     def _text(self, request: Request, tokens: list[int]) -> str:
-        """The text of an answer, without its end token and from its first stop text on."""
-        text = str(self._tokenizer.decode(tokens[:-1] if tokens[-1] in self.ends else tokens))
+        """The text of an answer, without its end token and from its first stop text on.
+
+        An answer that ends within a character keeps the others, see `text_of`; as `hf` has it, byte tokens do not.
+        """
+        ids = tokens[:-1] if tokens[-1] in self.ends else tokens
+        text = str(self._tokenizer.decode(ids)) if self._ids.as_harness else text_of(self._tokenizer, ids)
         places = [text.index(stop) for stop in request.stop_texts if stop in text]
         return text[: min(places, default=len(text))]
 

@@ -1,5 +1,6 @@
 """Tests of the lm-evaluation-harness adapter, offline, against direct log-probs and the harness's `hf` model."""
 
+import dataclasses
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from fnmodels.errors import UserError
 from tests.support.cases import generic_params
 from tests.train.eval.test_scoring import direct
 from train.commands import tasks
+from train.generation.requests import Request
 
 CONFIG = llama.Config(260, 32, 48, 2, 4, 2, max_position_embeddings=24, tie_word_embeddings=True)
 QUESTIONS = [
@@ -222,6 +224,18 @@ def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fnmodels, "decode_", decoded)
     assert answer(model, {"until": ["<end>"], "max_gen_toks": 6}) == "so"
     assert next(ids) == _ids("far")[0]
+
+
+def test_an_answer_that_ends_within_a_character_keeps_the_others(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are bytes, as for Korean in Llama 2's tokenizer; the harness's model loses all of them."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    monkeypatch.setattr(model, "_tokenizer", tokenizer)
+    ids = list("안녕하".encode()[:-1])
+    assert model._text(Request([1], 9, stop_texts=("하",)), ids) == "안녕" + "\ufffd" * 2
+    assert model._text(Request([1], 9, stop_texts=("녕",)), ids) == "안"
+    monkeypatch.setattr(model, "_ids", dataclasses.replace(model._ids, as_harness=True))
+    assert model._text(Request([1], 9), ids) == tokenizer.decode(ids) == "\ufffd" * 8
 
 
 WORDS = "cold", "ice", "is", "one", "and", "two", "three", "times", "a", "stone", "that", "falls"
