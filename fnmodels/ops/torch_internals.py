@@ -304,22 +304,20 @@ def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dty
 
 
 def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile with fullgraph=True and `options`, without Inductor's test of the C++ compiler.
-
-    Inductor knows the CPU's vector instructions, and compiles torch's vector headers three times to see whether the
-    compiler has them too: 6 to 8 s of the first start. A compiler that is new enough for these headers has them, and
-    AVX-512's bf16 and VNNI, which are newer, are still tested. A setting of `torch._inductor.config` or of the
-    environment stays.
-    """
-    inductor = _inductor_config()
-    cpp = getattr(inductor, "cpp", None)
-    if getattr(cpp, "vec_isa_ok", False) is None:
-        setattr(cpp, "vec_isa_ok", True)  # noqa: B010 - a release without it has no attribute to assign
+    """torch.compile with fullgraph=True and `options`, by Inductor as `set_up_inductor` leaves it."""
+    set_up_inductor()
     return torch.compile(function, fullgraph=True, **options)
 
 
-def _inductor_config() -> Any:
-    """torch._inductor.config. The first call imports all that a compilation needs, without collecting garbage.
+def set_up_inductor() -> None:
+    """Imports what a compilation needs and sets what Inductor leaves open; settings of the caller stay.
+
+    Without the test of the C++ compiler: Inductor knows the CPU's vector instructions, and compiles torch's vector
+    headers three times to see whether the compiler has them too: 6 to 8 s of the first start. A compiler that is new
+    enough for these headers has them, and AVX-512's bf16 and VNNI, which are newer, are still tested.
+
+    The width of vectors is that of the instructions in use, said aloud: so it is in the key of Inductor's cache on
+    disk, which would else give a process loops of another width, with ATEN_CPU_CAPABILITY=avx2 or from another machine.
 
     Imports make many objects and no garbage: collecting meanwhile takes a tenth of a start that finds its code on disk.
     """
@@ -328,10 +326,16 @@ def _inductor_config() -> Any:
     try:
         import torch._inductor.compile_fx
         import torch._inductor.config
+
+        cpp: Any = getattr(torch._inductor.config, "cpp", None)  # a release without a setting has no attribute for it
+        if getattr(cpp, "vec_isa_ok", False) is None:
+            cpp.vec_isa_ok = True
+        instructions = _find("_inductor.cpu_vec_isa.pick_vec_isa")
+        if instructions is not None and getattr(cpp, "simdlen", 0) is None and (isa := instructions()):
+            cpp.simdlen = isa.bit_width()
     finally:
         if collecting:
             gc.enable()
-    return torch._inductor.config
 
 
 def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:

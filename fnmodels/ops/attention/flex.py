@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.norm import upcast
+from fnmodels.ops.torch_internals import set_up_inductor
 
 MIN_HEAD_DIM = 16  # of FlexAttention's CUDA kernels
 
@@ -20,6 +21,7 @@ def _compiled() -> dict[bool | None, Callable[..., Any]]:
     """{dynamic: FlexAttention compiled}, on first use because importing the compiler takes seconds. Holds no tensor."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    set_up_inductor()
     return {dynamic: torch.compile(flex_attention, dynamic=dynamic) for dynamic in (None, False)}
 
 

@@ -411,6 +411,25 @@ def test_compiled_code_skips_the_test_of_the_compiler_unless_it_is_set(setting: 
         assert inductor.cpp.vec_isa_ok is (True if setting is None else setting)
 
 
+@pytest.mark.parametrize(("held", "width"), [("avx2", 256), (None, None)])
+def test_the_width_of_vectors_is_in_the_key_of_compiled_code(
+    held: str | None, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process held to AVX2 would run loops over 16 elements, of a process that was not, with vectors of 8."""
+    inductor = torch._inductor.config
+    if held and not torch.cpu.get_capabilities().get(held):
+        pytest.skip(f"this processor has no {held}")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", held) if held else monkeypatch.delenv("ATEN_CPU_CAPABILITY", False)
+    with inductor.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": True}):
+        before = torch._inductor.cpu_vec_isa.pick_vec_isa()
+        full_graph(abs, backend="eager")
+        assert inductor.cpp.simdlen == (width or before.bit_width())
+        assert torch._inductor.cpu_vec_isa.pick_vec_isa() == before
+    with inductor.patch({"cpp.simdlen": 1}):
+        full_graph(abs, backend="eager")
+        assert inductor.cpp.simdlen == 1
+
+
 @pytest.mark.parametrize("collecting", [True, False])
 def test_inductor_is_imported_without_collecting_garbage(collecting: bool) -> None:
     program = f"""
