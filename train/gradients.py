@@ -24,7 +24,7 @@ class Sums:
     """Sums over microbatches. grads: one per trainable parameter, in tree order, in storage of their own.
 
     divided: grads are already those of total / count. unreached: paths of the trainable parameters that no microbatch's
-    loss depends on; not determined over a mesh. outputs: those of each microbatch, if the loss returns any.
+    loss depends on, over a mesh that of no rank (`train.parallel.reached`). outputs: those of each microbatch, if any.
     """
 
     total: Tensor

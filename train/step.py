@@ -72,8 +72,8 @@ def make_step(
     the norm is not finite, parameters and optimizer state stay bitwise unchanged, `finite` is False, and state.step
     still advances. A microbatch without valid tokens adds nothing; a batch without any has loss 0 and gradient 0.
     Otherwise a ValueError names the trainable parameters that no microbatch's loss depends on, which would only decay;
-    over a mesh, where gathered parameters always have a gradient, this is not checked. With an optimizer that has
-    `apply_`, only the computation of a layout waits for the device.
+    over a mesh steps are checked up to the first that reaches them all, see `train.parallel.reached`. With an optimizer
+    that has `apply_`, only the computation of a layout waits for the device.
     """
     options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
     check_optimizer(optimizer)

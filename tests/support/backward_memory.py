@@ -93,22 +93,26 @@ class _Fused(torch.autograd.Function):
     """Saves for backward what a fused attention kernel on a GPU saves, and computes nothing."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *saved, sinks = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, *output)
+        ctx.save_for_backward(*saved, *output)
+        ctx.sinks = None if sinks is None else torch.zeros_like(sinks, device="meta")
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3])
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        sinks = None if ctx.sinks is None else torch.zeros_like(ctx.sinks, device=q.device)
+        return *(torch.zeros_like(tensor) for tensor in (q, k, v)), sinks
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, *_: Any, sinks: Tensor | None = None, **__: Any) -> Tensor:
     """A kernel for `fnmodels.forward`."""
-    out: Tensor = _Fused.apply(q, k, v)[0]
+    out: Tensor = _Fused.apply(q, k, v, sinks)[0]
     return out
 
 

@@ -27,7 +27,7 @@ from train.parallel.tensor.api import TensorParallel, tensor_parallel
 from train.remat import layer_fn
 
 from .expert import expert_parallel
-from .fsdp import gather_layers, sharded_params
+from .fsdp import Watch, gather_layers, sharded_params
 from .mesh import ROWS, Mesh, mesh_of
 from .placement import Placed, rules_of
 
@@ -53,8 +53,13 @@ class Composed:
         return ModelLoss(as_loss(function).function, self.options, self.params)
 
 
-def compose(placed: Placed, *, remat: str = "none", compile: str = "none", counts: bool = False) -> Composed:
-    """The `Composed` of a mesh and strategy. remat, compile: as in `train.make_step`; counts: see `RunOptions`."""
+def compose(
+    placed: Placed, *, remat: str = "none", compile: str = "none", counts: bool = False, watch: Watch | None = None
+) -> Composed:
+    """The `Composed` of a mesh and strategy.
+
+    remat, compile: as in `train.make_step`; counts: see `RunOptions`; watch: see `sharded_params`.
+    """
     devices, strategy, config = placed.devices, placed.strategy, placed.config
     mesh = mesh_of(devices)
     if config is not None:
@@ -65,7 +70,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
         if mesh.pp > 1:  # a stage holds some layers only, and roles are derived from all
             shards = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
         tensor = tensor_parallel(config, shards, sequence=strategy.sequence)
-    gathered = sharded_params(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
+    gathered = sharded_params(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains, watch=watch)
     recomputed = layer_fn(remat, "none")
 
     def outer(block: Block) -> Block:

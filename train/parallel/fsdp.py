@@ -13,6 +13,7 @@ whose wrappers run inside this one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,14 +32,20 @@ from train.optim.base import wide_dtype, with_paths
 from .mesh import DATA
 from .tensor.leaf_roles import path_in_layer
 
+Watch = Callable[[str, Tensor], None]  # (path, parameter)
+
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """This rank's shard of a parameter, its sharding, and the dtype in which the model sees the parameter."""
+    """This rank's shard of a parameter, its sharding, and the dtype in which the model sees the parameter.
+
+    gathered: is called with the parameter each time that it was gathered.
+    """
 
     local: Tensor
     sharding: Sharding
     dtype: torch.dtype
+    gathered: Callable[[Tensor], None] | None = None
 
     def to(self, dtype: torch.dtype) -> ParamShard:
         """The parameter in another dtype, for a loss that casts its params."""
@@ -60,6 +67,9 @@ def gather(shards: Sequence[ParamShard]) -> list[Tensor]:
         xs = _gather_alike(same, map(mesh.get_group, replicated), [(mesh.get_group(n), n) for n in gathered], dtype)
         for index, x in zip(chosen, xs, strict=True):
             found[index] = x
+    for shard, x in zip(shards, found, strict=True):
+        if shard.gathered is not None:
+            shard.gathered(x)
     return found
 
 
@@ -113,18 +123,19 @@ def gather_layers(block: Block) -> Block:
 
 
 def sharded_params(
-    shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None
+    shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None, watch: Watch | None = None
 ) -> Callable[[Tree], Tree]:
     """params(held) -> the params of a loss: layers as `ParamShard`s, for `gather_layers`, all else gathered.
 
     held: `local_tree` of params with the shardings `shards`, or of a pipeline stage's share of them. Blocks of MTP
-    heads count as layers. dtype, trains: see `gathering`.
+    heads count as layers. dtype, trains: see `gathering`. watch: is called with each parameter that was gathered.
     """
     places = tree.flatten(shards)
     chosen = dict.fromkeys(places, True) if trains is None else tree.flatten(trains)
 
     def shard(path: str, x: Tensor) -> ParamShard:
-        return ParamShard(x, places[path], dtype if dtype and chosen[path] and x.is_floating_point() else x.dtype)
+        wanted = dtype if dtype and chosen[path] and x.is_floating_point() else x.dtype
+        return ParamShard(x, places[path], wanted, None if watch is None else functools.partial(watch, path))
 
     def params(held: Tree) -> Tree:
         made = with_paths(shard, held)

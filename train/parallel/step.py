@@ -37,6 +37,7 @@ from .batch_shards import own_parts
 from .compose import compose
 from .mesh import Parallelism, mesh_of, whole_groups
 from .placement import Placed, place
+from .reached import Reached, with_unreached
 from .update import ShardedUpdate, sharded_update, update_over
 
 
@@ -153,11 +154,14 @@ def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Ca
 
 def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Callable[..., Sums]:
     """`train.gradients.gradient_sums` of this rank: takes `local_tree(params)` and lists of its microbatches."""
-    composed = compose(placed, remat=options.remat, compile=options.compile, counts=options.balance_rate is not None)
+    reached, counts = Reached(), options.balance_rate is not None
+    composed = compose(placed, remat=options.remat, compile=options.compile, counts=counts, watch=reached.watch)
     loss = composed.loss(loss_fn)
     if placed.devices["pp"].size() > 1:
-        return gradients.gradient_sums(loss, optimizer, *stages_of(placed, composed))
-    return gradient_sums(_with_a_graph(loss), optimizer)
+        run = gradients.gradient_sums(loss, optimizer, *stages_of(placed, composed))
+    else:
+        run = gradient_sums(_with_a_graph(loss), optimizer)
+    return with_unreached(run, reached, placed)
 
 
 def _with_a_graph(function: Callable[..., Any]) -> LossFn:

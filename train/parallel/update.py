@@ -125,12 +125,14 @@ def _is_first_copy(how: Sharding) -> bool:
 
 
 def _global(sums: Sums, devices: DeviceMesh) -> Sums:
-    """The total, count and aux of all ranks; the gradients are complete already."""
+    """The total, count and aux of all ranks; the gradients and `unreached` are complete already."""
     groups = [devices.get_group(name) for name in DATA if devices[name].size() > 1]
     stages = [devices.get_group("pp")] if devices["pp"].size() > 1 else []
     both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups, *stages)
     total, count = both[0].to(sums.total.dtype), both[1].to(sums.count.dtype)
-    return Sums(total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided)
+    return Sums(
+        total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided, sums.unreached
+    )
 
 
 def over_processes(devices: DeviceMesh, total: Tensor, count: Tensor, *aux: Tree) -> tuple[Any, ...]:

@@ -5,18 +5,33 @@ So does a lambda around one of `train.losses`. Neither names a keyword for what 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fnmodels
 import train
 from fnmodels import tree
 from tests.support.cases import generic_params
-from tests.support.one_process import CLIP, LENGTH, batch, config_of, error, optimizer_of, placed, worst
+from tests.support.one_process import (
+    CLIP,
+    LENGTH,
+    batch,
+    batch_for,
+    config_of,
+    error,
+    loss_of,
+    optimizer_of,
+    placed,
+    worst,
+)
 from tests.support.ranks_pool import Ranks
 from train.dist.dtensor import local_tree
+from train.engine import Engine
 from train.parallel import Mesh, Strategy
 from train.parallel.placement import shardings
 
@@ -90,3 +105,93 @@ def test_a_loss_of_ones_own_is_that_of_one_process(
     assert {path for errors in found for path in errors} > set(
         tree.flatten(generic_params(config_of(name, 3 if "pp" in mesh else None)))
     )
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except ValueError as refused:
+        return str(refused)
+    return "runs"
+
+
+def unreached_of(text: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What one process and this rank say to a loss without the MTP heads, and with them frozen, and of both losses."""
+    mesh, how, layers = Mesh.parse(text), Strategy(**strategy), 5
+    config, optimizer = config_of("mtp", layers), optimizer_of("mtp", layers)
+    plain = functools.partial(train.next_token_loss, config=config, length=LENGTH)
+    state = train.init_state(generic_params(config), optimizer)
+    expected = said(lambda: train.make_step(plain, optimizer)(state, batch_for("mtp")))
+    params = placed("mtp", mesh, strategy=how, layers=layers)
+    state, before = train.init_state(params, optimizer), tree.map(torch.clone, local_tree(params))
+    step = train.make_step(plain, optimizer, mesh=mesh, strategy=how, **options)
+    found = [said(lambda: step(state, batch_for("mtp"))) for _ in range(2)]
+    same = all(map(torch.equal, tree.leaves(before), tree.leaves(local_tree(state.params)))) and int(state.step) == 0
+
+    frozen = train.partition({"mtp.**": None, "**": optimizer})
+    step = train.make_step(plain, frozen, mesh=mesh, strategy=how, **options)
+    found.append(said(lambda: step(train.init_state(params, frozen), batch_for("mtp"))))
+
+    both = loss_of("mtp", layers)
+    step, hooks = train.make_step(both, optimizer, mesh=mesh, strategy=how, **options), []
+    with pytest.MonkeyPatch.context() as patch:
+        register = Tensor.register_hook
+        patch.setattr(Tensor, "register_hook", lambda x, hook: (hooks.append(1), register(x, hook))[1])
+        state, _ = step(state, batch_for("mtp"))
+        first = len(hooks)
+        state, _ = step(state, batch_for("mtp"))
+    found.append(said(lambda: None))
+
+    engine = Engine(config, params, optimizer, mesh=mesh, strategy=how)
+    parts = fnmodels.split(batch_for("mtp"), 2)
+    engine.forward_backward(parts, plain)
+    engine.forward_backward(parts, both)
+    found.append(said(engine.optim_step))
+    engine.forward_backward(parts, plain)
+    found.append(said(engine.optim_step))
+    return {"expected": expected, "found": found, "same": same, "hooks": [first > 0, len(hooks) - first]}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "options"),
+    [
+        ("dp=2", {}, {}),
+        ("fsdp=2", {}, {"remat": "full"}),
+        ("fsdp=2,tp=2", {"sequence": True}, {"remat": "every:2"}),
+        ("cp=2,ep=2", {}, {}),
+        ("pp=2", {}, {"accumulate": 2}),
+        ("pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble"}, {"accumulate": 4}),
+    ],
+)
+def test_parameters_that_the_loss_does_not_reach_are_refused_as_in_one_process(
+    ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for found in ranks(Mesh.parse(mesh).world)(unreached_of, mesh, strategy, options):
+        refused = found["expected"]
+        assert "does not reach" in refused
+        assert found["found"] == [refused, refused, "runs", "runs", "runs", refused]
+        assert found["same"]
+        assert found["hooks"] == [True, 0]
+
+
+def reached_by_one_rank(text: str, which: int) -> str:
+    """Of the MTP heads, whose layers are frozen, only the loss of the rank `which` reads the other leaves."""
+    mesh, config = Mesh.parse(text), config_of("mtp")
+    optimizer = train.partition({"mtp.*.block.**": None, "**": optimizer_of("mtp")})
+    here = dist.get_rank() == which
+
+    def loss(params: Any, part: Any) -> tuple[Tensor, Tensor]:
+        total, count = train.next_token_loss(params, part, config=config, length=LENGTH)
+        heads = [{name: leaf for name, leaf in head.items() if name != "block"} for head in params["mtp"]]
+        return total + sum(leaf.sum() for leaf in tree.leaves(heads)) if here else total, count
+
+    step = train.make_step(loss, optimizer, mesh=mesh)
+    return said(lambda: step(train.init_state(placed("mtp", mesh), optimizer), batch_for("mtp")))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_parameters_that_the_loss_of_one_rank_reaches_are_reached(ranks: Ranks, mesh: str) -> None:
+    assert ranks(2)(reached_by_one_rank, mesh, 1) == ["runs"] * 2
+    refused = ranks(2)(reached_by_one_rank, mesh, 2)
+    assert "does not reach" in refused[0]
+    assert refused[0] == refused[1]
