@@ -98,7 +98,7 @@ def prepare(
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= may_have(family, "batch_inputs")(config, positions)
     tables = family.freqs_cis(config, positions, length=length)
-    check_positions(config, tables, positions, counted=counted)
+    check_positions(config, tables, positions, inputs["valid"], counted=counted)
     return inputs, masks, tables
 
 

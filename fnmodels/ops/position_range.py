@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import PositionWarning
-from fnmodels.inputs.values import host_is_away, readable
+from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.tree import Tree
 
 from .rotary import Rope
@@ -29,17 +29,21 @@ def position_range(config: Any) -> int | None:
     return max(most, *(int(rope.factor * rope.original_max_position_embeddings) for rope in ropes))
 
 
-def check_positions(config: Any, tables: Tree, positions: Tensor, *, counted: bool) -> None:
-    """`check_count` of positions [B, S] or [B, S, axes], where the host can tell.
+def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor, *, counted: bool) -> None:
+    """`check_count` of positions [B, S] or [B, S, axes], where the host can tell; under vmap too.
 
-    counted: whether they are 0 to S - 1, so that no values need be read; otherwise those on the CPU are.
+    valid: [B, S], False on padding, whose positions nothing reads. counted: whether positions are 0 to S - 1, so that
+    no values need be read; otherwise those on the CPU are.
     """
     if torch.compiler.is_compiling() or host_is_away() or not positions.numel() or position_range(config) is None:
         return
     if counted:
         check_count(config, tables, positions.shape[1])
-    elif positions.device.type == "cpu" and readable(positions):  # elsewhere a read would wait for the device
-        check_count(config, tables, int((positions[..., -3:] if positions.ndim == 3 else positions).max()) + 1)
+    elif positions.device.type == "cpu":  # elsewhere a read would wait for the device
+        highest = positions[..., -3:].amax(-1) if positions.ndim == 3 else positions
+        known = torch.func.debug_unwrap(highest.where(valid, 0))
+        if has_values(known):
+            check_count(config, tables, int(known.max()) + 1)
 
 
 def check_count(config: Any, tables: Tree, count: int) -> None:

@@ -141,11 +141,19 @@ def test_positions_are_not_read_where_the_host_is_away(shown: list[warnings.Warn
     assert not shown
 
 
-def test_mapped_positions_are_left_alone(shown: list[warnings.WarningMessage]) -> None:
+def test_mapped_positions_past_the_range_warn(shown: list[warnings.WarningMessage]) -> None:
     def tables(positions: torch.Tensor) -> torch.Tensor:
         return fnmodels.prepare(LLAMA, zeros(2), positions=positions)[2]["full"]
 
-    torch.func.vmap(tables)(torch.full((3, 1, 2), 99))
+    torch.func.vmap(tables)(torch.full((3, 1, 2), 15))
+    assert not shown
+    torch.func.vmap(tables)(torch.tensor([[[1, 2]], [[3, 99]]]))
+    assert str(shown[0].message).startswith("Positions reach 100, ")
+
+
+def test_positions_of_padding_are_not_compared_with_the_range(shown: list[warnings.WarningMessage]) -> None:
+    ids = torch.tensor([[1] * 10 + [0] * 10])
+    fnmodels.prepare(LLAMA, zeros(20), positions=torch.arange(20)[None], segment_ids=ids)
     assert not shown
 
 
