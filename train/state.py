@@ -70,7 +70,8 @@ def on_all_stages(prepare: Callable[[], T], optimizer: Optimizer, params: Tree) 
         made = prepare()
     except Exception as error:  # raising here alone would leave the other stages waiting
         failure = error
-    stages = of_all_stages(params, (list(tree.flatten(params)), "" if failure is None else str(failure)))
+    words = "" if failure is None else str(failure) or repr(failure)
+    stages = of_all_stages(params, (list(tree.flatten(params)), words))
     faults = [fault for _, fault in stages]
     if failure is not None and len(set(faults)) == 1:
         raise failure
