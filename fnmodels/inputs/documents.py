@@ -49,6 +49,8 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
     rank = positions_from_segments(ids) if positions is None else integers("positions", positions)
     if rank.ndim == 3:  # axes for time, height and width: the order of the text is that of the row
         rank = positions_from_segments(ids)
+    if rank.shape not in (ids.shape, (1, ids.shape[1])):
+        raise ValueError(f"positions must be {list(ids.shape)} like the segment_ids, not {list(rank.shape)}.")
     rank = rank.expand(ids.shape)
     rows, columns = (ids > 0).nonzero(as_tuple=True)
     # One number for each (row, segment): torch's unique of pairs takes four times as long.

@@ -99,12 +99,14 @@ def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
 
 
 def check_targets(labels: Tensor, size: int | None, name: str = "labels", of: str = "vocabulary") -> None:
-    """ValueError for the first label that is neither -100 nor from 0 to size - 1; size None: of any size.
+    """ValueError for labels that are no integers, and for the first label that is neither -100 nor from 0 to size - 1.
 
-    name, of: what the labels are called, and of what they are entries, for the message. Tensors on the CPU are
-    read, under transforms too. On other devices the read would wait for the device, whose kernel ends the process at
-    such a label.
+    size None: of any size. name, of: what the labels are called, and of what they are entries, for the message. Tensors
+    on the CPU are read, under transforms too. On other devices the read would wait for the device, whose kernel ends
+    the process at such a label.
     """
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"{name} must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
     if torch.compiler.is_compiling() or labels.device.type != "cpu":
         return
     known = torch.func.debug_unwrap(labels)  # of vmap too

@@ -97,7 +97,7 @@ def classification_loss(
     check_targets(batch["labels"], None if several else field_of(config, "num_labels"), of="set of classes")
     states, found = _states(params, batch, config, options), _documents(batch)
     classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
-    logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch["labels"], found)
+    logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch, "labels", found)
     if not several:
         return cross_entropy(logits, labels)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -135,7 +135,7 @@ def answer_loss(
     states, found = _states(params, batch, config, options), _documents(batch)
     logits = fnmodels.family_of(config).unembed(states.params, states.x, config=config).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    number, count, labels = found.number.flatten(), len(found), batch["labels"].flatten()
+    number, count, labels = found.number.flatten(), len(found), _at_tokens(batch, "labels", found).flatten()
     total, has = logits.new_zeros(count), torch.ones(count, dtype=torch.bool, device=logits.device)
     for index, bit in enumerate((1, 2)):
         values = logits[:, index]
@@ -178,7 +178,7 @@ def contrastive_loss(
         check_targets(batch[name], None, name)
     _check_full_rows(params)
     found, gather = _documents(batch), run_options(params).all_documents
-    keys = torch.stack([_of_documents(batch[name], found) for name in ("labels", "roles")], 1)
+    keys = torch.stack([_of_documents(batch, name, found) for name in ("labels", "roles")], 1)
     every = keys if gather is None else gather(keys)
     _check_pairs(every)  # before the model runs: over pp all stages come here
     states = _states(params, batch, config, options)
@@ -238,8 +238,19 @@ def _documents(batch: Batch) -> Documents:
     return fnmodels.documents(batch["segment_ids"], batch["positions"])
 
 
-def _of_documents(values: Tensor, found: Documents) -> Tensor:
-    """[N]: the largest value at each document's tokens, [B, S]; -100 stands for none."""
+def _at_tokens(batch: Batch, name: str, found: Documents) -> Tensor:
+    """An entry of values at tokens, [B, S]. ValueError for another shape, which could broadcast silently."""
+    check_entries(batch, name)
+    if batch[name].shape != found.number.shape:
+        raise ValueError(
+            f"{name} must be {list(found.number.shape)} like the segment_ids, not {list(batch[name].shape)}."
+        )
+    return batch[name]
+
+
+def _of_documents(batch: Batch, name: str, found: Documents) -> Tensor:
+    """[N]: the largest value of an entry at each document's tokens; -100 stands for none."""
+    values = _at_tokens(batch, name, found)
     lowest = values.new_full((len(found) + 1,), IGNORE)
     return lowest.scatter_reduce(0, found.number.flatten(), values.flatten(), "amax")[: len(found)]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels.inputs.segments import integers
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -39,7 +40,8 @@ def flow_matching_loss(
     batch: latents [B, I, C], the data; noise [B, I, C] and time [B, M], as `flow_noise` draws them; the others as for
     `fnmodels.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and guidance where the config
     has it. The model reads (1 - time) latents + time noise, and its target is noise - latents. options: see
-    `fnmodels.forward`. ValueError for a missing entry and for a model that returns other channels than it reads.
+    `fnmodels.forward`. ValueError for a missing entry, for shapes that do not fit each other, and for a model that
+    returns other channels than it reads.
     """
     check_entries(batch, *_OWN, *config.conditions)
     if config.in_channels != config.out_channels:
@@ -47,7 +49,7 @@ def flow_matching_loss(
             f"The model reads {config.in_channels} channels and returns {config.out_channels}; this loss is for "
             "models whose latents are all that they read."
         )
-    owners = batch["segment_ids"]
+    owners = _owners(batch)
     valid = (owners > 0)[..., None]
     data, noise = (upcast(batch[name]).where(valid, 0) for name in ("latents", "noise"))
     time = torch.take_along_dim(batch["time"], (owners - 1).clamp(min=0), 1)[..., None]
@@ -63,3 +65,15 @@ def flow_matching_loss(
     velocity = upcast(fnmodels.forward(params, *prepared, config=config, **options))
     error = (velocity - (noise - data)).square().mean(-1)
     return error.where(valid[..., 0], 0).sum(), valid.sum()
+
+
+def _owners(batch: Mapping[str, Tensor]) -> Tensor:
+    """The segment ids [B, I]. ValueError for entries of other shapes or dtypes, which could broadcast silently."""
+    latents, owners = batch["latents"], integers("segment_ids", batch["segment_ids"])
+    for name, x, shape in (("noise", batch["noise"], latents.shape), ("segment_ids", owners, latents.shape[:2])):
+        if x.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)} like the latents, not {list(x.shape)}.")
+    time = batch["time"]
+    if time.ndim != 2 or len(time) != len(latents) or not time.is_floating_point():
+        raise ValueError(f"time must be floats [{len(latents)}, M], not {time.dtype} {list(time.shape)}.")
+    return owners
