@@ -214,16 +214,16 @@ def test_every_attack_is_on_a_reader_of_the_table_and_a_file_of_it() -> None:
     assert all(attack.file in READER[attack.reader].files for attack in ATTACKS)
 
 
-def test_no_module_unpickles_or_evaluates_but_where_its_own_process_sent_it() -> None:
-    """The pipes of processes that this one started, and arguments of commands between the ranks of a run."""
+def test_no_module_pickles_or_evaluates() -> None:
+    """torch alone pickles: commands between the ranks of a run, which are its own objects."""
     found = set()
     for package in ("fnmodels", "params", "train"):
         for path in (Path(__file__).parents[2] / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-                if re.fullmatch(r"pickle\.loads?|torch\.load|eval|exec|os\.system|yaml\.load|marshal\.loads?", text):
+                if re.fullmatch(r"pickle\.\w+|torch\.load|eval|exec|os\.system|yaml\.load|marshal\.loads?", text):
                     found.add((path.stem, text))
-    assert found == {("encoder", "pickle.load"), ("encoder_pool", "pickle.load"), ("chat_renderer", "pickle.loads")}
+    assert found == set()
 
 
 def test_weights_of_sources_are_computed_at_once() -> None:

@@ -1,20 +1,22 @@
 """The process in which chat templates are rendered (`train.data.chat_renderer`), one for all conversations."""
 
 import atexit
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from fnmodels.errors import UserError
 
 from . import chat_renderer
-from .chat_renderer import ANSWER, HEADER
+from .chat_renderer import ANSWER, ENCODING, HEADER
 
 SECONDS = 5.0  # of processor time for a conversation, which needs a thousandth of a second
 MEMORY, MEMORY_FACTOR = 512 << 20, 64  # bytes, and bytes for each byte of the conversation
@@ -27,14 +29,14 @@ def render_elsewhere(source: str, day: str | None, variables: Mapping[str, Any])
     Args:
         source: the template, which may be a stranger's.
         day: the date that it is told (ISO), or None for today's.
-        variables: what it may name: anything that can be pickled.
+        variables: what it may name: values of JSON; dates and decimals, which tables have, are texts there.
 
     Raises:
         UserError: it fails, or takes more time, memory or text than the conversation can need.
     """
     try:
-        data = pickle.dumps((source, day, variables), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # objects of any class may be among the variables
+        data = json.dumps((source, day, variables), ensure_ascii=False, default=_as_json).encode(*ENCODING)
+    except (TypeError, ValueError, RecursionError) as error:  # objects of any class may be among the variables
         raise UserError(f"the conversation cannot be sent to its chat template: {error}") from error
     memory, characters = MEMORY + MEMORY_FACTOR * len(data), CHARACTERS + CHARACTERS_FACTOR * len(data)
     with _renderer.lock:
@@ -42,6 +44,15 @@ def render_elsewhere(source: str, day: str | None, variables: Mapping[str, Any])
     if not good:
         raise UserError(f"the chat template cannot render the conversation: {text}")
     return text
+
+
+def _as_json(value: object) -> object:
+    """A value that JSON does not have. TypeError where a template has no use for it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (date, time, Decimal)):
+        return str(value)  # as a template shows it
+    raise TypeError(f"it holds a {type(value).__name__}, which is no value of JSON, date or decimal number")
 
 
 class _Renderer:
@@ -67,7 +78,7 @@ class _Renderer:
                 good, size = ANSWER.unpack(head)
                 text = process.stdout.read(size)
                 if len(text) == size:
-                    return good, text.decode("utf-8", "surrogatepass")
+                    return good, text.decode(*ENCODING)
             return False, _end_of(process.wait())
         except BaseException:  # Ctrl-C: the answer that is still to come would be taken for that to the next request
             process.kill()

@@ -7,7 +7,6 @@ of its package, and so not torch: the process starts in a fraction of a second.
 
 import json
 import os
-import pickle
 import signal
 import struct
 import sys
@@ -26,15 +25,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MARK_BEGIN, MARK_END = "\ufdd0", "\ufdd1"  # mark the assistant's text; Unicode noncharacters occur in no text
 HEADER = struct.Struct(">QdQQ")  # of a request: its bytes, seconds, bytes of memory, characters of the text
 ANSWER = struct.Struct(">?Q")  # whether it is the text, and not an error; its bytes
+ENCODING = ("utf-8", "surrogatepass")  # of requests and answers, which may have lone surrogates
 MESSAGE = 1000  # characters of a template's error that are shown
 
-# (template, its date or None for today's, the variables)
-Request = tuple[str, str | None, Mapping[str, Any]]
 
-
-def render(request: Request, limit: int) -> str:
+def render(source: str, day: str | None, variables: Mapping[str, Any], limit: int) -> str:
     """The rendered text. Whatever a template raises, and ValueError for a text of more than `limit` characters."""
-    source, day, variables = request
     now = (datetime.fromisoformat(day) if day else datetime.now()).strftime
     pieces, size = [], 0
     for piece in compiled(source).generate(variables, strftime_now=now):
@@ -114,18 +110,22 @@ def bounded(seconds: float, memory: int) -> Iterator[None]:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Reads requests, each a HEADER and a pickle that the caller made, until they end; writes an ANSWER and text."""
+    """Reads requests until they end: a HEADER and JSON, [template, its date or null for today's, the variables].
+
+    Writes an ANSWER and text for each.
+    """
     while len(header := requests.read(HEADER.size)) == HEADER.size:
         size, seconds, memory, characters = HEADER.unpack(header)
         data = requests.read(size)
         try:
             with bounded(seconds, memory):
-                good, text = True, render(pickle.loads(data), characters)
+                source, day, variables = json.loads(data.decode(*ENCODING))
+                good, text = True, render(source, day, variables, characters)
         except MemoryError:
             good, text = False, f"it needs more than {memory >> 20:,} MiB of memory"
         except Exception as error:  # a template is a foreign program, which can fail in any way
             good, text = False, (str(error) or repr(error))[:MESSAGE]
-        answer = text.encode("utf-8", "surrogatepass")
+        answer = text.encode(*ENCODING)
         answers.write(ANSWER.pack(good, len(answer)) + answer)
         answers.flush()
 

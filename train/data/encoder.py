@@ -3,10 +3,11 @@
 It imports nothing of its package, and so not torch: a worker starts in a fraction of a second.
 """
 
-import pickle
+import json
 import sys
 from collections.abc import Sequence
 from itertools import chain
+from typing import IO, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -79,16 +80,20 @@ def encode_items(tokenizer: Tokenizer, kind: str, end: int | None, items: Sequen
 
 
 def serve() -> None:
-    """Reads (tokenizer, kind, end) from stdin, then lists of items until it closes; writes the arrays of each list."""
-    source, kind, end = pickle.load(sys.stdin.buffer)
+    """Reads [tokenizer, kind, end] from stdin, then lists of items until it closes; writes the arrays of each list."""
+    source, kind, end = json.loads(sys.stdin.buffer.readline())
     tokenizer = Tokenizer.from_str(source)
-    while True:
-        try:
-            items = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(encode_items(tokenizer, kind, end, items), sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        arrays = encode_items(tokenizer, kind, end, json.loads(line))
+        send(sys.stdout.buffer, [(str(array.dtype), len(array)) for array in arrays], *arrays)
+
+
+def send(pipe: IO[bytes], value: Any, *arrays: np.ndarray) -> None:
+    """Writes a line of JSON, and the bytes of arrays that it describes."""
+    pipe.write(json.dumps(value).encode() + b"\n")
+    for array in arrays:
+        pipe.write(array.data)
+    pipe.flush()
 
 
 if __name__ == "__main__":

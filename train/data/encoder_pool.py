@@ -1,7 +1,7 @@
 """Tokenization in a pool of worker processes; the result does not depend on their number."""
 
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -102,9 +102,9 @@ def _encoders(
     def encode_group(group: Sequence) -> Arrays:
         process = idle.get()
         try:
-            _send(process, group)
-            return pickle.load(_pipe(process.stdout))
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            encoder.send(_pipe(process.stdin), group)
+            return _received(_pipe(process.stdout))
+        except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"a tokenizer process ended with exit code {process.wait()} before its work was done"
             ) from error
@@ -137,14 +137,17 @@ def _start(tokenizer: Tokenizer, kind: str, end: int | None) -> subprocess.Popen
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
         start_new_session=True,
     )
-    _send(process, (tokenizer.to_str(), kind, end))
+    encoder.send(_pipe(process.stdin), (tokenizer.to_str(), kind, end))
     return process
 
 
-def _send(process: subprocess.Popen, message: object) -> None:
-    pipe = _pipe(process.stdin)
-    pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.flush()
+def _received(pipe: IO[bytes]) -> Arrays:
+    """The arrays that a worker sent by `encoder.send`. ValueError where they end early."""
+    forms = [(np.dtype(name), size) for name, size in json.loads(pipe.readline())]
+    arrays = [np.frombuffer(pipe.read(size * dtype.itemsize), dtype) for dtype, size in forms]
+    if [len(array) for array in arrays] != [size for _, size in forms]:
+        raise ValueError("the arrays of a worker end early")
+    return tuple(arrays)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -1,13 +1,17 @@
 """Templates of strangers: an attack is a sentence within bounded time and memory, and what comes next renders."""
 
+import datetime
+import decimal
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import jinja2
 import pytest
 
 from fnmodels.errors import UserError
@@ -98,9 +102,29 @@ def test_render_of_a_long_conversation_may_take_more() -> None:
 
 
 def test_render_of_what_cannot_be_sent_is_a_sentence() -> None:
-    for content in (lambda: 1, threading.Lock()):
-        with pytest.raises(UserError, match="the conversation cannot be sent to its chat template"):
+    deep: list[Any] = []
+    for _ in range(99_999):
+        deep = [deep]
+    for content in (lambda: 1, threading.Lock(), b"bytes", {(1, 2): 3}, {1}, 10**5000, deep):
+        with pytest.raises(UserError, match=r"the conversation cannot be sent to its chat template: .") as error:
             render(Template("a", {}), [{"role": "user", "content": content}])
+        assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("漢 \u2028\x00\x7f", "", "\ud800", 1.5, 1e300, float("inf"), float("nan"), -0.0, 1 << 4000, True, None),
+        *([1, [2]], {"a": {"b": None}}, MappingProxyType({"a": 1}), decimal.Decimal("1.50"), datetime.time(3, 4)),
+        *(datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value!r:.20}",
+)
+def test_render_shows_what_records_hold_as_jinja_does(value: Any) -> None:
+    source = "{{ messages[0].content }} {{ messages[0].content is none }} {{ messages[0].content is true }}"
+    like = dict(value) if isinstance(value, MappingProxyType) else value
+    expected = jinja2.Template(source).render(messages=[{"content": like}])
+    assert render(Template(source, {}), [{"content": value}]) == expected
 
 
 def test_render_keeps_lone_surrogates_and_marks() -> None:

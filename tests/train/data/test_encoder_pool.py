@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
 import train
-from train.data import cache, encoder_pool, tokenized, tokenizer
+from train.data import cache, encoder, encoder_pool, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
 from train.data.encoder import encode as here
 from train.data.encoder import encode_chats
@@ -76,20 +77,20 @@ def test_little_text_is_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_that_dies_is_reported_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start, sent_to, send = [], encoder_pool._start, [], encoder_pool._send
+    started, start, sent_to, send = [], encoder_pool._start, [], encoder.send
 
     def watched(*arguments) -> subprocess.Popen:
         started.append(start(*arguments))
         return started[-1]
 
-    def killing(process: subprocess.Popen, message: object) -> None:
-        sent_to.append(process)
-        if sent_to.count(process) == 2 and process is started[0]:  # its first group, which it always gets
-            process.kill()
-        send(process, message)
+    def killing(pipe: IO[bytes], message: object) -> None:
+        sent_to.append(pipe)
+        if sent_to.count(pipe) == 2 and pipe is started[0].stdin:  # its first group, which it always gets
+            started[0].kill()
+        send(pipe, message)
 
     monkeypatch.setattr(encoder_pool, "_start", watched)
-    monkeypatch.setattr(encoder_pool, "_send", killing)
+    monkeypatch.setattr(encoder, "send", killing)
     with pytest.raises(RuntimeError, match="ended with exit code -9 before its work was done"):
         encoder_pool.encode(tokenizer.train_tokenizer(TEXTS, 300), TEXTS * 20, 0, workers=2)
     assert [process.poll() for process in started] == [-9, -9]
