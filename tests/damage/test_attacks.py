@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from PIL import Image
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -44,6 +45,10 @@ def _png(width: int, height: int) -> Callable[[Path], object]:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
     return lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+
+
+def _blank(path: Path) -> None:
+    Image.new("1", (7000, 7000)).save(path)
 
 
 def _config(**values: Any) -> Callable[[Path], object]:
@@ -111,7 +116,8 @@ ATTACKS = (
     ),
     Attack("pixels beyond any memory", "a picture", "it.png", _png(60_000, 60_000)),
     Attack("pixels beyond the limit", "a picture", "it.png", _png(9_000, 9_000)),
-    Attack("pixels that are not there", "a picture", "it.png", _png(7_000, 7_000)),
+    Attack("49 megapixels in 6 KB", "a picture", "it.png", _blank),
+    Attack("pixels that are not there", "a picture", "it.png", _png(4_000, 4_000)),
     Attack("PostScript", "captions", "images/it.png", _text("%!PS-Adobe-3.0 EPSF-3.0\nshowpage\n")),
     _template("loops", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
     _template("a product", "{{ 'a' * 10 ** 11 }}"),

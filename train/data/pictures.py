@@ -22,6 +22,8 @@ from params.io.files import read_json
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # whatever a file is called: Pillow hands some other formats to programs
 BYTES_LIMIT = 250_000_000  # of a file
 PIXELS_LIMIT = 50_000_000  # of a picture: a few kilobytes can stand for any number
+PIXELS, PIXELS_FACTOR = 16_000_000, 1000  # of any file, and those for each byte of it: scans of text have less than 500
+_STRIP = 1 << 20  # pixels that are converted at a time
 LONGEST = 4  # the longer side over the shorter one, from which on the ends are cut off before the picture is resized
 
 _HALF = (0.5, 0.5, 0.5)
@@ -62,7 +64,7 @@ def read_picture(file: Path, pixels: Pixels) -> Tensor:
     """A picture, resized so that its shorter edge is the side; its middle is cropped and normalized.
 
     Args:
-        file: of one of FORMATS, with at most PIXELS_LIMIT pixels.
+        file: of one of FORMATS, with at most PIXELS_LIMIT pixels, and no more than its size can stand for.
         pixels: the side, mean and deviation.
 
     Returns:
@@ -91,15 +93,16 @@ def _decoded(file: Path, *, whole: bool = False) -> Tensor:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(data, formats=FORMATS)
         with opened as picture:
-            (width, height), short = picture.size, min(picture.size)
-            if not 0 < width * height <= PIXELS_LIMIT:
-                raise UserError(f"{file} has {width:,} x {height:,} pixels; a picture has at most {PIXELS_LIMIT:,}")
+            (width, height), most = picture.size, min(PIXELS_LIMIT, PIXELS + PIXELS_FACTOR * data.getbuffer().nbytes)
+            if not 0 < width * height <= most:
+                of = "a picture" if most == PIXELS_LIMIT else f"one of {data.getbuffer().nbytes:,} bytes"
+                raise UserError(f"{file} has {width:,} x {height:,} pixels; {of} has at most {most:,}")
             if whole:
-                return torch.from_numpy(np.array(ImageOps.exif_transpose(picture).convert("RGB"))).permute(2, 0, 1)
-            left, top = (max(0, side - LONGEST * short) // 2 for side in (width, height))
-            box = (left, top, left + min(width, LONGEST * short), top + min(height, LONGEST * short))
-            middle = picture if box == (0, 0, width, height) else picture.crop(box)
-            return torch.from_numpy(np.array(middle.convert("RGB"))).permute(2, 0, 1)
+                ImageOps.exif_transpose(picture, in_place=True)
+                return _rgb(picture, (0, 0, *picture.size))
+            longest = LONGEST * min(picture.size)
+            left, top = (max(0, side - longest) // 2 for side in (width, height))
+            return _rgb(picture, (left, top, left + min(width, longest), top + min(height, longest)))
     except (UserError, CheckpointError):
         raise
     except FileNotFoundError as error:
@@ -108,6 +111,17 @@ def _decoded(file: Path, *, whole: bool = False) -> Tensor:
         unknown = isinstance(error, UnidentifiedImageError)
         why = "" if unknown else f" ({getattr(error, 'strerror', None) or error})"
         raise UserError(f"{file} is no picture that can be read{why}; one is {', '.join(FORMATS)}") from error
+
+
+def _rgb(picture: Any, box: tuple[int, int, int, int]) -> Tensor:
+    """uint8 [3, H, W] of a part of a Pillow image, in strips: converted whole, it would be in memory four times."""
+    left, top, right, bottom = box
+    found = np.empty((bottom - top, right - left, 3), np.uint8)
+    rows = max(1, _STRIP // (right - left))
+    for begin in range(0, len(found), rows):
+        strip = picture.crop((left, top + begin, right, min(top + begin + rows, bottom)))
+        found[begin : begin + rows] = np.asarray(strip.convert("RGB"))
+    return torch.from_numpy(found).permute(2, 0, 1)
 
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

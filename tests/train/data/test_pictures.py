@@ -15,7 +15,7 @@ from torch import Tensor
 import train.data.pictures as pictures
 from fnmodels.errors import CheckpointError, UserError
 from fnmodels.inputs.images import center_crop, normalized, resize, shortest_edge
-from train.data.pictures import LONGEST, PIXELS_LIMIT, Pixels, read_picture
+from train.data.pictures import LONGEST, PIXELS, PIXELS_LIMIT, Pixels, read_picture, whole_picture
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -36,12 +36,16 @@ STRANGE = {
     "another format": (PPM, "is no picture that can be read; one is"),
     "nothing": (b"", "is no picture that can be read; one is"),
     "no pixels": (png(0, 5), "is no picture that can be read"),
-    "more pixels than the limit": (png(8000, 8000), "has 8,000 x 8,000 pixels; a picture has at most 50,000,000"),
+    "more pixels than the limit": (
+        png(8000, 8000) + bytes(34_000),
+        "has 8,000 x 8,000 pixels; a picture has at most 50",
+    ),
+    "pixels out of proportion": (png(7000, 7000, bytes(900 * 7000)), "has 7,000 x 7,000 pixels; one of 6,"),
     "more than Pillow's warning": (png(12000, 12000), "has 12,000 x 12,000 pixels"),
     "more than Pillow's error": (png(30000, 30000), "is no picture that can be read (Image size"),
     "pixels beyond any memory": (png(2**31 - 1, 2**31 - 1), "is no picture that can be read (Image size"),
     "a bitmap of as many": (BMP, "is no picture that can be read (Image size"),
-    "no data": (png(7000, 7000), "is no picture that can be read (image file is truncated"),
+    "no data": (png(4000, 4000), "is no picture that can be read (image file is truncated"),
     "cut short": (png(100, 100, bytes(30100))[:60], "is no picture that can be read (image file is truncated"),
     "a damaged chunk": (png(2, 2, bytes(14)).replace(b"IDAT", b"ID\0T"), "is no picture that can be read"),
 }
@@ -110,8 +114,31 @@ def test_read_picture_of_a_long_picture_is_its_middle_in_bounded_memory(
     torch.testing.assert_close(found, near, atol=0 if exact else 0.05, rtol=0)
 
 
-def test_pixels_limit_is_that_of_a_large_camera() -> None:
-    assert 48_000_000 < PIXELS_LIMIT <= 100_000_000
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "I;16"])
+@pytest.mark.parametrize("size", [(40, 30), (3, 50), (90, 2)])
+def test_read_picture_converts_strips_as_the_whole(
+    mode: str, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 4), np.uint8)
+    made = Image.frombuffer("I;16", size, values[..., :2].tobytes(), "raw", "I;16", 0, 1)
+    made = made if mode == "I;16" else Image.fromarray(values).convert(mode)
+    made.save(tmp_path / "a", "JPEG" if mode == "CMYK" else "PNG", **({"transparency": 3} if mode == "P" else {}))
+    strips, convert = [], Image.Image.convert
+
+    def watched(image: Image.Image, to: str) -> Image.Image:
+        strips.append(image.size)
+        return convert(image, to)
+
+    with Image.open(tmp_path / "a") as opened:
+        expected = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
+    monkeypatch.setattr(pictures, "_STRIP", 100)
+    monkeypatch.setattr(Image.Image, "convert", watched)
+    assert torch.equal(whole_picture(tmp_path / "a"), expected)
+    assert len(strips) > 1 and all(width * height <= max(100, width) for width, height in strips)
+
+
+def test_pixels_limits_are_those_of_a_large_camera_and_of_an_empty_scan_of_a_page() -> None:
+    assert 48_000_000 < PIXELS_LIMIT <= 100_000_000 and PIXELS >= 3300 * 2550
 
 
 @pytest.mark.parametrize(
