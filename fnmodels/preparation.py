@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.documents import documents
+from fnmodels.inputs.image_places import check_places
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.segments import integers, positions_from_segments
 from fnmodels.models.common.heads import PER_DOCUMENT
@@ -105,6 +106,7 @@ def prepare(
 def positions_of_images(config: Any, segment_ids: Tensor, places: Tensor, grids: Tensor | None) -> Tensor | None:
     """Positions [B, S, 4] of text with images: the order, then three axes, both from 0 in each document; None for a
     model whose positions have one axis. ValueError without grids."""
+    check_places(places, segment_ids.shape)
     family: Any = family_of(config)
     if not hasattr(family, "image_positions"):
         return None
@@ -121,8 +123,11 @@ def with_image_masks(
     config: Any, masks: dict[str, MaskLike], positions: Tensor, segment_ids: Tensor, places: Tensor | None
 ) -> dict[str, MaskLike]:
     """The masks of a text with images: those of the text, unless the tokens of an image see each other."""
+    if places is None:
+        return masks
+    check_places(places, segment_ids.shape)
     family: Any = family_of(config)
-    if places is None or not hasattr(family, "image_masks"):
+    if not hasattr(family, "image_masks"):
         return masks
     found: dict[str, MaskLike] = family.image_masks(config, positions, segment_ids, places)
     return masks | found

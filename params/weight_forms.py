@@ -240,6 +240,10 @@ def _chosen(path: str, leaf: Tensor, skip: tuple[str, ...]) -> bool:
 
 
 def _int8(path: str, weight: Tensor) -> Int8:
+    if weight.shape[1] % 16:  # torch's product reads beyond such rows
+        raise ValueError(
+            f"{path} is {list(weight.shape)}, but int8 takes multiples of 16 inputs: leave it out by skip=."
+        )
     scales = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
     codes = (weight / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
     return Int8(codes, scales)

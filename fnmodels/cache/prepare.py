@@ -36,7 +36,8 @@ def prepare_step(
     highest position in the cache, on any axis where there are several. [B, S, 3] are those of the axes, for tokens in
     their order. length: by default that of the cache. places, grids: of the new tokens and of the images that begin
     among them; an image that goes on in a later call, without grids there, needs positions.
-    The masks' queries are the new tokens, their keys the cache's slots followed by the new tokens.
+    The masks' queries are the new tokens, their keys the cache's slots followed by the new tokens. Where positions have
+    several axes, freqs_cis["highest"] is what `Slots.highest` becomes.
 
     Where values can be read without waiting for a device, ValueError names the row that has no room, whose positions go
     backwards, whose document is not known, that has several documents in a cache with rings, or that goes on inside an
@@ -62,7 +63,8 @@ def prepare_step(
     length = cache.length if length is None else length
     inputs, masks, freqs_cis = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
     if held is not None and held.highest is not None:
-        inputs["highest"] = _highest(held, held.highest, segment_ids, inputs["positions"])
+        # beside the tables, which stay where the caller replaces the inputs by vectors
+        freqs_cis = {**freqs_cis, "highest": _highest(held, held.highest, segment_ids, inputs["positions"])}
     if text is not config:
         masks = with_image_masks(config, masks, inputs["positions"], segment_ids, places)
     return inputs, _on_cache(inputs, masks, cache), freqs_cis

@@ -154,8 +154,8 @@ def plan_step(
         )
     free = options.layer_fn is None and not run_params  # blocks are not compiled
     clean = is_clean(cache) if clean is None else clean
-    inputs, masks = prepared[0], _with_images(prepared[1], cache)
-    how: dict[str, Any] = {"highest": _highest_of(inputs, cache), "filled": filled}
+    masks = _with_images(prepared[1], cache)
+    how: dict[str, Any] = {"highest": _highest_of(prepared[2], cache), "filled": filled}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
@@ -314,17 +314,16 @@ def _with_images(masks: Mapping[str, MaskLike], cache: Cache) -> Mapping[str, Ma
     return {kind: with_attention(mask, of_step[kind]) if kind in of_step else mask for kind, mask in masks.items()}
 
 
-def _highest_of(inputs: Tree, cache: Cache) -> Tensor | None:
-    """`Slots.highest` of the new tokens; ValueError where a cache needs it and the inputs do not say it."""
+def _highest_of(freqs_cis: Mapping[str, Tensor], cache: Cache) -> Tensor | None:
+    """`Slots.highest` of the new tokens; ValueError where a cache needs it and the tables do not say it."""
     if all(slots.highest is None for slots in cache.slots.values()):
         return None
-    if not isinstance(inputs, Mapping) or "highest" not in inputs:
+    if "highest" not in freqs_cis:
         raise ValueError(
-            'The positions of this model have several axes, and a step needs inputs["highest"], which prepare_step '
-            "makes: change its inputs instead of replacing them."
+            'The positions of this model have several axes, and a step needs freqs_cis["highest"], which prepare_step '
+            "makes: change its tables instead of replacing them."
         )
-    highest: Tensor = inputs["highest"]
-    return highest
+    return freqs_cis["highest"]
 
 
 def _new_layout(plans: list[_Plan]) -> Layout | None:

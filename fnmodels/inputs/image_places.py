@@ -25,13 +25,18 @@ def image_places(tokens: Tensor, image_token: int, patches: Tensor) -> Tensor:
     return places
 
 
-def place(x: Tensor, features: Tensor, places: Tensor) -> Tensor:
-    """x [B, S, D], embeddings of text, with features [rows, slots, D] at the tokens that have a place [B, S, 2]."""
-    if places.shape != (*x.shape[:2], 2) or places.dtype != torch.int64:
+def check_places(places: Tensor, shape: torch.Size) -> None:
+    """ValueError unless places are int64 [B, S, 2] of tokens of shape [B, S]."""
+    if places.shape != (*shape, 2) or places.dtype != torch.int64:
         raise ValueError(
-            f"places must be int64 {[*x.shape[:2], 2]}, the (row, slot) of each token's feature, not "
+            f"places must be int64 {[*shape, 2]}, the (row, slot) of each token's feature, not "
             f"{str(places.dtype).removeprefix('torch.')} {list(places.shape)}."
         )
+
+
+def place(x: Tensor, features: Tensor, places: Tensor) -> Tensor:
+    """x [B, S, D], embeddings of text, with features [rows, slots, D] at the tokens that have a place [B, S, 2]."""
+    check_places(places, x.shape[:2])
     if features.shape[-1] != x.shape[-1]:
         raise ValueError(f"The features have width {features.shape[-1]}, the text's embeddings {x.shape[-1]}.")
     return torch.where(places[..., :1] >= 0, _at(features, places).to(x.dtype), x)

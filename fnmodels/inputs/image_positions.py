@@ -41,8 +41,9 @@ def image_positions(is_image: Tensor, segment_ids: Tensor, grids: Tensor, interv
 
 def _sizes(grids: Tensor, tokens: int) -> list[int]:
     """The number of tokens of each image."""
-    if grids.ndim != 2 or grids.shape[-1] != 3:
-        raise ValueError(f"grids are (frames, rows, columns), [images, 3], not {list(grids.shape)}.")
+    if not isinstance(grids, Tensor) or grids.ndim != 2 or grids.shape[-1] != 3 or grids.is_floating_point():
+        shown = f"{grids.dtype} {list(grids.shape)}" if isinstance(grids, Tensor) else f"a {type(grids).__name__}"
+        raise ValueError(f"grids are (frames, rows, columns), integers [images, 3], not {shown}.")
     sizes: list[int] = grids.prod(-1).tolist()
     if sum(sizes) != tokens or (grids < 1).any():
         raise ValueError(

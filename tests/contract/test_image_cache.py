@@ -164,6 +164,28 @@ def test_text_goes_on_after_the_highest_axis(case: ImageCase) -> None:
 
 
 @several_axes
+def test_vectors_replace_the_inputs_of_a_step(case: ImageCase) -> None:
+    """Text goes on after an image whose call had bare vectors, and after one with inputs of the caller's own."""
+    batch, params = image_batch(case, (((2, 3), 2),)), image_params(case)
+    wanted, text = batch.forward(params), case.config.text
+    part, _ = batch.part((0,), (6,))
+    cache = empty(batch)
+    prepared = fnmodels.prepare_step(case.config, part.tokens, cache, places=part.places, grids=part.grids)
+    (inputs, *rest), edits = part.arguments(params, prepared)
+    own = {name: inputs[name] for name in ("tokens", "valid")}  # experts ask what is padding
+    vectors = own if case.name.endswith("moe") else inputs["tokens"]
+    found, cache = fnmodels.decode(params["text"], vectors, *rest, cache, config=text, kernel="math", **edits)
+    assert off(found, wanted[:, :6]) < 1e-12
+    for i in (6, 7):
+        token = batch.tokens[:, i : i + 1]
+        inputs, *rest = fnmodels.prepare_step(text, token, cache)
+        assert inputs["positions"].tolist() == [[[i] + [i - 3] * 3]]
+        given = {"tokens": token, "valid": inputs["valid"]} if i == 6 or case.name.endswith("moe") else token
+        found, cache = fnmodels.decode(params["text"], given, *rest, cache, config=text, kernel="math")
+        assert off(found[:, 0], wanted[:, i]) < 1e-12
+
+
+@several_axes
 def test_videos_in_chunks(case: ImageCase) -> None:
     """Frames are one grid; a text goes on after the highest of all positions, which may be a time."""
     batch, params = image_batch(case, ((2, (6, 2), 3),)), image_params(case)
@@ -347,6 +369,17 @@ def test_rows_under_vmap(case: ImageCase) -> None:
     assert off(found[:, 0, 0], answers(batch.forward(params))[:, 0]) < 1e-12
 
 
+@every_case
+def test_places_of_other_tokens_are_refused(case: ImageCase) -> None:
+    batch = image_batch(case, (((2, 3), 3), (5, (1, 4))))
+    places = batch.places
+    for wrong in (places[:1], places[..., 0], places[..., 0] >= 0, places.double(), places[:, :5], places[..., :1]):
+        for run in (fnmodels.prepare, fnmodels.prepare_step):
+            cache = (empty(batch),) if run is fnmodels.prepare_step else ()
+            with pytest.raises(ValueError, match=r"places must be int64 \[2, 9, 2\], the \(row, slot\) of each"):
+                run(case.config, batch.tokens, *cache, places=wrong, grids=batch.grids)  # type: ignore[operator]
+
+
 def test_errors_name_what_is_missing() -> None:
     case = several_axes.args[1][0]
     batch = image_batch(case, (((2, 3), 3),))
@@ -355,6 +388,9 @@ def test_errors_name_what_is_missing() -> None:
         fnmodels.prepare(case.config, batch.tokens, places=batch.places)
     with pytest.raises(ValueError, match=r"pass grids \[images, 3\]"):
         fnmodels.prepare_step(case.config, batch.tokens, cache, places=batch.places)
+    for grids in (batch.grids[0], batch.grids.double(), batch.grids.tolist()):
+        with pytest.raises(ValueError, match=r"grids are \(frames, rows, columns\), integers \[images, 3\], not"):
+            fnmodels.prepare(case.config, batch.tokens, places=batch.places, grids=grids)
     with pytest.raises(ValueError, match="Config of a model of text alone"):
         fnmodels.prepare(case.config.text, batch.tokens, places=batch.places)
     with pytest.raises(ValueError, match="Config of a model of text alone"):
@@ -375,8 +411,8 @@ def test_errors_name_what_is_missing() -> None:
             fnmodels.prepare_step(case.config.text, batch.tokens, cache, positions=wrong)
     made = fnmodels.prepare(case.config.text, batch.tokens)
     step = fnmodels.prepare_step(case.config.text, batch.tokens, cache)
-    with pytest.raises(ValueError, match=r'a step needs inputs\["highest"\]'):
-        fnmodels.decode(image_params(case)["text"], made[0], *step[1:], cache, config=case.config.text)
+    with pytest.raises(ValueError, match=r'a step needs freqs_cis\["highest"\]'):
+        fnmodels.decode(image_params(case)["text"], *step[:2], made[2], cache, config=case.config.text)
 
 
 @pytest.mark.slow

@@ -208,6 +208,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         P.quantize(generic_params(narrow), narrow, kind="int4")
     skipped = P.quantize(generic_params(narrow), narrow, kind="int4", skip=("*.mlp.*", "lm_head"))
     assert skipped["layers"][0]["mlp"]["down_proj"].dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj is \[64, 40\], but int8 takes multiples of"):
+        P.quantize(generic_params(narrow), narrow, kind="int8")
     quantized = P.quantize(params, WIDE, kind="int8")
     with pytest.raises(ValueError, match="merge adapters, and quantize before other forms"):
         P.quantize(quantized, WIDE, kind="int8")

@@ -55,20 +55,22 @@ def beam_search(
         raise ValueError(
             f"beams ({beams}), max_new ({max_new}) and the prompt's length ({len(prompt)}) must be above 0."
         )
-    check_request(0, Request(prompt, max_new, images=images), config, learned=learned_positions(config))
+    text_params, text = text_model(params, config)
+    request = Request(prompt, max_new, images=images)
+    check_request(0, request, config, learned=learned_positions(config))
     prompt = [int(token) for token in prompt]
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
-    chunks = prefilled(params, config, [prompt], [capacity], empty=empty, chunk=chunk, images=[images], **options)
+    own = [request.images]
+    chunks = prefilled(params, config, [prompt], [capacity], empty=empty, chunk=chunk, images=own, **options)
     cache = run_all(chunks).with_text_last()
-    params, config = text_model(params, config)
     tokens, logp = [list(prompt)], torch.zeros(1, device=device)
     finished: list[Hypothesis] = []
     for length in range(1, max_new + 1):
         last = torch.tensor([[row[-1]] for row in tokens], device=device)
-        step = fnmodels.prepare_step(config, last, cache)
-        logits, cache = fnmodels.decode_(params, *step, cache, config=config, **options)
+        step = fnmodels.prepare_step(text, last, cache)
+        logits, cache = fnmodels.decode_(text_params, *step, cache, config=text, **options)
         total = logp[:, None] + torch.log_softmax(upcast(logits[:, 0]), -1)
         parents, ids, values = _best(total, beams + beams * len(stop_ids))
         running: list[tuple[int, int, float]] = []

@@ -12,7 +12,7 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.position_range import check_count, position_range
 
 from .decoder_traits import Decodes
-from .images import check_images
+from .images import check_images, positions_less
 from .requests import Request
 from .sampling import check_sampling
 
@@ -54,10 +54,10 @@ def check_request(
             + (f"max_new is at most {most} there." if most > 0 else f"a prompt has at most {learned} tokens.")
         )
     text = text_config(config)
-    known = position_range(text)
-    if known is not None and size + request.max_new - 1 > known:
+    known, reach = position_range(text), size + request.max_new - 1 - positions_less(request.images, config)
+    if known is not None and reach > known:
         one = torch.zeros(1, 1, dtype=torch.int64)
-        check_count(text, fnmodels.prepare(text, one, length=1)[2], size + request.max_new - 1)
+        check_count(text, fnmodels.prepare(text, one, length=1)[2], reach)
 
 
 def learned_positions(config: Any) -> int | None:

@@ -20,9 +20,17 @@ Row = tuple[int, ...]
 
 
 def text_model(params: Tree, config: Any) -> tuple[Tree, Any]:
-    """(params, config) of the text of a model that reads images; of another model its own."""
+    """(params, config) of the text of a model that reads images; of another model its own. ValueError for params of the
+    text alone with the config of the whole model."""
     text = text_config(config)
-    return (params, config) if text is config else (params["text"], text)
+    if text is config:
+        return params, config
+    if "text" not in params:
+        raise ValueError(
+            f"config is that of a whole {config.model_type}, and params has no 'text': pass the params of the whole "
+            "model, or config.text for those of its text."
+        )
+    return params["text"], text
 
 
 def check_images(row: int, prompt: Sequence[int], images: Sequence[Tensor], config: Any) -> None:
@@ -41,6 +49,14 @@ def check_images(row: int, prompt: Sequence[int], images: Sequence[Tensor], conf
             f"The prompt of request {row} has {tokens} image tokens (id {config.image_token}), but its {len(images)} "
             f"images have {features} features; each feature needs one token, in the order of the images."
         )
+
+
+def positions_less(images: Sequence[Tensor], config: Any) -> int:
+    """How many positions a prompt has less than tokens: of three axes, an image takes those of its longer side."""
+    if not hasattr(family_of(config), "image_positions"):
+        return 0
+    grids = [image_grid(image, config=config) for image in images]
+    return sum(rows * columns - max(rows, columns) for _, rows, columns in grids)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Requests and what becomes of them: `Request`, `Answer` as it grows, `Event` per token, `Generations` at the end."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import index
 from typing import Any
 
@@ -31,6 +31,9 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     images: Sequence[Tensor] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "images", tuple(self.images))  # read twice: also of a tensor and of an iterator
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,10 @@ def requests_of(
     for row, (prompt, size, seed) in enumerate(zip(prompts, sizes, seeds, strict=True)):
         draw = earlier[seed] = earlier.get(seed, -1) + 1
         own = Sampling(**{f.name: _of_row(getattr(sampling, f.name), row) for f in fields(Sampling)})
-        made.append(Request(list(prompt), size, own, seed, draw, tuple(stop_ids), tuple(stop_texts)))
-        if images is not None:
-            made[-1] = replace(made[-1], images=tuple(images[row]))
+        pictures = () if images is None else images[row]
+        if _is_single(pictures):
+            raise ValueError(f"images[{row}] is {pictures!r}; it must be a sequence of images, () for none.")
+        made.append(Request(list(prompt), size, own, seed, draw, tuple(stop_ids), tuple(stop_texts), pictures))
     return made
 
 

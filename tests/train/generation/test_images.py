@@ -11,6 +11,7 @@ from torch import Tensor
 import train
 from fnmodels import image_text
 from fnmodels.cache import captured
+from fnmodels.errors import PositionWarning
 from fnmodels.inputs.images import patches_of
 from tests.support import wrappers
 from tests.support.image_texts import ImageCase, image_cases
@@ -241,6 +242,37 @@ def test_edits_of_the_caller_see_what_deepstack_adds(case: ImageCase) -> None:
     assert found.tokens == wanted.tokens and len(seen) == 3
 
 
+@named("gemma3", "qwen2_5_vl")
+def test_images_are_any_sequence(case: ImageCase) -> None:
+    """A tensor [n, C, H, W] has n of them; an iterator is read once, and not by the check alone."""
+    side = 3 * case.config.vision.patch_size * case.family.cell_side(case.config)
+    stack = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(5))
+    prompt, params = [1, *[case.config.image_token] * 18, 2], case.params()
+    known: dict[str, Any] = {"max_new": 4, "sampling": GREEDY}
+    wanted = train.generate(params, case.config, [prompt], images=[list(stack)], **known).tokens[0]
+    assert wanted != train.generate(params, case.config, [prompt], images=[list(stack.flip(0))], **known).tokens[0]
+    assert wanted == train.generate(params, case.config, [prompt], images=stack[None], **known).tokens[0]
+    for images in (stack, iter(stack)):
+        made = Request(prompt, 4, GREEDY, images=images)  # type: ignore[arg-type]
+        events = train.serve(params, case.config, [made], slots=1, capacity=30)
+        assert [event.token for event in events] == wanted
+    for images in (stack, iter(stack)):
+        beams = train.beam_search(params, case.config, prompt, beams=1, max_new=4, images=images)  # type: ignore[arg-type]
+        assert beams[0].tokens == wanted
+
+
+@pytest.mark.filterwarnings("error")
+@named("qwen2_5_vl", "qwen3_vl")
+def test_positions_of_an_image_are_those_of_its_longer_side(case: ImageCase) -> None:
+    """Its tokens do not count where the range of positions ends; those of a text do."""
+    side, most = 2 * case.config.vision.patch_size, case.config.text.max_position_embeddings
+    image, prompt = torch.randn(3, 8 * side, 9 * side), [1, *[case.config.image_token] * 72, 2]
+    known: dict[str, Any] = {"images": [[image]], "sampling": GREEDY}
+    train.generate(case.params(), case.config, [prompt], max_new=most - 10, **known)
+    with pytest.raises(PositionWarning, match=f"Positions reach {most + 1}"):
+        train.generate(case.params(), case.config, [prompt], max_new=most - 9, **known)
+
+
 def test_errors_name_the_request() -> None:
     case = CASES[0]
     (prompts, images), params = prompts_of(case), case.params()
@@ -251,6 +283,17 @@ def test_errors_name_the_request() -> None:
         train.generate(params, case.config, prompts[:2], images=[images[0], [*images[1], images[1][0]]], **known)
     with pytest.raises(ValueError, match=r"The prompt of request 0 has 18 image tokens .* its 0 images"):
         train.generate(params, case.config, prompts, **known)
+    with pytest.raises(ValueError, match=r"images\[1\] is None; it must be a sequence of images, \(\) for none"):
+        train.generate(params, case.config, prompts[:2], images=[images[0], None], **known)  # type: ignore[list-item]
+    for run in (
+        lambda: train.generate(params["text"], case.config, prompts[:1], images=images[:1], **known),
+        lambda: train.beam_search(params["text"], case.config, prompts[0], beams=1, images=images[0], **known),
+        lambda: train.speculate(params["text"], case.config, None, None, prompts[:1], images=images[:1], **known),
+    ):
+        with pytest.raises(
+            ValueError, match=r"params has no 'text': pass the params of the whole model, or config.text"
+        ):
+            run()
     with pytest.raises(ValueError, match="images has 1 lists; it must have one for each of 2 prompts"):
         train.generate(params, case.config, prompts[:2], images=images[:1], **known)
     with pytest.raises(ValueError, match=r"Request 1: An image is floats \[3, H, W\] with H and W multiples of 8"):
