@@ -214,20 +214,21 @@ def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str,
     """`params` with linear weights of 8 or 4 bits (kind "int8" or "int4") and all other leaves in bf16.
 
     int8: a scale per output, symmetric. int4: a scale and an offset per output and group of 32 inputs. skip: shell
-    patterns of paths that stay bf16. Leaves whose dtype the family fixes keep it. ValueError for another kind, params
+    patterns of paths that stay bf16. Leaves whose dtype the family fixes have it. ValueError for another kind, params
     that are not on a CPU, and widths that a form does not have.
     """
     forms: dict[str, Callable[[str, Tensor], LinearOnly]] = {"int8": _int8, "int4": _int4}
     if kind not in forms:
         raise ValueError(f"kind is {kind!r}; it is one of {', '.join(forms)}.")
-    fixed = {path for path, leaf in tree.flatten(family_of(config).spec(config)).items() if leaf.keep_dtype}
+    leaves = tree.flatten(family_of(config).spec(config))
+    fixed = {path: leaf.dtype for path, leaf in leaves.items() if leaf.keep_dtype}
 
     def form(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             raise ValueError(f"{path} is no tensor on a CPU: merge adapters, and quantize before other forms.")
         if _chosen(path, leaf, skip):
             return forms[kind](path, leaf.detach().float())
-        return leaf if path in fixed or not leaf.is_floating_point() else leaf.detach().bfloat16()
+        return leaf.detach().to(fixed.get(path, torch.bfloat16)) if leaf.is_floating_point() else leaf
 
     found = map_leaves(form, params)
     move_to_huge_pages(tree.leaves(found))
