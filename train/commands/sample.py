@@ -36,6 +36,8 @@ SAMPLING = {
     "frequency_penalty": (FINITE, "frequency", "X", "the same, for each time that the token occurs"),
 }
 
+_UNREAD = {"video", "video_url", "audio", "audio_url", "input_audio"}  # types of parts of messages
+
 
 def _name() -> str:
     return program_name("fnmodels-sample", "train.sample")
@@ -101,22 +103,26 @@ def parser() -> Parser:
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A loaded model. respond: (prompts, seed) -> events of `train.generation.loops.serve`. pictures: how a model that
-    reads images reads them; None: none are given."""
+    reads images reads them; None: none are given, and there is no place for one, a `placeholder`."""
 
     tokenizer: Any
     template: Any
     respond: Callable[[list["Prompt"], int], Iterator[Any]]
     pictures: Any = None
+    placeholder: str | None = None
 
     def prompt(self, given: str | list[dict[str, Any]], pictures: Sequence[Path] = ()) -> "Prompt":
         """A text, or a conversation up to the assistant's cue."""
         from train.data.chat import render
+        from train.data.image_prompts import check_places
         from train.generation.text import prompt_ids
 
         chat, images = not isinstance(given, str), []
         text = given if isinstance(given, str) else render(self.template(), given, prompt=True)
         if self.pictures is not None:
             text, images = self.pictures.with_pictures(text, pictures, chat=chat)
+        elif self.placeholder is not None:
+            check_places(text, self.placeholder, 0)
         # the template renders special tokens, such as <bos>, itself
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids if chat else prompt_ids(self.tokenizer, text)
         return Prompt(list(ids), images)
@@ -191,7 +197,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
     import fnmodels
     from fnmodels.models.common.registry import text_config
     from train.data.chat import read_template
-    from train.data.image_prompts import ImagePrompts
+    from train.data.image_prompts import ImagePrompts, placeholder_in
     from train.eval import pretrained
     from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_tokenizer
     from train.generation.loops import serve
@@ -243,8 +249,10 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
             compile="step" if arguments.compile else "none",
         )
 
-    pictures = ImagePrompts.of(pretrained.weights_folder(folder), config, tokenizer) if images else None
-    return Model(tokenizer, lambda: read_template(folder, images=images), respond, pictures)
+    weights = pretrained.weights_folder(folder)
+    pictures = ImagePrompts.of(weights, config, tokenizer) if images else None
+    placeholder = None if images else placeholder_in(weights, tokenizer)
+    return Model(tokenizer, lambda: read_template(folder, images=images), respond, pictures, placeholder)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -261,6 +269,11 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             isinstance(row.get("prompt"), str) ^ bool(isinstance(row.get("messages"), list) and row["messages"])
         ):
             raise UserError(f'{path}, line {number} must be an object with either a text "prompt" or "messages"')
+        for message in row.get("messages", []):
+            if not isinstance(message, dict):
+                raise UserError(f'{path}, line {number}: each of "messages" must be an object')
+            if unread := _UNREAD & {str(part.get("type")) for part in _parts(message)}:
+                raise UserError(f"{path}, line {number}: a message has {min(unread)!r}; text and images are read")
         names = row.get("images", [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f'{path}, line {number}: "images" must be a list of names of files')
@@ -268,6 +281,12 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise UserError(f"{path} holds no prompts")
     return rows
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message's content, where it is no text alone."""
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def _as_chat(row: dict[str, Any], system: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,15 +9,36 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import params as P
 from fnmodels.errors import ConfigError, UserError
 from fnmodels.inputs.images import normalized
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import family_of, text_config
 from params.io.files import read_json
 
 from .pictures import mean_and_std, whole_picture
 
 LONGEST = 200  # the longer side over the shorter one, as in Qwen's processor
 FILES = ("preprocessor_config.json", "processor_config.json")  # of transformers: the usual one, and that of version 5
+
+
+def check_places(prompt: str, placeholder: str, pictures: int) -> None:
+    """UserError for another number of placeholders than of pictures."""
+    if (places := prompt.count(placeholder)) != pictures:
+        raise UserError(
+            f"the prompt has {places} places for images ({placeholder}), and there are {pictures}: each image needs one"
+        )
+
+
+def placeholder_in(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """The text that stands for an image in prompts of a checkpoint folder's model; None for one that reads none."""
+    try:
+        config = P.load_config(folder)
+    except P.CheckpointError:  # of a whole model that is not supported, though its text is
+        return None
+    if text_config(config) is config:
+        return None
+    found: str | None = family_of(config).placeholder(config, tokenizer.id_to_token)[0]  # type: ignore[attr-defined]
+    return found
 
 
 @dataclass(frozen=True)
@@ -70,12 +91,8 @@ class ImagePrompts:
         placeholder, alone = self._family.placeholder(self.config, self._name)
         if pictures and placeholder not in prompt and not chat:
             prompt = alone * len(pictures) + prompt
+        check_places(prompt, placeholder, len(pictures))
         pieces = prompt.split(placeholder)
-        if len(pieces) - 1 != len(pictures):
-            raise UserError(
-                f"the prompt has {len(pieces) - 1} places for images ({placeholder}), and there are {len(pictures)}: "
-                "each image needs one"
-            )
         images: list[Tensor] = []
         found = pieces[0]
         for picture, piece in zip(pictures, pieces[1:], strict=True):

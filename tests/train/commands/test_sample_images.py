@@ -128,6 +128,32 @@ def test_errors_are_one_sentence(folder: Path, capsys: Any) -> None:
     assert torch.is_tensor(params["norm"])
 
 
+def test_a_place_without_a_picture_is_refused(folder: Path, capsys: Any) -> None:
+    """Also where no prompt has a picture, so that the text model alone is loaded."""
+    model, lines = str(folder / "model"), folder / "prompts.jsonl"
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+
+    def error(*flags: str) -> str:
+        assert main([model, *flags]) == 2
+        return str(capsys.readouterr().err)
+
+    none = "the prompt has 1 places for images (<img>), and there are 0"
+    assert none in error("--prompt", "w5 <img> w6")
+    assert none in error("--chat", "--prompt", "w5 <img> w6")
+    parts = [{"type": "image", "image": str(folder / "one.png")}, {"type": "text", "text": "w4"}]
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    assert none in error("--prompts", str(lines))
+    lines.write_text('{"prompt": "w5 <img>"}\n' + json.dumps({"prompt": "w5", "images": [str(folder / "one.png")]}))
+    assert none in error("--prompts", str(lines))
+    for kind in ("video", "input_audio"):
+        parts[0] = {"type": kind}
+        lines.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+        assert f"line 1: a message has '{kind}'; text and images are read" in error("--prompts", str(lines))
+    lines.write_text('{"messages": ["w4"], "images": ["one.png"]}')
+    assert 'line 1: each of "messages" must be an object' in error("--prompts", str(lines))
+    assert main([model, "--prompt", "w5", "--tokens", "2"]) == 0
+
+
 def test_adapters_of_the_text_model_answer_to_images(folder: Path) -> None:
     text, params = P.load_pretrained(folder / "model", part="text")
     made = P.lora.add(text, params, rank=2, seed=1)
