@@ -212,9 +212,7 @@ def onednn_layout(weight: Tensor) -> Tensor:
 def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """x bf16 [n, in] times codes int8 [out, in], scaled by scales bf16 [out]: bf16 [n, out]."""
     product = PRIVATE["_weight_int8pack_mm"]
-    if product is None or x.shape[1] % 16:  # torch's reads 16 inputs at a time, beyond the end of the last ones too
-        return F.linear(x, codes.to(x.dtype)) * scales
-    found: Tensor = product(x, codes, scales)
+    found: Tensor = F.linear(x, codes.to(x.dtype)) * scales if product is None else product(x, codes, scales)
     return found
 
 
