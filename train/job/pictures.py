@@ -1,11 +1,13 @@
 """Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, speed, memory and MFU."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context, rcParamsDefault
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -37,6 +39,17 @@ class RunRows:
         return [(row["step"], row[name]) for row in (*self.rows, *self.costs) if row.get(name) is not None]
 
 
+@contextmanager
+def plain_style() -> Iterator[None]:
+    """matplotlib's own defaults, and texts as they are, for as long as a block or a decorated function.
+
+    A matplotlibrc in the working folder, perhaps a stranger's, would apply otherwise: it can start LaTeX.
+    """
+    with rc_context({**rcParamsDefault, "text.parse_math": False}):
+        yield
+
+
+@plain_style()
 def draw_run(
     path: Path,
     run: RunRows,
@@ -124,6 +137,7 @@ def check_suffix(path: Path, flag: str = "--out") -> None:
         raise UserError(f"{flag} {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
+@plain_style()
 def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
     """Plots the train losses of {name: run folder}, raw and as running means, and the held-out losses, dotted."""
     check_suffix(path)

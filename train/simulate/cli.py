@@ -129,7 +129,10 @@ def _one_mesh(arguments: argparse.Namespace) -> int:
     if arguments.machine:
         print(f"\n{seconds(step_time(config, mesh, work, _machine(arguments.machine)))}")
     if arguments.picture:
-        picture(arguments.picture, found, memory, title)
+        from train.job.pictures import plain_style  # imports matplotlib
+
+        with plain_style():
+            picture(arguments.picture, found, memory, title)
         print(f"\npicture: {arguments.picture}")
     return 0
 

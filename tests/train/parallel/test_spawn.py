@@ -171,6 +171,15 @@ def test_its_processes_listen_on_the_loopback_interface_alone(forks: Forks, tmp_
 
 
 @pytest.mark.slow
+def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("multiprocessing", "tempfile", "socket", "train"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'IMPORTED')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(spawn, "_process", print)  # builtins alone are unpickled in the process, which imports no torch
+    assert spawn.start(len, [], 1) == 0  # type: ignore[arg-type]
+    assert not (tmp_path / "IMPORTED").exists()
+
+
 def test_a_mistake_that_the_first_process_finds_is_one_sentence(forks: Forks, tmp_path: Path) -> None:
     with start(forks, tmp_path / "run", "--mesh", "fsdp=2", "--batch-rows", "3") as started:
         done = started.done.result(300)

@@ -66,6 +66,8 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
 def _start_processes(main: Main, argv: Sequence[str], processes: int, store: Path) -> list[BaseProcess]:
     shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {STORE: str(store), "GLOO_SOCKET_IFNAME": LOOPBACK}
+    # `python -c`, by which they begin, would look for modules in the working folder first, perhaps a stranger's.
+    safe_path, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
     resource_tracker.ensure_running()  # before blocking signals, as its start unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # inherited by the processes
     started: list[BaseProcess] = []
@@ -79,6 +81,7 @@ def _start_processes(main: Main, argv: Sequence[str], processes: int, store: Pat
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ["PYTHONSAFEPATH"] = safe_path  # empty is unset
     return started
 
 
