@@ -27,7 +27,7 @@ def segments_from_lengths(
     is given, and tokens beyond `length` are cut off.
     """
     read = length is None or not isinstance(lengths, Tensor)
-    lengths = (lengths if isinstance(lengths, Tensor) else _ragged(lengths)).long()
+    lengths = integers("lengths", lengths if isinstance(lengths, Tensor) else _ragged(lengths))
     ends, total = lengths.cumsum(-1), lengths.sum(-1, keepdim=True)
     if read:
         if (lengths < 0).any():
@@ -56,7 +56,7 @@ def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Te
     ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     if not ids:
         raise ValueError("eos_ids is empty: name at least one token id that ends a document.")
-    valid = _valid(valid, tokens)
+    tokens, valid = integers("tokens", tokens), _valid(valid, tokens)
     ends = ((tokens[..., None] == torch.tensor(ids, device=tokens.device)).any(-1) & valid).long()
     return (ends.cumsum(-1) - ends + 1).where(valid, 0)
 
@@ -159,6 +159,7 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
     shifts the row's first document only. A document is a run of one id: padding inside it is skipped without being
     counted, and an id that reappears after another document restarts at 0.
     """
+    segment_ids = integers("segment_ids", segment_ids)
     valid = segment_ids > 0
     begins = valid & (segment_ids != previous(segment_ids, valid, first=0))
     count = valid.cumsum(-1) - 1  # real tokens before this one
@@ -184,9 +185,10 @@ def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
 
 
 def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    rows = [row for row in lengths if not isinstance(row, int)]
+    rows = [row for row in lengths if hasattr(row, "__len__") and getattr(row, "ndim", 1)]  # 0-d tensors are numbers
     longest = max((len(row) for row in rows), default=0)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths, dtype=torch.int64)
+    made = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths)
+    return made if made.numel() else made.long()
 
 
 def integers(name: str, values: Tensor) -> Tensor:

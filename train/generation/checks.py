@@ -79,6 +79,7 @@ def _check_ids(row: int, prompt: Sequence[int], vocab: int) -> None:
 
 def _is_id(token: SupportsIndex, vocab: int) -> bool:
     try:
-        return not isinstance(token, bool) and 0 <= index(token) < vocab
+        is_bool = isinstance(token, bool) or getattr(token, "dtype", None) is torch.bool
+        return not is_bool and 0 <= index(token) < vocab
     except TypeError:
         return False

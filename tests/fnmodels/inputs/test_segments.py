@@ -357,3 +357,24 @@ def test_one_graph(name):
 def test_values_are_not_read(name):
     # meta tensors have no values: reading one fails
     assert CONVERTERS[name](torch.zeros(2, 12, dtype=torch.int64, device="meta")).shape == (2, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_lengths_tokens_and_segments_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    values = torch.ones(1, 2).to(dtype)
+    for name, function in (
+        ("lengths", lambda: segments_from_lengths(values, 4)),
+        ("lengths", lambda: segments_from_lengths(values.tolist(), 4)),
+        ("tokens", lambda: segments_from_eos(values, 1)),
+        ("segment_ids", lambda: positions_from_segments(values)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be integers, not torch"):
+            function()
+
+
+def test_lengths_of_any_sequences_of_integers_are_taken() -> None:
+    row = torch.tensor([1, 2, 2, 0])
+    for lengths in ((1, 2), range(1, 3), torch.tensor([1, 2]), torch.tensor([1, 2]).numpy(), [*torch.tensor([1, 2])]):
+        assert torch.equal(segments_from_lengths(lengths, 4), row)
+    for rows in ([[1, 2], [1]], [range(1, 3), [1]], [torch.tensor([1, 2]), torch.tensor([1])]):
+        assert torch.equal(segments_from_lengths(rows, 4), torch.stack([row, torch.tensor([1, 0, 0, 0])]))
