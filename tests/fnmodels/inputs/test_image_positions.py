@@ -72,7 +72,7 @@ def test_grids_that_do_not_fit_are_refused() -> None:
     is_image, segment_ids, grids = _batch([[[1, (1, 2, 2), 1]]], 6)
     with pytest.raises(ValueError, match=r"6 tokens by their grids \[\[1, 2, 3\]\], but the text has 4"):
         image_positions(is_image, segment_ids, torch.tensor([[1, 2, 3]]))
-    with pytest.raises(ValueError, match=r"grids are \(frames, rows, columns\), \[images, 3\], not \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"integers \[images, 3\], not torch.int64 \[1, 2\]"):
         image_positions(is_image, segment_ids, grids[:, 1:])
     apart = torch.tensor([[True, True, False, True, True, False]])
     with pytest.raises(ValueError, match=r"Image 0 has 4 tokens by its grid .* but not in one run"):
