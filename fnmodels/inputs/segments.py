@@ -10,7 +10,7 @@ compile without a device sync; those that do read values say "host-side". Result
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -185,7 +185,8 @@ def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
 
 
 def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    rows = [row for row in lengths if hasattr(row, "__len__") and getattr(row, "ndim", 1)]  # 0-d tensors are numbers
+    given: Sequence[Any] = lengths
+    rows = [row for row in given if hasattr(row, "__len__") and getattr(row, "ndim", 1) > 0]  # 0-d tensors are numbers
     longest = max((len(row) for row in rows), default=0)
     made = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths)
     return made if made.numel() else made.long()

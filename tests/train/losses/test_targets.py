@@ -183,7 +183,9 @@ def test_documents_to_embed_are_ids() -> None:
     assert "token ids are integers" in said
 
 
-@pytest.mark.parametrize("prompt", [[1.5, 2.0], [True, False], torch.tensor([True, True]), torch.tensor([1.0, 2.0]), ["a"]])
+@pytest.mark.parametrize(
+    "prompt", [[1.5, 2.0], [True, False], torch.tensor([True, True]), torch.tensor([1.0, 2.0]), ["a"]]
+)
 def test_prompts_that_are_no_ids_are_refused(prompt: Any) -> None:
     said = refused(lambda: train.generate(generic_params(CASE.config), CASE.config, [prompt], max_new=2))
     assert said.startswith("Token 0 of the prompt of request 0 is ") and f"integers from 0 to {V - 1}" in said
