@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from datetime import date, time
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import date
+from datetime import time as clock
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +23,7 @@ from .chat_renderer import ANSWER, ENCODING, HEADER
 SECONDS = 5.0  # of processor time for a conversation, which needs a thousandth of a second
 MEMORY, MEMORY_FACTOR = 512 << 20, 64  # bytes, and bytes for each byte of the conversation
 CHARACTERS, CHARACTERS_FACTOR = 1 << 20, 16  # of the rendered text, and those for each byte of the conversation
+ALL_SECONDS, SECONDS_EACH, SECONDS_FACTOR = 60.0, 0.05, 1e-6  # of one template, for each rendering and each byte of it
 
 
 def render_elsewhere(source: str, day: str | None, variables: Mapping[str, Any]) -> str:
@@ -32,14 +35,15 @@ def render_elsewhere(source: str, day: str | None, variables: Mapping[str, Any])
         variables: what it may name: values of JSON; dates and decimals, which tables have, are texts there.
 
     Raises:
-        UserError: it fails, or takes more time, memory or text than the conversation can need.
+        UserError: it fails, or takes more time, memory or text than the conversation can need, or has taken so much
+            time for those before that a data set would never end.
     """
     try:
         data = json.dumps((source, day, variables), ensure_ascii=False, default=_as_json).encode(*ENCODING)
     except (TypeError, ValueError, RecursionError) as error:  # objects of any class may be among the variables
         raise UserError(f"the conversation cannot be sent to its chat template: {error}") from error
     memory, characters = MEMORY + MEMORY_FACTOR * len(data), CHARACTERS + CHARACTERS_FACTOR * len(data)
-    with _renderer.lock:
+    with _renderer.lock, _renderer.on_account(source, SECONDS_EACH + SECONDS_FACTOR * len(data)):
         good, text = _renderer.answer(HEADER.pack(len(data), SECONDS, memory, characters) + data)
     if not good:
         raise UserError(f"the chat template cannot render the conversation: {text}")
@@ -50,7 +54,7 @@ def _as_json(value: object) -> object:
     """A value that JSON does not have. TypeError where a template has no use for it."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, (date, time, Decimal)):
+    if isinstance(value, (date, clock, Decimal)):
         return str(value)  # as a template shows it
     raise TypeError(f"it holds a {type(value).__name__}, which is no value of JSON, date or decimal number")
 
@@ -61,9 +65,24 @@ class _Renderer:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.source, self.left = "", 0.0  # the template, and the seconds that it has left for all conversations
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
+
+    @contextmanager
+    def on_account(self, source: str, added: float) -> Iterator[None]:
+        """Takes the time of the block from what the template has left, to which `added` seconds come. UserError."""
+        if source != self.source:
+            self.source, self.left = source, ALL_SECONDS
+        if self.left < 0:
+            raise UserError("the chat template is not rendered any more: it took too long for the conversations before")
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            took = min(time.monotonic() - began, 2 * SECONDS)  # the job may have been suspended
+            self.left = min(ALL_SECONDS, self.left + added - took)
 
     def answer(self, request: bytes) -> tuple[bool, str]:
         """(whether the template was rendered, the text or else the error)."""

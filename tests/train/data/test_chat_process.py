@@ -151,6 +151,20 @@ def test_render_after_an_interrupt_gives_the_next_answer(monkeypatch: pytest.Mon
     assert render(Template("b", {}), CHAT) == "b"
 
 
+def test_render_of_a_slow_template_ends_for_all_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_process, "ALL_SECONDS", 0.5)
+    slow = Template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+    said = []
+    for _ in range(200):
+        with pytest.raises(UserError) as error:
+            render(slow, CHAT)
+        said.append(str(error.value))
+    last = "the chat template is not rendered any more: it took too long for the conversations before"
+    assert 0 < sum(LATE in one for one in said) < 10 and said[-1] == last
+    for _ in range(50):  # another one has its own time, to which each conversation adds
+        assert render(Template("{{ messages[0].content }}", {}), CHAT) == "Hi"
+
+
 def test_render_after_its_process_was_killed_starts_another() -> None:
     assert render(Template("a", {}), CHAT) == "a"
     process = chat_process._renderer.process
