@@ -214,7 +214,7 @@ def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str,
     """`params` with linear weights of 8 or 4 bits (kind "int8" or "int4") and all other leaves in bf16.
 
     int8: a scale per output, symmetric, of multiples of 16 inputs. int4: a scale and an offset per output and group of
-    32 inputs. skip: shell patterns of paths that stay bf16. Leaves whose dtype the family fixes keep it. ValueError for
+    32 inputs. skip: shell patterns of paths that stay bf16. Leaves whose dtype the family fixes have it. ValueError for
     another kind, params that are not on a CPU, and widths that a form does not have.
     """
     forms: dict[str, Callable[[str, Tensor], LinearOnly]] = {"int8": _int8, "int4": _int4}
