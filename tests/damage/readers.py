@@ -22,7 +22,7 @@ from fnmodels.ops import product_table
 from params import lora
 from train import checkpoint
 from train.commands.documents import pictures_of
-from train.commands.sample import read_prompts
+from train.commands.prompt_rows import read_prompts
 from train.data import corpus, token_shards
 from train.data.chat import read_template
 from train.data.examples import read_examples

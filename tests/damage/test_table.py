@@ -120,7 +120,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.commands.documents.pictures_of": ("captions",),
     "train.commands.flow.train": ("JSON of a run",),
     "train.commands.plain_run.run_steps": ("rows of a plain run",),
-    "train.commands.sample.read_prompts": ("prompts",),
+    "train.commands.prompt_rows.read_prompts": ("prompts",),
     "train.data.cache.cached": ("a cached file",),
     "train.data.chat.read_template": ("a chat template",),
     "train.data.chat._processor_template": ("a processor's template",),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fnmodels.errors import CheckpointError, UserError
-from train.commands.sample import read_prompts
+from train.commands.prompt_rows import read_prompts
 from train.data.examples import read_examples
 from train.data.records import read_dataset, read_records
 from train.data.sources import absolute_paths, parse_sources
