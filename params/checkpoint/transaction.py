@@ -160,7 +160,7 @@ def _move_into_place(folder: Path, temporary: Path, kind: Kind) -> None:
 
 
 def _check_places(folder: Path, kind: Kind, names: Iterable[str]) -> None:
-    """IsADirectoryError if a folder has the name of a file of the save, and UnsafePathError for a link in the place of
+    """IsADirectoryError if a folder has the name of a file of the save, and UnsafePathError if a link has the name of
     one of its folders: the renames would fail half-way, or replace files elsewhere.
     """
     weights = (path.name for path in folder.iterdir() if kind.weights.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""Names that come from a file or belong to a folder of somebody else's, and strict JSON.
+"""Names that come from a file or belong to a folder of a stranger, and strict JSON.
 
 One rule for each such name: it is bare, and a regular file of this folder has it (`plain_file`). Files are opened and
 written by `fnmodels.files`.

@@ -54,7 +54,7 @@ class Writer:
 
 
 def content(writer: Writer, folder: Path) -> Any:
-    """What is in the folder, None where it can be loaded by nobody."""
+    """The content of the folder, None where it cannot be loaded."""
     try:
         return writer.read(folder)
     except (P.CheckpointError, UserError, OSError):
