@@ -267,7 +267,8 @@ def test_caches_in_turn_and_steps_of_other_functions(graphs: None) -> None:
 
 def test_parameters_written_in_place_and_others(graphs: None) -> None:
     case = FAMILIES[0]
-    config, batch, params = case.config, batch_of(case.config, ROWS), moved(generic_params(case.config))
+    config, batch = case.config, batch_of(case.config, ROWS)
+    params = tree.map(torch.clone, moved(generic_params(config)))  # for other tests share those of the CPU
     step, tokens = fnmodels.captured_step(config), batch.tokens[:, 6:7].to(DEVICE)
     cache = prompted(case, params, batch, torch.float32)
     _, cache = step(params, tokens, cache)
