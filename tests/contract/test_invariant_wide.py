@@ -37,6 +37,7 @@ from tests.contract.test_invariant import (
 )
 from tests.support.cases import generic_params, variants_of
 from tests.support.processor import needs_matrix_tiles
+from tests.variants.qwen3_next import FIVE
 
 EIGHT = tuple(((n, length), (None, max(LENGTHS) - length)) for n, length in enumerate(LENGTHS)) * 2
 CHUNKS = (37, 17, 5, 3, 2, 1, 1, 37, 36)
@@ -68,7 +69,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # structure: family, var
     "gated delta": (
         "qwen3_next",
         "qwen3_5",
-        {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "linear_value_head_dim": 128} | DELTA,
+        {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "linear_value_head_dim": 128}
+        | {"rope_parameters": FIVE["rope_parameters"] | {"mrope_section": [22, 21, 21]}}  # of the 64 pairs that rotate
+        | DELTA,
     ),
     "channel delta": (
         "kimi_linear",
