@@ -117,7 +117,7 @@ def test_what_a_graph_is_made_for() -> None:
     """Parameters in other memory and other static fields need a new graph, values written in place do not."""
     case = FAMILIES[0]
     cache, tokens = fnmodels.init_cache(case.config, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
-    params = P.lora.add(case.config, generic_params(case.config), rank=2, seed=0)
+    params = P.lora.add(case.config, tree.map(torch.clone, generic_params(case.config)), rank=2, seed=0)
     inputs = {"tokens": tokens, "segment_ids": None, "length": None}
     first = _key(params, inputs, cache)
     with torch.no_grad():
