@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 import params as P
 from fnmodels.errors import UserError
+from tests.support.sockets import make_socket
 
 from .readers import READERS, Reader
 
@@ -32,17 +32,6 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 
-def _socket(path: Path) -> None:
-    here = os.open(".", os.O_RDONLY)
-    os.chdir(path.parent)  # the name of a socket has at most 108 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as opened:
-            opened.bind(path.name)
-    finally:
-        os.fchdir(here)
-        os.close(here)
-
-
 def _sparse(path: Path) -> None:
     os.truncate(path, 1 << 38)
 
@@ -56,7 +45,7 @@ NOT_REGULAR: dict[str, Callable[[Path], None]] = {
     "link to nothing": _instead(lambda path: path.symlink_to("nowhere")),
     "link to itself": _instead(lambda path: path.symlink_to(path.name)),
     "pipe": _instead(os.mkfifo),
-    "socket": _instead(_socket),
+    "socket": _instead(make_socket),
     "device": _instead(lambda path: path.symlink_to("/dev/zero")),
     "folder": _instead(Path.mkdir),
 }

@@ -1,7 +1,6 @@
 """The one way to open and replace files: regular files alone, never through a link, never waiting."""
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,17 +8,7 @@ import pytest
 
 from fnmodels import files
 from fnmodels.errors import FormatError, UnsafePathError
-
-
-def _socket(path: Path) -> None:
-    here = os.open(".", os.O_RDONLY)
-    os.chdir(path.parent)  # the name of a socket has at most 108 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as opened:
-            opened.bind(path.name)
-    finally:
-        os.fchdir(here)
-        os.close(here)
+from tests.support.sockets import make_socket
 
 
 def _link(path: Path) -> None:
@@ -31,7 +20,7 @@ ODD: dict[str, Callable[[Path], object]] = {
     "link": _link,
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "pipe": os.mkfifo,
-    "socket": _socket,
+    "socket": make_socket,
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
 USES: dict[str, Callable[[Path], object]] = {

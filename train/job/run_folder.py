@@ -64,7 +64,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Creates the folder and locks it against other processes; the lock ends with the process, even if it is killed.
 
     An exception before anything else was written removes the folder and the lock again if they are new. UserError where
-    the folder cannot be written or is locked; UnsafePathError where a link is in the place of its lock or folders.
+    the folder cannot be written or is locked; UnsafePathError if a link has the name of its lock or of a folder.
     """
     lock = folder / LOCK
     try:
