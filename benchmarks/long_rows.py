@@ -20,7 +20,7 @@ from turns import give_back_memory, take_turns
 
 import params as P
 import train
-from fnmodels.models import llama
+from fnmodels.models.decoder import llama
 
 REACH = 1024  # tokens of a window and of a packed document
 MODEL = {

@@ -28,7 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import train
 from fnmodels import qwen_moe, tree
-from fnmodels.models.qwen_moe import ROUTER
+from fnmodels.models.decoder.qwen_moe import ROUTER
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import softmax_top_k

@@ -94,9 +94,9 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    for folder in ("", ".vision", ".encoder_decoder", ".diffusion"):
-        if find_spec(f"fnmodels.models{folder}.{name}") is not None:
-            return import_module(f"fnmodels.models{folder}.{name}")
+    for folder in ("decoder", "encoder", "encoder_decoder", "vision", "vision_language", "diffusion"):
+        if find_spec(f"fnmodels.models.{folder}.{name}") is not None:
+            return import_module(f"fnmodels.models.{folder}.{name}")
     raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
 
 

@@ -20,7 +20,8 @@ from fnmodels.models.common.registry import families, family_for, may_have
 from .command_line import Parser, run_command
 
 PAGE = Path("docs", "adding-a-family.md")
-FAMILIES, VARIANTS = Path("fnmodels", "models"), Path("tests", "variants")
+FOLDERS = (Path("fnmodels", "models", "decoder"), Path("fnmodels", "models", "encoder"))
+VARIANTS = Path("tests", "variants")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def _write(arguments: argparse.Namespace) -> int:
         raise UserError(f"{name!r} is no model type: these are lower case letters, digits and underscores")
     if name in (known := families()):
         raise UserError(f"the model type {name!r} is read by {known[name]} already")
-    if not (PAGE.is_file() and FAMILIES.is_dir() and VARIANTS.is_dir()):
+    if not (PAGE.is_file() and FOLDERS[0].is_dir() and VARIANTS.is_dir()):
         raise UserError(f"there is no {PAGE} here: run the command in the root of a checkout of this repository")
     texts = skeletons(name, arguments.like)
     for path in texts:
@@ -62,16 +63,17 @@ def _write(arguments: argparse.Namespace) -> int:
 
 def skeletons(name: str, like: str | None = None) -> dict[Path, str]:
     """{path: text} of the family's file and of its test file."""
-    ours, theirs = FAMILIES / f"{name}.py", VARIANTS / f"{name}.py"
     if like is None:
+        ours, theirs = FOLDERS[0] / f"{name}.py", VARIANTS / f"{name}.py"
         page = PAGE.read_text()
         family, variants = re.findall(r"^```python\n(.*?)^```\n", page, re.MULTILINE | re.DOTALL)[:2]
         return {ours: _renamed(family, "example", name), theirs: _renamed(variants, "example", name)}
-    if not (FAMILIES / f"{like}.py").is_file():
-        files = sorted(path.stem for path in FAMILIES.glob("*.py") if path.stem not in ("__init__", "presets"))
-        raise UserError(f"there is no family {like!r}; there are {', '.join(files)}")
+    files = {path.stem: path for folder in FOLDERS for path in folder.glob("*.py") if path.stem != "__init__"}
+    if like not in files:
+        raise UserError(f"there is no family {like!r}; there are {', '.join(sorted(files))}")
     types, default = _types_of(like)
-    family = _without_claims((FAMILIES / f"{like}.py").read_text(), name)
+    family = _without_claims(files[like].read_text(), name)
+    ours, theirs = files[like].with_stem(name), VARIANTS / f"{name}.py"
     texts = {ours: family, theirs: (VARIANTS / f"{like}.py").read_text()}
     return {path: _renamed(text, default, name, types) for path, text in texts.items()}
 

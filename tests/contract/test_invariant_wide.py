@@ -4,7 +4,6 @@ One model per structure. Each is compared in several batches, and with two threa
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,7 +115,7 @@ def config_of(structure: str, **changes: Any) -> Any:
     family, variant, wide = MODELS[structure]
     values = variants_of(family).variants()[variant]
     fits = {name: value for name, value in WIDE.items() if name in values}
-    return importlib.import_module(f"fnmodels.models.{family}").Config.from_hf(values | fits | wide | changes)
+    return getattr(fnmodels, family).Config.from_hf(values | fits | wide | changes)
 
 
 def params_of(config: Any, dtype: torch.dtype = torch.float32) -> Any:

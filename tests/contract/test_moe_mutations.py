@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import fnmodels.models.deepseek
-import fnmodels.models.glm4_moe
-import fnmodels.models.mixtral
-import fnmodels.models.qwen_moe
+import fnmodels.models.decoder.deepseek
+import fnmodels.models.decoder.glm4_moe
+import fnmodels.models.decoder.mixtral
+import fnmodels.models.decoder.qwen_moe
 import fnmodels.ops.moe.experts as experts_module
 import fnmodels.ops.moe.layer as moe_module
 import fnmodels.ops.moe.router as router_module
@@ -247,7 +247,7 @@ def weights_in_the_dtype_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
 def another_declaration(patch: pytest.MonkeyPatch) -> None:
-    family = fnmodels.models.mixtral
+    family = fnmodels.models.decoder.mixtral
     patch.setattr(family, "ROUTER", dataclasses.replace(family.ROUTER, output="model"))
 
 
@@ -259,13 +259,13 @@ def a_replay_that_chooses_again(patch: pytest.MonkeyPatch) -> None:
 
 @bug("R4", replay)
 def weights_replayed_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.qwen_moe.softmax_top_k
+    right = fnmodels.models.decoder.qwen_moe.softmax_top_k
 
     def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
         weights, indices_of = right(logits, indices, **how)
         return (weights if indices is None else weights.detach()), indices_of
 
-    patch.setattr(fnmodels.models.qwen_moe, "softmax_top_k", route)
+    patch.setattr(fnmodels.models.decoder.qwen_moe, "softmax_top_k", route)
 
 
 # ------------------------------------------------------------------------------------------------ balance

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fnmodels
 import fnmodels.inputs.mask
-import fnmodels.models.llama
+import fnmodels.models.decoder.llama
 import params as P
 import train.gradients
 from fnmodels import testing, tree
@@ -80,7 +80,7 @@ PROPERTIES = {
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 Test = Callable[[Case], object]
-LLAMA, DECODER = "fnmodels.models.llama", "fnmodels.models.common.decoder"
+LLAMA, DECODER = "fnmodels.models.decoder.llama", "fnmodels.models.common.decoder"
 TABLES, HEAD = f"{DECODER}.masks_and_tables", f"{DECODER}.embed_and_head"
 ATTENTION = "fnmodels.models.common.context.attention"
 
@@ -145,7 +145,7 @@ ONE_BLOCK = _compiled(test_compile.test_one_compilation_of_the_block_for_all_lay
 
 def _around_block(change: Callable[..., Any]) -> Patch:
     """Replaces the block by `change(block, layer, x, mask, freqs, **options)`."""
-    block = fnmodels.models.llama.block
+    block = fnmodels.models.decoder.llama.block
     return lambda patch: patch.setattr(f"{LLAMA}.block", lambda *args, **options: change(block, *args, **options))
 
 
@@ -381,7 +381,7 @@ def a_refusal_left_out(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B9", "llama", check(testing.check_inputs_unchanged))
 def an_input_written_in_place(patch: pytest.MonkeyPatch) -> None:
-    embed = fnmodels.models.llama.embed
+    embed = fnmodels.models.decoder.llama.embed
     patch.setattr(
         f"{LLAMA}.embed", lambda params, inputs, **o: embed(params, {**inputs, "t": inputs["tokens"].abs_()}, **o)
     )
@@ -446,7 +446,7 @@ def documents_not_separated(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P1", "llama", check(testing.check_packing))
 def documents_separated_by_position_resets(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.llama.attention_masks
+    right = fnmodels.models.decoder.llama.attention_masks
 
     def masks(config: Any, positions: Tensor, segment_ids: Tensor, *, create: Any = None) -> Any:
         resets = (positions[:, 1:] < positions[:, :-1]).long()  # a document of one token has none
@@ -691,7 +691,7 @@ def a_gather_with_half_a_tangent(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F7", "llama_tied", through(test_transforms.test_a_tied_head_is_one_leaf_read_twice))
 def a_tied_head_that_learns_from_one_use(patch: pytest.MonkeyPatch) -> None:
-    unembed = fnmodels.models.llama.unembed
+    unembed = fnmodels.models.decoder.llama.unembed
 
     def detached(params: Any, x: Tensor, /, *, config: Any) -> Tensor:
         tied = {"embed_tokens": params["embed_tokens"].detach()} if config.tie_word_embeddings else {}
@@ -712,7 +712,7 @@ def a_slice_of_layers_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F8", "llama", through(test_transforms.test_the_stack_comes_apart))
 def a_head_that_looks_at_its_chunk(patch: pytest.MonkeyPatch) -> None:
-    unembed = fnmodels.models.llama.unembed
+    unembed = fnmodels.models.decoder.llama.unembed
     patch.setattr(f"{LLAMA}.unembed", lambda p, x, *, config: unembed(p, x, config=config) - 1e-3 * x.mean())
 
 
@@ -729,7 +729,7 @@ def a_break_in_the_graph(patch: pytest.MonkeyPatch) -> None:
 def a_compilation_for_an_equal_config(patch: pytest.MonkeyPatch) -> None:
     """A cache keyed by identity misses for equal but distinct objects."""
     seen: dict[int, int] = {}
-    embed = fnmodels.models.llama.embed
+    embed = fnmodels.models.decoder.llama.embed
     patch.setattr(
         f"{LLAMA}.embed", lambda p, inputs, *, config: embed(p, inputs, config=config) + seen.get(id(config), 0)
     )
@@ -789,7 +789,7 @@ def a_norm_that_stays_behind(patch: pytest.MonkeyPatch) -> None:
 
 @bug("L9", "llama", test_config.test_every_field_changes_the_logits)
 def an_epsilon_written_in_the_code(patch: pytest.MonkeyPatch) -> None:
-    norm = fnmodels.models.llama.rms_norm
+    norm = fnmodels.models.decoder.llama.rms_norm
     for module in (LLAMA, HEAD):
         patch.setattr(f"{module}.rms_norm", lambda x, weight, *, eps: norm(x, weight, eps=1e-6))
 

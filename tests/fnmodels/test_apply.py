@@ -177,7 +177,7 @@ def test_mistakes_are_answered_by_a_sentence() -> None:
         fnmodels.prepare(TOKENS, CONFIG)
     with pytest.raises(ValueError, match=r"Under vmap pass fnmodels\.rows"):
         vmap(partial(run, weights))(*given)
-    with pytest.raises(ValueError, match=r"params has no 'norm', which the fnmodels\.models\.llama\.spec"):
+    with pytest.raises(ValueError, match=r"params has no 'norm', which the fnmodels\.models\.decoder\.llama\.spec"):
         run({name: value for name, value in weights.items() if name != "norm"}, *given)
     with pytest.raises(TypeError, match=r"returned a Tensor; a block, .* returns \(x, aux\)"):
         run(weights, *given, layer_fn=lambda block: lambda *args, **more: block(*args, **more)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fnmodels
 import params as P
 from params.inspect import main
 from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
@@ -50,7 +51,7 @@ def test_every_family(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[
     P.save_pretrained(tmp_path, case.config, generic_params(case.config), max_shard_size=20_000)
     assert main([str(tmp_path), "--verify"]) == 0
     out = capsys.readouterr().out
-    family = f"fnmodels.models.{case.family}"
+    family = getattr(fnmodels, case.family).__name__
     for words in (family, f"{P.count(case.config):,}", "float32", "every byte is as it was saved"):
         assert words in out, out
 
@@ -67,7 +68,7 @@ def test_a_report(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         str(tmp_path),
-        "  family      fnmodels.models.llama, model type llama",
+        "  family      fnmodels.models.decoder.llama, model type llama",
         "  layers      2: 2 full",
         "  parameters  4,560",
         "  tensors     22 in 1 file, 20.8 kB",
@@ -161,4 +162,4 @@ def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, caps
 def test_as_a_module(bases: Path) -> None:
     command = [sys.executable, "-m", "params.inspect", str(bases / "single")]
     done = subprocess.run(command, cwd=Path(P.__file__).parents[1], capture_output=True, text=True, check=True)
-    assert "fnmodels.models.llama" in done.stdout and not done.stderr
+    assert "fnmodels.models.decoder.llama" in done.stdout and not done.stderr

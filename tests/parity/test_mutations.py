@@ -76,7 +76,7 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "window": ("mistral_sliding", lambda patch: patch.setattr(Window, "__call__", _off_by_one)),
     "layout of rotary pairs": (
         "llama",
-        lambda patch: patch.setattr("fnmodels.models.llama.apply_rotary", rotary.apply_rotary_interleaved),
+        lambda patch: patch.setattr("fnmodels.models.decoder.llama.apply_rotary", rotary.apply_rotary_interleaved),
     ),
     "the square of yarn's factor": (
         "llama_yarn",
@@ -85,14 +85,14 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no rope layers the other way": (
         "smollm3",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.freqs_cis",
+            "fnmodels.models.decoder.llama.freqs_cis",
             lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o))),
         ),
     ),
     "gate and up": (
         "llama",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.gated_mlp",
+            "fnmodels.models.decoder.llama.gated_mlp",
             lambda layer, x, **o: mlp({**layer, "gate_proj": layer["up_proj"], "up_proj": layer["gate_proj"]}, x, **o),
         ),
     ),
@@ -106,7 +106,7 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "norm of queries after rotation": (
         "qwen3",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.apply_rotary",
+            "fnmodels.models.decoder.llama.apply_rotary",
             lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2),
         ),
     ),

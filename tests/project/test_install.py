@@ -57,8 +57,8 @@ def test_importing_and_building_change_no_global_state(tmp_path: Path) -> None:
             }
 
         before = state()
-        import fnmodels, params as P, train, fnmodels.models.llama
-        config = fnmodels.models.llama.Config.from_hf({
+        import fnmodels, params as P, train, fnmodels.models.decoder.llama
+        config = fnmodels.models.decoder.llama.Config.from_hf({
             "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
         })

@@ -23,15 +23,21 @@ FAMILIES = family_modules()
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for folder in (new_family.FAMILIES, new_family.VARIANTS):
+    for folder in (*new_family.FOLDERS, new_family.VARIANTS):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / new_family.PAGE, tmp_path / new_family.PAGE)
-    for folder in (new_family.FAMILIES, new_family.VARIANTS):
-        for family in FAMILIES:
-            shutil.copy(ROOT / folder / f"{family}.py", tmp_path / folder)
+    for folder in (*new_family.FOLDERS, new_family.VARIANTS):
+        for path in (ROOT / folder).glob("*.py"):
+            shutil.copy(path, tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def file_of(checkout: Path) -> Path:
+    """The file of the new family, in the folder of the one that it was copied from."""
+    (path,) = [path for folder in new_family.FOLDERS if (path := checkout / folder / "newcomer.py").is_file()]
+    return path
 
 
 def load(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -46,7 +52,7 @@ def load(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("like", [None, "mixtral"])
 def test_what_it_writes_runs(like: str | None, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert new_family.main(["newcomer", *(["--like", like] if like else [])]) == 0
-    family = load(checkout / new_family.FAMILIES / "newcomer.py", "newcomer", monkeypatch)
+    family = load(checkout / new_family.FOLDERS[0] / "newcomer.py", "newcomer", monkeypatch)
     variants = load(checkout / new_family.VARIANTS / "newcomer.py", "newcomer_variants", monkeypatch)
     assert family.MODEL_TYPES == ("newcomer",)
     for values in variants.variants().values():
@@ -64,8 +70,8 @@ def test_a_copy_of_a_family_claims_the_new_type_only(
 ) -> None:
     assert new_family.main(["newcomer", "--like", like]) == 0
     said = capsys.readouterr().out
-    original = importlib.import_module(f"fnmodels.models.{like}")
-    family = load(checkout / new_family.FAMILIES / "newcomer.py", "newcomer", monkeypatch)
+    original = getattr(fnmodels, like)
+    family = load(file_of(checkout), "newcomer", monkeypatch)
     load(checkout / new_family.VARIANTS / "newcomer.py", "newcomer_variants", monkeypatch)
     assert family.MODEL_TYPES == ("newcomer",) and not hasattr(family, "PRESETS")
     assert family.Config.__dataclass_fields__["model_type"].default in ("", "newcomer")
@@ -78,7 +84,7 @@ def test_a_copy_of_a_family_claims_the_new_type_only(
 @pytest.mark.parametrize("like", [family for family in FAMILIES if family not in ("llama4", "qwen3_next")])
 def test_the_variants_of_a_copy_are_read_by_it(like: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert new_family.main(["newcomer", "--like", like]) == 0
-    family = load(checkout / new_family.FAMILIES / "newcomer.py", "newcomer", monkeypatch)
+    family = load(file_of(checkout), "newcomer", monkeypatch)
     variants = load(checkout / new_family.VARIANTS / "newcomer.py", "newcomer_variants", monkeypatch)
     files = {name: values for name, values in variants.variants().items() if isinstance(values, dict)}
     own = {name: values for name, values in files.items() if values["model_type"] == "newcomer"}
@@ -104,13 +110,13 @@ def test_the_seeds_of_a_variant_are_found() -> None:
 
 def test_a_dense_family_is_60_to_100_lines(checkout: Path) -> None:
     assert new_family.main(["newcomer"]) == 0
-    assert 60 <= len((checkout / new_family.FAMILIES / "newcomer.py").read_text().splitlines()) <= 100
+    assert 60 <= len((checkout / new_family.FOLDERS[0] / "newcomer.py").read_text().splitlines()) <= 100
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["llama"], "the model type 'llama' is read by fnmodels.models.llama already"),
+        (["llama"], "the model type 'llama' is read by fnmodels.models.decoder.llama already"),
         (["New-One"], "'New-One' is no model type"),
         (["newcomer", "--like", "nobody"], "there is no family 'nobody'; there are arcee, "),
     ],

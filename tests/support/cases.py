@@ -76,7 +76,7 @@ def collected(name: str) -> dict[str, Any]:
 
 def published_of(family: str) -> dict[str, Any]:
     """{name: Config} of the family's largest published members."""
-    read = importlib.import_module(f"fnmodels.models.{family}").Config.from_hf
+    read = getattr(fnmodels, family).Config.from_hf
     return {name: read(values) for name, values in variants_of(family).published().items()}
 
 
@@ -98,7 +98,7 @@ def cases() -> tuple[Case, ...]:
     """Every variant of every family."""
     found = []
     for family in family_modules():
-        module = importlib.import_module(f"fnmodels.models.{family}")
+        module = getattr(fnmodels, family)
         given = variants_of(family).variants()
         assert given, f"tests/variants/{family}.py has no variants."
         for name, values in given.items():

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 import fnmodels
-import fnmodels.models.llama
+import fnmodels.models.decoder.llama
 import params as P
 
-config = fnmodels.models.llama.Config.from_hf(
+config = fnmodels.models.decoder.llama.Config.from_hf(
     {
         "model_type": "llama",
         "vocab_size": 64,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fnmodels.models import gemma4
+from fnmodels.models.decoder import gemma4
 from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {

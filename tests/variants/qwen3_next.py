@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fnmodels.models import qwen3_next
+from fnmodels.models.decoder import qwen3_next
 from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {

@@ -21,10 +21,10 @@ from fnmodels.ops.rotary import Rope
 from fnmodels.options import Block
 from fnmodels.tree import Tree, contains
 
-_PACKAGE = "fnmodels.models"
+_TEXT = ("fnmodels.models.decoder", "fnmodels.models.encoder")
 _TOWERS = ("fnmodels.models.vision", "fnmodels.models.vision_language")
-_ENCODER_DECODERS = "fnmodels.models.encoder_decoder"
-_DIFFUSION = "fnmodels.models.diffusion"
+_ENCODER_DECODERS = ("fnmodels.models.encoder_decoder",)
+_DIFFUSION = ("fnmodels.models.diffusion",)
 
 
 class DecoderConfig(Protocol):
@@ -318,22 +318,22 @@ def families(naming: str = "") -> dict[str, str]:
     naming: a model type; only of modules whose source has it, for importing all of them takes 0.1 s. UserError where
     two families claim one model type.
     """
-    return _found_in(_PACKAGE, naming)
+    return _claimed_in(_TEXT, naming)
 
 
 def towers(naming: str = "") -> dict[str, str]:
     """{Hugging Face model type: name of the module} for vision towers and models with a tower; see `families`."""
-    return {model_type: name for package in _TOWERS for model_type, name in _found_in(package, naming).items()}
+    return {kind: name for package in _TOWERS for kind, name in _claimed_in((package,), naming).items()}
 
 
 def encoder_decoders(naming: str = "") -> dict[str, str]:
     """{Hugging Face model type: name of the module} for models of an encoder and a decoder; see `families`."""
-    return _found_in(_ENCODER_DECODERS, naming)
+    return _claimed_in(_ENCODER_DECODERS, naming)
 
 
 def diffusion_models(naming: str = "") -> dict[str, str]:
     """{class name in a config.json of diffusers: name of the module} for diffusion models; see `families`."""
-    return _found_in(_DIFFUSION, naming)
+    return _claimed_in(_DIFFUSION, naming)
 
 
 def every_model(naming: str = "") -> dict[str, str]:
@@ -349,14 +349,15 @@ def model_type_of(values: Mapping[str, Any]) -> Any:
     return values.get("model_type", values.get("_class_name"))
 
 
-def _found_in(package: str, naming: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _modules(package, tuple(importlib.import_module(package).__path__)):
-        if naming and name not in sys.modules and not _names(name, naming):
-            continue
-        for model_type in getattr(importlib.import_module(name), "MODEL_TYPES", ()):
-            claim(found, model_type, name, "model type")
-    return dict(sorted(found.items()))
+def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
+    owners: dict[str, str] = {}
+    for package in packages:
+        for name in _modules(package, tuple(importlib.import_module(package).__path__)):
+            if naming and name not in sys.modules and not _names(name, naming):
+                continue
+            for model_type in getattr(importlib.import_module(name), "MODEL_TYPES", ()):
+                claim(owners, model_type, name, "model type")
+    return dict(sorted(owners.items()))
 
 
 def _modules(package: str, folders: tuple[str, ...]) -> tuple[str, ...]:

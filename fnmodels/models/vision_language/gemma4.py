@@ -1,7 +1,7 @@
 """Gemma 4 with images (Google, 2026): averaged patches among the tokens of the text model. Audio is not read.
 
 In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`.
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.gemma4`.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.gemma4`.
 
 patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -67,7 +67,9 @@ class Config:
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
         if outer.take("vision_config", None) is None:
-            raise ConfigError(f"{outer.where} has no 'vision_config': its text is read by fnmodels.models.gemma4.")
+            raise ConfigError(
+                f"{outer.where} has no 'vision_config': its text is read by fnmodels.models.decoder.gemma4."
+            )
         text = vision_language.text_config(outer, "gemma4_text", _TEXT)
         inner = Fields(values["text_config"], f"{outer.where}, text_config")
         config = Config(

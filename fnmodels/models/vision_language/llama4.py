@@ -1,6 +1,6 @@
 """Llama 4 with images (Meta, 2025): cells of 2 x 2 patches of tiles among the tokens of the text model.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.llama4`.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.llama4`.
 
 patches, at, image_ids = fnmodels.patch_rows(tiles, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)

@@ -1,6 +1,6 @@
 """Qwen3.5 with images: the tower of Qwen3-VL, without DeepStack, among the tokens of Qwen3.5's text models.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.qwen3_next`.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.qwen3_next`.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.patch_rows([image], config.vision)

@@ -158,7 +158,7 @@ def test_a_family_of_text_is_found_without_importing_those_with_a_tower() -> Non
     program = """
 import sys
 from fnmodels.models.common.registry import family_for
-assert family_for("llama").__name__ == "fnmodels.models.llama"
+assert family_for("llama").__name__ == "fnmodels.models.decoder.llama"
 assert not [name for name in sys.modules if name.startswith("fnmodels.models.vision")]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import fnmodels
-from fnmodels.models import deepseek_v32, gemma4
+from fnmodels.models.decoder import deepseek_v32, gemma4
 from tests.variants import deepseek_v32 as deepseek_variants
 from tests.variants import gemma4 as gemma_variants
 

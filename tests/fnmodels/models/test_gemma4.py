@@ -167,7 +167,7 @@ def test_errors_name_what_does_not_fit() -> None:
     values = VARIANTS["gemma4"]
     with pytest.raises(ValueError, match="'attention_bias' is true; only false"):
         gemma4.Config.from_hf(values | {"vision_config": _VISION | {"attention_bias": True}})
-    with pytest.raises(ValueError, match=r"has no 'vision_config': its text is read by fnmodels.models.gemma4"):
+    with pytest.raises(ValueError, match=r"has no 'vision_config': its text is read by fnmodels.models.decoder.gemma4"):
         gemma4.Config.from_hf(values | {"vision_config": None})
     with pytest.raises(ValueError, match="The heads are 18 wide, but must be a multiple of 4"):
         gemma4.Config.from_hf(values | {"vision_config": _VISION | {"hidden_size": 36, "head_dim": 18}})

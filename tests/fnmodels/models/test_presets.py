@@ -11,8 +11,8 @@ import pytest
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
-from fnmodels.models import stablelm
 from fnmodels.models.common.registry import field_of
+from fnmodels.models.decoder import stablelm
 from fnmodels.models.presets import preset, presets
 from tests.support.cases import check_shapes, collected, family_modules, published_of
 from tests.support.status import CHECKED, PRESET
@@ -90,15 +90,17 @@ def test_an_unknown_name_lists_near_ones() -> None:
 @pytest.mark.parametrize("known", ["gpt2", "phi-2"])  # of presets.py, and of another family
 def test_a_preset_of_two_owners_is_refused(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stablelm, "PRESETS", {known: {}}, raising=False)
-    owner = "phi" if known == "phi-2" else "presets"
-    words = rf"The preset '{known}' is claimed by fnmodels\.models\.{owner} and by fnmodels\.models\.stablelm;"
+    owner = "decoder.phi" if known == "phi-2" else "presets"
+    words = rf"The preset '{known}' is claimed by fnmodels\.models\.{owner} and by fnmodels\.models\.decoder\.stablelm;"
     with pytest.raises(UserError, match=words):
         fnmodels.preset("gpt2")
 
 
 def test_a_model_type_of_two_families_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stablelm, "MODEL_TYPES", ("stablelm", "phi"))
-    words = r"The model type 'phi' is claimed by fnmodels\.models\.phi and by fnmodels\.models\.stablelm;"
+    words = (
+        r"The model type 'phi' is claimed by fnmodels\.models\.decoder\.phi and by fnmodels\.models\.decoder\.stablelm;"
+    )
     with pytest.raises(UserError, match=words):
         fnmodels.families()
 
@@ -110,4 +112,4 @@ def test_reading_a_config_imports_the_modules_that_name_its_type_only() -> None:
     )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert fnmodels.family_for("qwen3").__name__ in imported
-    assert "fnmodels.models.gpt2" not in imported and "fnmodels.models.diffusion.flux" not in imported
+    assert "fnmodels.models.decoder.gpt2" not in imported and "fnmodels.models.diffusion.flux" not in imported

@@ -74,7 +74,7 @@ def test_pairs_that_share_a_context_compute_it_once(name: str, batch_tokens: int
 
 
 def test_a_context_that_is_too_long_loses_its_beginning() -> None:
-    config = fnmodels.models.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
+    config = fnmodels.models.decoder.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
     params = generic_params(config)
     context, continuation = list(range(12)), [3, 4, 5]
     (found,) = score_continuations(params, config, [(context, continuation)])

@@ -105,7 +105,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_the_step_takes_it_and_learns_the_teacher_in_chunks() -> None:
-    config = fnmodels.models.llama.Config(4096, 8, 8, 1, 2, 2)
+    config = fnmodels.models.decoder.llama.Config(4096, 8, 8, 1, 2, 2)
     teacher, optimizer = generic_params(config), adamw(0.01)
     batch = {name: value for name, value in _batch(torch.float32).items() if name != "weights"}
     loss = functools.partial(distill, config=config, teacher=teacher, chunk=4)
@@ -137,7 +137,7 @@ def test_routers_are_balanced_as_in_the_next_tokens_loss() -> None:
 
 def test_what_cannot_be_learnt_from_is_named() -> None:
     batch, params = _batch(), generic_params(CONFIG)
-    other = fnmodels.models.llama.Config(CONFIG.vocab_size + 1, 8, 8, 1, 2, 2)
+    other = fnmodels.models.decoder.llama.Config(CONFIG.vocab_size + 1, 8, 8, 1, 2, 2)
     with pytest.raises(ValueError, match="teacher's vocabulary has"):
         distill(params, batch, config=CONFIG, teacher=params, teacher_config=other)
     with pytest.raises(ValueError, match="temperature is 0"):

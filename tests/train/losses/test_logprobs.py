@@ -69,7 +69,7 @@ def test_fp32_is_within_a_millionth() -> None:
 def test_of_a_large_vocabulary_every_token_is_within_a_millionth_of_fp64() -> None:
     """Entropies that are not divided are 7e-7 off here, and products by oneDNN 1.1e-6 at 8,192 tokens."""
     words, dim, tokens = 131072, 512, 64
-    config = fnmodels.models.llama.Config(words, dim, dim, 1, 8, 8, tie_word_embeddings=False)
+    config = fnmodels.models.decoder.llama.Config(words, dim, dim, 1, 8, 8, tie_word_embeddings=False)
     draws = torch.Generator().manual_seed(0)
     params = {"norm": torch.ones(dim), "lm_head": torch.randn(words, dim, generator=draws) * 2 * dim**-0.5}
     x, labels = torch.randn(1, tokens, dim, generator=draws), torch.randint(words, (1, tokens), generator=draws)
@@ -78,7 +78,7 @@ def test_of_a_large_vocabulary_every_token_is_within_a_millionth_of_fp64() -> No
         with torch.backends.mkldnn.flags(enabled=False):
             assert all(map(torch.equal, ours, head_logprobs(params, x, labels, config=config)))
         wide = {name: leaf.double() for name, leaf in params.items()}
-        every = torch.log_softmax(fnmodels.models.llama.unembed(wide, x.double(), config=config), -1)
+        every = torch.log_softmax(fnmodels.models.decoder.llama.unembed(wide, x.double(), config=config), -1)
         dense = (every.gather(-1, labels[..., None])[..., 0], -(every.exp() * every).sum(-1))
     for found, wanted in zip(ours, dense, strict=True):
         assert float((found - wanted).abs().max() / wanted.abs().max()) <= 6e-7
@@ -203,7 +203,7 @@ def test_scores_of_forbidden_tokens_and_of_bf16_are_those_of_plain_operations(dt
 
 def test_second_derivatives_go_through_the_chunks() -> None:
     vocab, x = 61, torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    config = fnmodels.models.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
+    config = fnmodels.models.decoder.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
     params, labels = generic_params(config, torch.float64), torch.arange(6)[None]
     found = []
     for chunk in (4, None):
@@ -231,7 +231,7 @@ class _Largest(TorchDispatchMode):
 
 def test_the_logits_of_all_tokens_are_never_held() -> None:
     vocab, tokens, chunk = 4096, 64, 8
-    config = fnmodels.models.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
+    config = fnmodels.models.decoder.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
     params = trainable(generic_params(config))
     x, labels = torch.randn(1, tokens, 8, requires_grad=True), torch.randint(vocab, (1, tokens))
     with _Largest() as seen:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import params as P
-from fnmodels.models import llama
+from fnmodels.models.decoder import llama
 from train.tinker import ServiceClient
 
 pytest.importorskip("tinker_cookbook")

@@ -1,0 +1,1 @@
+"""Encoder families, one file each; see `fnmodels.models`. `fnmodels.families()` lists them by `MODEL_TYPES`."""
