@@ -66,7 +66,7 @@ bridges: .venv/bridges
 COOKBOOK := blobfile chz lxml pycryptodomex pyqwest pyrage termcolor tiktoken zstandard h2
 
 verl: .venv-verl/installed
-	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/test_verl.py tests/train/tinker/test_cookbook.py
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/integrations/test_verl.py tests/train/integrations/tinker/test_cookbook.py
 
 .venv-verl/installed: $(INSTALLED)
 	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl

@@ -1,6 +1,6 @@
 """Measures time and memory of this engine and of verl's FSDP2 engine, both driven by verl's TrainingWorker.
 
-    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.verl .venv-verl/bin/python benchmarks/engine.py
+    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl .venv-verl/bin/python benchmarks/engine.py
     ... benchmarks/engine.py --quick          small sizes, one round, to check that everything runs
 
 A Llama of 27M parameters (fp32, 2 threads, one process) scores and trains on 8 packed sequences. Both engines get the

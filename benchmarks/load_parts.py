@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fnmodels
 import params as P
 from fnmodels import tree
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.parallel.tensor.api import tensor_axes
 
 AXIS = "ranks"

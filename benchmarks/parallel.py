@@ -34,7 +34,7 @@ from train_step import CONFIG, draw
 import params as P
 import train
 from fnmodels import llama, tree
-from train.dist.collectives import summed
+from train.comm.collectives import summed
 from train.parallel import Mesh, Strategy
 from train.parallel.batch_shards import own_rows
 from train.parallel.fsdp2 import Model, shard

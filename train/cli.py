@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from train.dist.torchrun import is_started, rank_and_world_size
+from train.comm.torchrun import is_started, rank_and_world_size
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.setting_types import SettingType, integer
 from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, Settings, as_flag, flag

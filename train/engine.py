@@ -33,8 +33,8 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
-from train.dist.dtensor import local_tree, placed_like
-from train.dist.failures import naming_the_lost
+from train.comm.dtensor import local_tree, placed_like
+from train.comm.failures import naming_the_lost
 from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import all_ready, check_same

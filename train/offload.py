@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 
 
 def offload(values: Tree) -> Callable[[], None]:

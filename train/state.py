@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
 from fnmodels.tree import Tree
-from train.dist.dtensor import like_params, local_tree, map_local, of_all_stages
+from train.comm.dtensor import like_params, local_tree, map_local, of_all_stages
 from train.optim.base import Optimizer, check_optimizer
 
 T = TypeVar("T")

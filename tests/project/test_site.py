@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("fnmodels", "fnmodels.research", "params", "train", "train.parallel", "train.tinker")
+PACKAGES = ("fnmodels", "fnmodels.research", "params", "train", "train.parallel", "train.integrations.tinker")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 WITHOUT_PICTURES = {"quickstart.ipynb", "chat.ipynb"}
 

@@ -31,7 +31,7 @@ from tests.support.one_process import (
     weights_of,
 )
 from tests.support.ranks_pool import devices
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.gradients import gradient_sums
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy

@@ -36,7 +36,7 @@ from tests.variants.flux import TINY as FLUX
 from tests.variants.vision import pairs
 from tests.variants.vision import variants as towers
 from tests.variants.whisper import TINY as WHISPER
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.gradients import gradient_sums
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy

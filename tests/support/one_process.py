@@ -38,8 +38,8 @@ from train import (
     policy_loss,
     routed_logprobs,
 )
-from train.dist.collectives import summed
-from train.dist.dtensor import local_tree
+from train.comm.collectives import summed
+from train.comm.dtensor import local_tree
 from train.gradients import Sums, gradient_sums
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh, Strategy

@@ -112,7 +112,7 @@ def worker_config(model: Path, settings: dict[str, Any], kind: str) -> Any:
     # Adam divides by |gradient| + eps: with 1e-8 a gradient that is nearly 0 moves its weight by a rounding's sign.
     optimizer |= {"clip_grad": 1.0, "override_optimizer_config": {"eps": settings.pop("eps", 1e-4)}}
     if settings["strategy"] == "fnmodels":
-        from train.verl import EngineConfig
+        from train.integrations.verl import EngineConfig
 
         engine: Any = EngineConfig(**{"dtype": "float32", **settings})
     else:

@@ -1,6 +1,6 @@
 """verl's Tinker worker in two actors of Ray: prints its log-probabilities, and how far one update moves a weight.
 
-VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.verl python tests/support/verl_ray.py MODEL
+VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl python tests/support/verl_ray.py MODEL
 """
 
 import functools

@@ -65,7 +65,7 @@ def engine_of(model: Path, model_changes: dict[str, Any] | None = None, **settin
 
 
 def build(config: Any, **changed: Any) -> Any:
-    from train.verl import LanguageModelEngine
+    from train.integrations.verl import LanguageModelEngine
 
     return LanguageModelEngine(*(sections(config) | changed).values())
 
@@ -156,7 +156,7 @@ def determinism(model: Path) -> list[bool]:
 
 def ranks() -> dict[str, Any]:
     """Microbatches of two ranks with other lengths: equally many, none empty; refusals alike."""
-    from train.verl.batches import agreed_rows, microbatches
+    from train.integrations.verl.batches import agreed_rows, microbatches
 
     rank, group, cpu = torch.distributed.get_rank(), torch.distributed.group.WORLD, torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Runs programs in processes forked from one that has loaded verl, which takes seconds; compares verl_flow.py's finds.
 
-    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.verl OMP_NUM_THREADS=1 \\
+    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl OMP_NUM_THREADS=1 \\
       .venv-verl/bin/python tests/support/verl_runs.py      prints the table of benchmarks/results/verl.md
 
 With the argument "serve" it is the server: lines of JSON in, exit codes out. It never computes, for after a fork
@@ -29,7 +29,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.known = folder, dict[str, Found]()
-        environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.verl"}
+        environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.integrations.verl"}
         command = [sys.executable, __file__, "serve"]
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
         options: dict[str, Any] = {"env": environment, "text": True, "start_new_session": True}

@@ -62,7 +62,7 @@ def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> lis
     """GRPO, 16 prompts x 4 answers a step, everything in fp32."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     settings = {
-        "hydra.searchpath": "[pkg://train.verl.config]",
+        "hydra.searchpath": "[pkg://train.integrations.verl.config]",
         "model_engine": "fnmodels",
         "hydra.run.dir": folder / "hydra",
         "algorithm.adv_estimator": "grpo",
@@ -104,7 +104,7 @@ def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> lis
 def sft(folder: Path, model: Path, name: str, *, steps: int, mesh: str = "", resume: Path | None = None) -> list[str]:
     """The arguments of python for SFT on the chats. name: of the run, "fsdp..." for verl's own engine."""
     settings = {
-        "hydra.searchpath": "[pkg://train.verl.config]",
+        "hydra.searchpath": "[pkg://train.integrations.verl.config]",
         "hydra.run.dir": folder / name / "hydra",
         "model.path": model,
         "model.enable_gradient_checkpointing": False,

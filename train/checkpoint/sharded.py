@@ -24,7 +24,7 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError, memory_for
 from fnmodels.tree import Tree
 from params.checkpoint.shard_index import as_lines
-from train.dist.dtensor import is_dtensor, map_local
+from train.comm.dtensor import is_dtensor, map_local
 
 from . import saved_steps
 from .saved_steps import Checkpoint, Folder, Json

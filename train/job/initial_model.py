@@ -22,10 +22,10 @@ from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.header_checks import check_folder
 from params.checkpoint.manifest import digest, manifests
+from train.comm.dtensor import map_local
 from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
-from train.dist.dtensor import map_local
 from train.eval import pretrained
 from train.state import State
 

@@ -22,9 +22,9 @@ from params.io.files import plain_file
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
+from train.comm import torchrun
 from train.command_line import check_installed, terminal_text
 from train.data.mixture import batch
-from train.dist import torchrun
 from train.eval.pretrained import copy_companions
 from train.generation.text import complete
 from train.job.processes.controller import Controller

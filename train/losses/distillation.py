@@ -13,7 +13,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
-from train.dist.dtensor import is_dtensor
+from train.comm.dtensor import is_dtensor
 
 from .batch_checks import check_batch, checked_by
 from .cross_entropy import counted, wide_of

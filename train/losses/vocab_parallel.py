@@ -17,8 +17,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import readable
 from fnmodels.tree import Tree, pytree, static
-from train.dist import collectives
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.region import Region
 
 HEAD_BIAS = "lm_head_bias"  # the entry of params with a head's bias [V], which is sharded as the head's rows are
 

@@ -17,7 +17,7 @@
     pipeline/       pp: layers live on different ranks
     whole_model     gathers values that differ per pipeline stage, so that every rank sees the full tree
 
-Collectives, as linear maps with their transposes as gradients, are in `train.dist`; `train.losses.vocab_parallel` has
+Collectives, as linear maps with their transposes as gradients, are in `train.comm`; `train.losses.vocab_parallel` has
 embedding and cross entropy over a sharded vocabulary.
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
-from train.dist.collectives import maximum
+from train.comm.collectives import maximum
 from train.loss_call import Batch, check_entry
 
 from .mesh import mesh_of, whole_groups

@@ -20,7 +20,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import may_have
 from fnmodels.options import Block
 from fnmodels.tree import Tree
-from train.dist.collectives import all_gather, maximum
+from train.comm.collectives import all_gather, maximum
 from train.losses.model_loss import ModelLoss, RunOptions, as_loss
 from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel

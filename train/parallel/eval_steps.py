@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.dist.collectives import all_gather
-from train.dist.dtensor import local_tree
+from train.comm.collectives import all_gather
+from train.comm.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
 from train.loss_call import Batch
 from train.losses.model_loss import PLACES

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fnmodels.ops.moe.dispatch import combine
 from fnmodels.ops.moe.experts import choose_experts, sorted_rows
 from fnmodels.options import Experts
-from train.dist import collectives
+from train.comm import collectives
 
 
 def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:

@@ -25,7 +25,7 @@ from fnmodels import tree
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.dist.collectives import all_gather, enter, enter_all
+from train.comm.collectives import all_gather, enter, enter_all
 from train.losses.model_loss import ModelLoss, as_loss
 from train.optim.base import wide_dtype, with_paths
 

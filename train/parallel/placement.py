@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding, sharding_of
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.tensor.api import tensor_axes

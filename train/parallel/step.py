@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from fnmodels.tree import Tree
-from train.dist.dtensor import local_tree
-from train.dist.failures import naming_the_lost
+from train.comm.dtensor import local_tree
+from train.comm.failures import naming_the_lost
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
 from train.losses.batch_checks import check_of

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.dist.collectives import all_gather, summed
-from train.dist.dtensor import local_tree, placed_like
+from train.comm.collectives import all_gather, summed
+from train.comm.dtensor import local_tree, placed_like
 from train.gradients import Sums
 from train.losses.moe_balance import moved_biases
 from train.optim.base import OnFull, Optimizer, sharded_version, wide_dtype, with_paths

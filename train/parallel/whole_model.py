@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.dist.collectives import broadcast, summed
-from train.dist.dtensor import full_tensor, of_all_stages
+from train.comm.collectives import broadcast, summed
+from train.comm.dtensor import full_tensor, of_all_stages
 from train.parallel.pipeline.stages import pipeline_of
 
 from .mesh import mesh_of

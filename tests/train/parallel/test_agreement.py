@@ -23,7 +23,7 @@ from tests.support.encoder_losses import SETTINGS, SIZES
 from tests.support.one_process import batch as decoder_batch
 from tests.support.one_process import config_of, even, loss_of
 from tests.support.ranks_pool import Ranks, devices
-from train.dist import collectives
+from train.comm import collectives
 from train.engine import Engine
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy

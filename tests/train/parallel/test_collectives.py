@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.support.ranks_pool import Ranks
-from train.dist import collectives as C
+from train.comm import collectives as C
 
 Maps = tuple[Callable[[Tensor, ProcessGroup], Tensor], Callable[[list[Tensor], int], Tensor]]
 

@@ -38,8 +38,8 @@ from tests.support.one_process import (
 )
 from tests.support.ranks_pool import Ranks
 from train import make_eval_step
-from train.dist import collectives
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.region import Region
 from train.parallel import NAMES, Mesh, compose, fsdp, update
 from train.parallel import batch_shards as parts
 from train.parallel.agreement import check_same

@@ -19,7 +19,7 @@ from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything
 from fnmodels.ops.attention.select import attention
 from tests.support import cases
 from tests.support.ranks_pool import Ranks
-from train.dist import collectives
+from train.comm import collectives
 from train.parallel.context import api as context
 from train.parallel.context import ring
 from train.parallel.context.keys import RanksKeys

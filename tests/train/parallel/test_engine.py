@@ -22,7 +22,7 @@ from tests.support.cases import generic_params
 from tests.support.ranks_pool import Ranks, devices
 from tests.train.parallel.test_pipeline import batch_of, trained
 from tests.train.parallel.test_stages import even
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.engine import Engine
 from train.parallel import Mesh, Strategy, data_parallel
 from train.parallel.pipeline.stages import stage_plan

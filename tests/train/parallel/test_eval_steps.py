@@ -16,7 +16,7 @@ from tests.support.cases import generic_params
 from tests.support.one_process import LENGTH, batch, config_of, loss_of, placed
 from tests.support.ranks_pool import Ranks, devices
 from train import make_eval_step, make_forward_only, token_logprobs
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.parallel import Mesh, Strategy
 from train.parallel.batch_shards import own_positions
 from train.parallel.eval_steps import trained_in

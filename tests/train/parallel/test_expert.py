@@ -17,7 +17,7 @@ from fnmodels.ops.moe.experts import loop_experts
 from tests.support import cases
 from tests.support.ranks_pool import Ranks
 from tests.train.parallel.test_context import worst
-from train.dist import collectives
+from train.comm import collectives
 from train.parallel.expert import expert_parallel
 
 # As many experts as the largest mesh divides; the rest is in tests/variants.

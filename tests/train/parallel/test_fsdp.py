@@ -18,8 +18,8 @@ from tests.support.copies import may_differ
 from tests.support.one_process import batch, config_of, loss_of, one_process, optimizer_of, placed, spec_of, worst
 from tests.support.ranks_pool import Ranks, devices
 from train import adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
-from train.dist import collectives
-from train.dist.dtensor import local_tree
+from train.comm import collectives
+from train.comm.dtensor import local_tree
 from train.parallel import NAMES, Mesh, Strategy, fsdp, placement, update
 from train.parallel.batch_shards import own_rows
 

@@ -37,10 +37,10 @@ from tests.train.parallel.test_simulate import compare, counted, size
 from train import adamw, init_state, sharded
 from train.checkpoint.saved_steps import Checkpoint
 from train.cli import main
+from train.comm import torchrun
+from train.comm.dtensor import local_tree
+from train.comm.failures import peer_failure
 from train.data.rows import Batch
-from train.dist import torchrun
-from train.dist.dtensor import local_tree
-from train.dist.failures import peer_failure
 from train.eval import pretrained
 from train.job import run_folder as folder
 from train.job.mesh_flags import MeshSetup, check_model_fits, resolve_mesh

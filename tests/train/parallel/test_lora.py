@@ -15,7 +15,7 @@ from tests.support.cases import generic, generic_params
 from tests.support.one_process import batch, config_of, error, loss_of, spec_of, worst
 from tests.support.ranks_pool import Ranks, devices
 from train import adamw, init_state, make_step
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.placement import rules_of, shardings

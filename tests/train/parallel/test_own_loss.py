@@ -30,7 +30,7 @@ from tests.support.one_process import (
     worst,
 )
 from tests.support.ranks_pool import Ranks
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.engine import Engine
 from train.parallel import Mesh, Strategy
 from train.parallel.placement import shardings

@@ -27,7 +27,7 @@ from train import (
     with_small_state,
     with_stochastic_rounding,
 )
-from train.dist.dtensor import local_tree, placed_like
+from train.comm.dtensor import local_tree, placed_like
 from train.engine import Engine
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy

@@ -22,8 +22,8 @@ from tests.support.backward_memory import as_on_a_gpu, fused, watched
 from tests.support.cases import tokens_of
 from tests.support.ranks_pool import Ranks, devices
 from tests.train.parallel.test_pipeline import batch_of, config_of, optimizer_of
-from train.dist import collectives
-from train.dist.dtensor import local_tree
+from train.comm import collectives
+from train.comm.dtensor import local_tree
 from train.parallel import Mesh
 from train.parallel.mesh import Strategy
 from train.parallel.pipeline import gradients as pp

@@ -23,7 +23,7 @@ from tests.support.forks import Forks
 from tests.support.ranks_pool import ROOT
 from tests.train.parallel.test_launch import assert_close, losses, words
 from train.cli import main
-from train.dist.torchrun import STORE, is_started
+from train.comm.torchrun import STORE, is_started
 from train.job.processes import spawn
 from train.job.processes.launch import starter_reports
 

@@ -15,7 +15,7 @@ import train
 from fnmodels import tree
 from tests.support.ranks_pool import Ranks, devices
 from tests.train.parallel.test_pipeline import batch_of, config_of
-from train.dist.dtensor import local_tree
+from train.comm.dtensor import local_tree
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.runner import _Stage
 from train.parallel.pipeline.stages import init_stage, stage_plan

@@ -21,7 +21,7 @@ from tests.support.cases import Case, cases, generic_params, is_ordered, positio
 from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
-from train.dist import collectives
+from train.comm import collectives
 from train.losses.model_loss import RunOptions
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh

@@ -14,8 +14,8 @@ from tests.support.cases import generic, tap_names
 from tests.support.one_process import weights_of
 from tests.support.ranks_pool import Ranks
 from tests.train.parallel.test_tensor import DEEPSEEK, GPT_OSS, LLAMA, MODES, batch_of, distributed, even
-from train.dist import collectives
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.region import Region
 from train.parallel.tensor import taps
 from train.parallel.tensor.leaf_roles import Use
 from train.remat import layer_fn

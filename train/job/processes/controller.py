@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fnmodels.errors import UserError
 from fnmodels.tree import Tree
+from train.comm.failures import peer_failure
+from train.comm.torchrun import rank_and_world_size
 from train.command_line import main_job, sentence
 from train.data.rows import Batch
-from train.dist.failures import peer_failure
-from train.dist.torchrun import rank_and_world_size
 from train.state import State
 
 from .launch import PEER_LOST, starter_reports, with_long_timeout

@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fnmodels.errors import UserError
+from train.comm.torchrun import STORE, is_own_start, rank_and_world_size
 from train.command_line import main_job, sentence
-from train.dist.torchrun import STORE, is_own_start, rank_and_world_size
 from train.parallel.mesh import warn_of_group
 
 JOIN_TIMEOUT = datetime.timedelta(seconds=60)  # for the rendezvous of all processes

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from fnmodels.errors import UserError
+from train.comm.torchrun import STORE, rank_and_world_size
 from train.command_line import DIVERGED, main_job
-from train.dist.torchrun import STORE, rank_and_world_size
 
 from .launch import PEER_LOST
 from .signals import STOP, counted_requests

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike
-from train.dist import collectives
+from train.comm import collectives
 
 from .once import remembered
 

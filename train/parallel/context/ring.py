@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fnmodels.inputs.mask import Mask
 from fnmodels.ops.norm import upcast
-from train.dist import collectives
+from train.comm import collectives
 
 # The masks of blocks of local queries over the local keys, over those of the previous rank, and so on: bool
 # [B, 1, q, K], or None if all is masked.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.order import last_segment
-from train.dist import collectives
+from train.comm import collectives
 
 from .once import remembered
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.dist.collectives import broadcast, maximum
-from train.dist.dtensor import local_tree
+from train.comm.collectives import broadcast, maximum
+from train.comm.dtensor import local_tree
 from train.gradients import Sums, joined
 from train.losses.model_loss import Batch, as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype

@@ -33,9 +33,9 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
-from train.dist import collectives
-from train.dist.dtensor import is_dtensor
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.dtensor import is_dtensor
+from train.comm.region import Region
 from train.losses.vocab_parallel import Vocab
 
 from . import taps

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.slots import Entry
-from train.dist.region import Region
+from train.comm.region import Region
 
 from .leaf_roles import Use, path_in_layer
 

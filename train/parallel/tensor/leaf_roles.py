@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
-from train.dist.region import Region
+from train.comm.region import Region
 
 # {axis that makes a sharded region where it is sharded: further axes of parameters that act inside of it}
 _REGIONS = {

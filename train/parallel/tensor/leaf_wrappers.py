@@ -1,7 +1,7 @@
 """Tensor-parallel leaf wrappers: how `F.linear` and `F.rms_norm` apply a column- or row-parallel shard.
 
 A wrapper replaces the weight in the layer, so a family's block runs as it is written. A column-parallel weight enters
-the region before it multiplies, a row-parallel one leaves it afterwards; see `train.dist.region`.
+the region before it multiplies, a row-parallel one leaves it afterwards; see `train.comm.region`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.options import Experts
-from train.dist import collectives
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.region import Region
 
 
 @dataclass

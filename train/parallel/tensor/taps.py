@@ -17,8 +17,8 @@ from torch import Tensor
 from fnmodels import tap_names
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.registry import DecoderConfig, family_of
-from train.dist import collectives
-from train.dist.region import Region
+from train.comm import collectives
+from train.comm.region import Region
 
 from .leaf_roles import Use
 

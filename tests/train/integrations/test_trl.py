@@ -1,4 +1,4 @@
-"""`train.trl.CausalLM` in TRL's GRPOTrainer: steps equal those of the model of transformers on the same answers.
+"""`train.integrations.trl.CausalLM` in TRL's GRPOTrainer: steps equal those of transformers' model on the same answers.
 
 trl comes with the dev extra.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from tests.support.cases import generic_params, off
-from train.trl import CausalLM
+from train.integrations.trl import CausalLM
 
 pytest.importorskip("trl")
 

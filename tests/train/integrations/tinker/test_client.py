@@ -15,11 +15,11 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-import train.tinker as tinker
+import train.integrations.tinker as tinker
 from fnmodels import tree
 from fnmodels.errors import UserError
 from tests.support.cases import cases, generic_params, off
-from train.tinker import types
+from train.integrations.tinker import types
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")
 TOKENS = ([5, 3, 9, 1, 7], [2, 8, 2], [4])

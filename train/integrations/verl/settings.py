@@ -55,7 +55,7 @@ def mesh_and_strategy(engine_config: Any, world: int) -> tuple[Mesh, Strategy]:
         raise ValueError(f"engine.mesh is {mesh}, of {mesh.world} processes, but there are {world}.")
     fields = [field.name for field in dataclasses.fields(Strategy) if field.name != "rows"]
     if unknown := sorted(engine_config.sharing.keys() - set(fields)):
-        raise ValueError(f"engine.sharing has {unknown[0]}, which train.verl does not set; it has {', '.join(fields)}.")
+        raise ValueError(f"engine.sharing has {unknown[0]}, which fnmodels does not set; it has {', '.join(fields)}.")
     return mesh, Strategy(**engine_config.sharing, rows="own")
 
 
@@ -69,7 +69,7 @@ def determinism(seed: int) -> None:
 def dtype_of(engine_config: Any) -> torch.dtype:
     """The dtype of the parameters. ValueError for one other than float32 and bfloat16."""
     if engine_config.dtype not in DTYPES:
-        raise ValueError(f"engine.dtype is {engine_config.dtype!r}; train.verl has {', '.join(DTYPES)}.")
+        raise ValueError(f"engine.dtype is {engine_config.dtype!r}; fnmodels has {', '.join(DTYPES)}.")
     return DTYPES[engine_config.dtype]
 
 
@@ -85,14 +85,14 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
         for field in dataclasses.fields(given):
             value, default = getattr(given, field.name), _default(field)
             if field.name not in HONOURED[section] and (value or default) and value != default:
-                raise NotImplementedError(f"{section}.{field.name} is {value!r}, which train.verl does not have.")
+                raise NotImplementedError(f"{section}.{field.name} is {value!r}, which fnmodels does not have.")
     for name, value in _nested(model, engine).items():
         if value:
-            raise NotImplementedError(f"{name} is {value!r}, which train.verl does not have.")
+            raise NotImplementedError(f"{name} is {value!r}, which fnmodels does not have.")
     if model.hf_config_path != model.path:
-        raise NotImplementedError(f"model.hf_config_path is {model.hf_config_path!r}, and train.verl reads model.path.")
+        raise NotImplementedError(f"model.hf_config_path is {model.hf_config_path!r}, and fnmodels reads model.path.")
     if missing := {"model", "optimizer", "extra"} - set(checkpoint.load_contents):
-        raise NotImplementedError(f"checkpoint.load_contents lacks {min(missing)!r}; train.verl loads whole steps.")
+        raise NotImplementedError(f"checkpoint.load_contents lacks {min(missing)!r}; fnmodels loads whole steps.")
 
 
 def _default(field: Any) -> Any:
@@ -146,7 +146,7 @@ def optimizer_of(config: DecoderConfig, params: Tree, settings: Any) -> Optimize
     NotImplementedError for another optimizer.
     """
     if (name := getattr(settings, "optimizer", "AdamW")) != "AdamW":
-        raise NotImplementedError(f"optim.optimizer is {name!r}; train.verl has AdamW.")
+        raise NotImplementedError(f"optim.optimizer is {name!r}; fnmodels has AdamW.")
     found = tree.flatten(P.lora.adapters(params))
     spec = P.lora.spec(config, params) if found else family_of(config).spec(config)
     spec = tree.map(lambda leaf: dataclasses.replace(leaf, decay=True), spec)
@@ -161,7 +161,7 @@ def hyperparameters(settings: Any) -> torch.optim.Optimizer:
     extra = dict(getattr(settings, "override_optimizer_config", None) or {})
     unknown = sorted(extra.keys() - set(HYPERPARAMETERS))
     if unknown:
-        raise NotImplementedError(f"optim.override_optimizer_config has {unknown[0]}, which train.verl does not have.")
+        raise NotImplementedError(f"optim.override_optimizer_config has {unknown[0]}, which fnmodels does not have.")
     values = {"lr": settings.lr, "betas": tuple(settings.betas), "weight_decay": settings.weight_decay} | extra
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))], **values)
 
@@ -177,7 +177,7 @@ def schedule_of(settings: Any, optimizer: torch.optim.Optimizer) -> Any:
     if kind == "constant":
         return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
     if kind != "cosine":
-        raise NotImplementedError(f"optim.lr_scheduler_type is {kind!r}; train.verl has constant and cosine.")
+        raise NotImplementedError(f"optim.lr_scheduler_type is {kind!r}; fnmodels has constant and cosine.")
     return get_cosine_schedule_with_warmup(
         optimizer=optimizer,
         num_warmup_steps=warmup,

@@ -1,7 +1,7 @@
 """A platform of verl for machines without an accelerator: VERL_PLATFORM=cpu, processes joined by gloo.
 
-verl has platforms for accelerators only. Set VERL_USE_EXTERNAL_MODULES=train.verl too, so that every process registers
-this one before it asks for a platform.
+verl has platforms for accelerators only. Set VERL_USE_EXTERNAL_MODULES=train.integrations.verl too, so that every
+process registers this one before it asks for a platform.
 """
 
 import os

@@ -65,7 +65,7 @@ def _most(group: Any, device: torch.device, *values: int) -> list[int]:
 
 def _check_jagged(tokens: Tensor) -> None:
     if not tokens.is_nested:
-        raise ValueError('input_ids must be jagged, [N, T*]: train.verl takes pad_mode="no_padding".')
+        raise ValueError('input_ids must be jagged, [N, T*]: fnmodels takes pad_mode="no_padding".')
 
 
 def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
@@ -77,9 +77,9 @@ def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
     tokens, positions = micro["input_ids"], micro["position_ids"]
     _check_jagged(tokens)
     if positions.ndim != 2:
-        raise NotImplementedError(f"position_ids have {positions.ndim} dimensions; train.verl takes [N, T*].")
+        raise NotImplementedError(f"position_ids have {positions.ndim} dimensions; fnmodels takes [N, T*].")
     if any(isinstance(one, Mapping) and one for one in entry(micro, "multi_modal_inputs", ())):
-        raise NotImplementedError("The batch has multi_modal_inputs; train.verl takes text.")
+        raise NotImplementedError("The batch has multi_modal_inputs; fnmodels takes text.")
     flat, ends, lengths = tokens.values(), tokens.offsets()[1:] - 1, tokens.offsets().diff()
     labels = flat.roll(-1)
     labels[ends] = IGNORE

@@ -26,15 +26,15 @@ with_verl = pytest.mark.skipif(not HERE, reason="verl has a virtual environment 
 
 @pytest.mark.skipif(HERE, reason="verl is installed")
 def test_without_verl_a_sentence_says_how_to_get_it() -> None:
-    import train.verl
+    import train.integrations.verl
 
-    with pytest.raises(ModuleNotFoundError, match=r"train\.verl\.EngineConfig needs verl .* `make verl`"):
-        _ = train.verl.EngineConfig
-    assert not hasattr(train.verl, "no_such_name")
+    with pytest.raises(ModuleNotFoundError, match=r"integrations\.verl\.EngineConfig needs verl .* `make verl`"):
+        _ = train.integrations.verl.EngineConfig
+    assert not hasattr(train.integrations.verl, "no_such_name")
 
 
 def test_a_microbatch_is_one_packed_row() -> None:
-    from train.verl.batches import jagged, packed_row
+    from train.integrations.verl.batches import jagged, packed_row
 
     def nested(*rows: list[int]) -> torch.Tensor:
         return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
@@ -56,19 +56,17 @@ def test_a_microbatch_is_one_packed_row() -> None:
 
 
 def test_sharing_takes_the_fields_of_a_strategy() -> None:
-    from train.verl.settings import mesh_and_strategy
+    from train.integrations.verl.settings import mesh_and_strategy
 
     mesh, strategy = mesh_and_strategy(SimpleNamespace(mesh="tp=2", sharing={"sequence": True}), 2)
     assert mesh.tp == 2 and strategy.sequence and strategy.rows == "own"
     for name in ("foo", "rows"):
-        with pytest.raises(
-            ValueError, match=f"engine.sharing has {name}, which train.verl does not set; it has gather"
-        ):
+        with pytest.raises(ValueError, match=f"engine.sharing has {name}, which fnmodels does not set; it has gather"):
             mesh_and_strategy(SimpleNamespace(mesh="tp=2", sharing={name: True}), 2)
 
 
 def test_a_setting_that_is_not_honoured_must_have_its_default() -> None:
-    from train.verl.settings import check_supported
+    from train.integrations.verl.settings import check_supported
 
     @dataclasses.dataclass
     class Settings:
@@ -82,7 +80,7 @@ def test_a_setting_that_is_not_honoured_must_have_its_default() -> None:
     check_supported(model, None, None, Settings(None))
     faults = [({"strict": False}, "strict is False"), ({"later": 1}, "later is 1"), ({"needed": 1}, "needed is 1")]
     for wrong, said in faults:
-        with pytest.raises(NotImplementedError, match=f"checkpoint.{said}, which train.verl does not have"):
+        with pytest.raises(NotImplementedError, match=f"checkpoint.{said}, which fnmodels does not have"):
             check_supported(model, None, None, Settings(**{"needed": None} | wrong))
 
 
@@ -220,7 +218,7 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
     """Requests that come while others run, greedy and drawn; weights that come later; refusals."""
     import params as P
     import train
-    from train.verl.rollout import Server
+    from train.integrations.verl.rollout import Server
 
     support("verl_flow").write_model("llama", tmp_path / "model")
     config, first = P.load_pretrained(tmp_path / "model", copy=True)
@@ -278,7 +276,7 @@ def test_main_ppo_learns_with_this_engine_and_rollout(tmp_path: Path) -> None:
     toy = support("verl_toy")
     support("verl_flow").write_model("llama", tmp_path / "model")
     toy.write_task(tmp_path, tmp_path / "model")
-    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.verl"}
+    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.integrations.verl"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = toy.command(tmp_path, tmp_path / "model", steps=25)
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
@@ -329,7 +327,7 @@ def test_the_tinker_worker_of_verl_under_ray(run: Any) -> None:
 
 @with_verl
 def test_the_benchmark_runs() -> None:
-    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.verl"}
+    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.integrations.verl"}
     command = [sys.executable, str(ROOT / "benchmarks/engine.py"), "--quick", "--threads", "1"]
     environment |= {"PYTHONPATH": str(ROOT), "MASTER_PORT": "29533"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,7 +1,7 @@
 """An adapter of `train.engine.Engine` to verl (0.9.1 or newer): backend "fnmodels" of verl's engine registry.
 
     engine:                                  # YAML of verl; importing the class registers the backend
-      _target_: train.verl.EngineConfig
+      _target_: train.integrations.verl.EngineConfig
       mesh: fsdp=2,tp=2
 
 verl has its own virtual environment (`make verl`), because it needs an older transformers than this package's tests.
@@ -24,12 +24,12 @@ if find_spec("verl") is None:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise ModuleNotFoundError(
-            f"train.verl.{name} needs verl 0.9.1 or newer, which is not installed: `make verl` installs it in a "
-            "virtual environment of its own."
+            f"train.integrations.verl.{name} needs verl 0.9.1 or newer, which is not installed: "
+            "`make verl` installs it in a virtual environment of its own."
         )
 
 else:
-    from train.verl.cpu import register_cpu
+    from train.integrations.verl.cpu import register_cpu
 
     register_cpu()  # before verl's engines are imported, which look up the platform
 
@@ -38,8 +38,8 @@ else:
     from verl.workers.config import EngineConfig as _EngineConfig
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
-    from train.verl.engine import VerlEngine, logprob_outputs, value_outputs
-    from train.verl.rollout import register_rollout
+    from train.integrations.verl.engine import VerlEngine, logprob_outputs, value_outputs
+    from train.integrations.verl.rollout import register_rollout
 
     register_rollout()
 

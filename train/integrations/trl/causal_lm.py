@@ -1,7 +1,7 @@
 """`CausalLM`: a model as TRL's GRPOTrainer (1.16) takes one, an nn.Module with some methods of transformers' models.
 
     config, params = P.load_pretrained(folder, copy=True)
-    model = train.trl.CausalLM(config, params, AutoConfig.from_pretrained(folder), GenerationConfig())
+    model = train.integrations.trl.CausalLM(config, params, AutoConfig.from_pretrained(folder), GenerationConfig())
     GRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), processing_class=tokenizer, ...).train()
     P.save_pretrained(out, config, model.params())
 

@@ -1,4 +1,4 @@
-"""The published cookbook's plain loops (tinker-cookbook 0.5.8) run with the `ServiceClient` of `train.tinker`.
+"""The published cookbook's plain loops (tinker-cookbook 0.5.8) run with `ServiceClient` of `train.integrations.tinker`.
 
 `make verl` installs the cookbook beside verl and runs them.
 """
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import params as P
 from fnmodels.models.decoder import llama
-from train.tinker import ServiceClient
+from train.integrations.tinker import ServiceClient
 
 pytest.importorskip("tinker_cookbook")
 datasets = pytest.importorskip("datasets")

@@ -1,4 +1,6 @@
-"""Tinker's training interface in this process: `import train.tinker as tinker`, then loops written for it run here.
+"""Tinker's training interface in this process: loops written for it run here.
+
+    from train.integrations import tinker
 
 client    `Client` (also `ServiceClient`)      training  `TrainingClient`     sampling  `SamplingClient`
 base      futures, tokenizers, base models     losses    the losses by name  types     data, parameters, responses
