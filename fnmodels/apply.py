@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
@@ -72,7 +71,7 @@ def forward(
         final, edits = tuple(tap for tap in taps if tap in FINAL), given.edits or {}
         within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
         own = tuple(tap for tap in taps if tap not in FINAL)
-        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, own, within)
+        x, tapped, _ = hidden_states(params, inputs, masks, freqs_cis, config, within, own)
         ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
             if (outputs := may_have(family_of(config), "outputs")) is not None:
@@ -107,8 +106,8 @@ def _through_stacks(
             "Taps and edits are of one stack: run fnmodels.stack_params(params, name) with config.encoder, and then "
             'config.decoder with the encoder\'s result as inputs["memory"].'
         )
-    if isinstance(params, RunParams) and params.run.staged:
-        x, _ = params.run.hidden(params, inputs, masks, freqs_cis, config, (), ForwardOptions(**options))
+    if isinstance(params, RunParams) and params.run.stage is not None:
+        x = hidden(params, inputs, masks, freqs_cis, config=config, **options)
         last = list(stacks)[-1]
         return unembedded(stack_params(params, last), x, stacks[last], (), {})[0]
     layouts, rest = options.get("layout"), {name: value for name, value in options.items() if name != "layout"}
@@ -189,14 +188,8 @@ def hidden(
 
     With cache, which `fnmodels.cache` makes, {layer index: new entry} is returned beside them, last.
     """
-    try:
-        x, tapped, entries = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options), cache)
-    except KeyError as error:
-        _name_missing_leaf(params, config, error)
-        raise
-    except AttributeError:
-        refuse_towers(config)
-        raise
+    given = ForwardOptions(**options)
+    x, tapped, entries = hidden_states(params, inputs, masks, freqs_cis, config, given, taps, cache)
     return _returned(x, tapped, entries, taps, cache)
 
 
@@ -217,53 +210,75 @@ def _name_missing_leaf(params: Tree, config: DecoderConfig, error: KeyError) -> 
         ) from error
 
 
-def _hidden(
+def hidden_states(
     params: Tree,
     inputs: Tree,
     masks: Mapping[str, MaskLike],
     freqs_cis: Mapping[str, Tensor],
     config: DecoderConfig,
-    taps: tuple[str, ...],
     options: ForwardOptions,
+    taps: tuple[str, ...] = (),
     cache: CacheStep | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
-    if isinstance(params, RunParams):
-        if cache is None:
-            return (*params.run.hidden(params, inputs, masks, freqs_cis, config, taps, options), {})
-        options = params.run.adapted(options, masks)
-    family = family_of(config)
-    given = inputs if isinstance(inputs, Mapping) else {}
-    valid, routing, choices = (given.get(name) for name in ("valid", "routing", "choices"))
-    kinds = family.kinds(config)
-    if valid is None and any(is_routed(family, kind) for kind in kinds):
-        raise ValueError(
-            "The model has layers with experts, which must know what is padding: pass the inputs that "
-            'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
-        )
-    scope = functools.partial(invariant_rows, options.invariant)
-    with scope():
-        x = family.embed(params, inputs, config=config)
+    """(final hidden states, taps, new entries of the cache): `hidden` with its options as one object."""
+    try:
+        if isinstance(params, RunParams):
+            stage = params.run.stage if cache is None else None
+            if stage is not None:  # which prepares the options of each of its stacks
+                freqs_cis, _ = params.run.prepare(config, inputs, {}, freqs_cis, options)
+                return (*stage.layers(params, inputs, masks, freqs_cis, config, taps, options), {})
+            freqs_cis, options = params.run.prepare(config, inputs, masks, freqs_cis, options)
+            params = dict(params)
+        family = family_of(config)
+        given = inputs if isinstance(inputs, Mapping) else {}
+        valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
+        kinds = family.kinds(config)
+        if valid is None and any(is_routed(family, kind) for kind in kinds):
+            raise ValueError(
+                "The model has layers with experts, which must know what is padding: pass the inputs that "
+                'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
+            )
+        with invariant_rows(options.invariant):
+            x = _embedded(params, inputs, config, options, valid)
+            extra = layer_inputs_of(params, inputs, x, config=config)
+            shared = may_have(family, "shared")
+            common = None if shared is None else shared(params, given, config=config)
+        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
+        in_layers = _taps_in_layers(taps, config) if taps else ()
+        ends = {"embed": x}
+        x, tapped, entries, _ = run_stack(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
+        ends["hidden"] = x = edit_end(options.edits, "hidden", x)
+        return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
+    except KeyError as error:
+        _name_missing_leaf(params, config, error)
+        raise
+    except AttributeError:
+        refuse_towers(config)
+        raise
+
+
+def _embedded(
+    params: Tree, inputs: Tree, config: DecoderConfig, options: ForwardOptions, valid: Tensor | None
+) -> Tensor:
+    """What layer 0 reads, [B, S, D], 0 at padding."""
+    x = family_of(config).embed(params, inputs, config=config)
     if x.ndim != 3:
         raise ValueError(
             f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under vmap pass "
             "fnmodels.rows(batch), in which every row is a batch of one."
         )
-    x = cleared(edit_end(options.edits, "embed", x), valid)
+    return cleared(edit_end(options.edits, "embed", x), valid)
+
+
+def _taps_in_layers(taps: tuple[str, ...], config: DecoderConfig) -> tuple[str, ...]:
+    """Those of layers; ValueError for a name that is neither one of them nor of `ENDS`."""
     check_taps_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
-    ends = {"embed": x}
-    shared = may_have(family, "shared")
-    with scope():
-        extra = layer_inputs_of(params, inputs, x, config=config)
-        common = None if shared is None else shared(params, given, config=config)
-    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
     for tap in taps:
         if tap not in ENDS and tap not in in_layers:
             why = "; only forward, prefill and decode pass it" if tap in FINAL else ""
             raise ValueError(f"The tap {tap!r} is unknown here{why}. There are {list_of_taps(config)}.")
-    x, tapped, entries, _ = run_stack(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
-    ends["hidden"] = x = edit_end(options.edits, "hidden", x)
-    return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
+    return in_layers
 
 
 def layer_inputs_of(params: Tree, inputs: Tree, x: Tensor, /, *, config: DecoderConfig) -> Tensor | None:
@@ -316,10 +331,10 @@ def run_layers(
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = cleared(x, valid_of_masks(masks, x) if valid is None else valid)
     step = CacheStep(cache) if isinstance(cache, Mapping) else cache
-    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
-        how = params.run.adapted(how, masks)
+        freqs_cis, how = params.run.prepare(config, {}, masks, freqs_cis, how)
+    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
     x, tapped, entries, passed = run_stack(params, x, batch, range(lo, hi), config, taps, how)
     found = _returned(x, tapped, entries, taps, cache)
     if carried is None:

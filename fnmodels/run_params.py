@@ -1,13 +1,13 @@
 """`RunParams`: a params tree that carries a `Run`, through which a train step, mesh or pipeline adapts forward passes.
 
-    loss(RunParams(params, run), batch)          # fnmodels.hidden(params, ...) inside the loss calls run.hidden
+    loss(RunParams(params, run), batch)          # fnmodels.hidden(params, ...) inside the loss calls run.prepare
 
 A loss of (params, batch) thus needs no keyword for the options of a run, and there is no global state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,29 +17,34 @@ from .options import ForwardOptions
 from .tree import Tree, pytree_dict
 
 
+class Stage(Protocol):
+    """A stage of a pipeline, whose layers may be of an encoder and of its decoder."""
+
+    @property
+    def layers(self) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """Called instead of the model's layers with (params, inputs, masks, freqs_cis, config, taps, options) -> (final
+        hidden states [B, S, D], taps), equal to those of `fnmodels.hidden` with the full params."""
+        ...
+
+
 class Run(Protocol):
     """Adapts the forward passes of a model to a run (its mesh, remat, layout)."""
 
     @property
-    def staged(self) -> bool:
-        """Whether `hidden` runs a stage of a pipeline, whose layers may be of an encoder and of its decoder."""
+    def stage(self) -> Stage | None:
+        """The stage of a pipeline that runs in place of all layers; None: all layers run."""
         ...
 
-    def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
-        """The options that layers run with, given those of the caller."""
-        ...
-
-    def hidden(
+    def prepare(
         self,
-        params: RunParams,
+        config: Any,
         inputs: Tree,
         masks: Mapping[str, MaskLike],
         freqs_cis: Mapping[str, Tensor],
-        config: Any,
-        taps: tuple[str, ...],
         options: ForwardOptions,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(final hidden states [B, S, D], taps), equal to `fnmodels.hidden` of the plain params."""
+        /,
+    ) -> tuple[Mapping[str, Tensor], ForwardOptions]:
+        """(freqs_cis, options) with which the layers run, from the arguments of the call."""
         ...
 
 

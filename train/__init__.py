@@ -1,14 +1,15 @@
 """Training as functions: losses, optimizers, schedules and the step.
 
 step         `make_step`, `make_eval_step`, `make_forward_only`
-loss_call    one call of a loss on one microbatch         gradients   sums over microbatches
+loss         how a run calls the model inside a loss      gradients   sums over microbatches
+batch        keys and microbatches of a batch             losses/     the losses
 update       from summed gradients to the next State      state       `State`: step, params, optimizer state
 remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
 offload      tensors of a tree to host memory and back  verl/     the engine as a backend of verl
 exports      weights for a rollout                       deltas    what changed in them
 
 generation/                             drawing tokens, with a cache
-losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
+optim/  data/  checkpoint/              what the step is made of; `comm/` and `parallel/` run it on many processes
 job/  commands/  eval/  simulate/       programs on top: `python -m train`, whose command line is `cli`
 """
 
@@ -35,6 +36,7 @@ from train.generation.serve import ServeState, serve_step
 from train.generation.speculative import speculate
 from train.handover.deltas import Delta, apply_deltas, deltas
 from train.job.cpu_memory import keep_freed_memory
+from train.loss import Balance, ModelLoss, beside, run_options
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.documents import (
@@ -49,8 +51,7 @@ from train.losses.image_text import image_text_batch, image_text_loss
 from train.losses.lm_head import head_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from train.losses.masked_tokens import mask_tokens
-from train.losses.model_loss import ModelLoss, beside, run_options
-from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
+from train.losses.moe_balance import balance_loss, router_z_loss, update_bias
 from train.losses.multi_token import look_ahead, mtp_loss
 from train.losses.next_token import next_token_loss
 from train.losses.output_loss import OutputLoss, logprob_loss

@@ -32,6 +32,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train import checkpoint
+from train.batch import Batch, microbatches
 from train.checkpoint import sharded
 from train.comm.dtensor import local_tree, placed_like
 from train.comm.failures import naming_the_lost
@@ -48,7 +49,6 @@ from train.parallel.whole_model import aux_of_stages, fetching
 
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .handover.exports import Shard, full_tensors, shards
-from .loss_call import Batch, microbatches
 from .offload import offload
 from .state import State, init_state, on_all_stages
 from .step import check_strategy, make_forward_only

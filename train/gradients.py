@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.batch import Batch
+from train.loss import LossFn as LossFn
+from train.loss import caller
 from train.optim.base import Optimizer, trainable_mask
-
-from .loss_call import Batch, caller
-from .loss_call import LossFn as LossFn
 
 
 @dataclass

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from fnmodels.tree import Tree
+from train.batch import Batch, microbatches
+from train.loss import caller
 from train.optim.base import Optimizer, check_optimizer
 from train.parallel.eval_steps import make_eval_over, make_forward_over
 from train.parallel.mesh import Mesh, Parallelism, Strategy
 from train.parallel.step import make_step_over
 
 from .gradients import LossFn, gradient_sums, metrics_of, totals
-from .loss_call import Batch, caller, microbatches
 from .remat_budget import budget_of
 from .state import State
 from .update import Step, StepOptions, check_state, update
@@ -44,7 +45,7 @@ def make_step(
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by
         fnmodels.hidden or forward with the params that it receives, which carry the step's options (remat, compilation,
-        layouts, a mesh), see `train.losses.model_loss`. Options that the loss sets itself are kept or wrapped. count
+        layouts, a mesh), see `train.loss`. Options that the loss sets itself are kept or wrapped. count
         and aux are added up and returned in int64, or in fp64 where they are floating.
     batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such dicts with any lengths: microbatches
         of one step.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.batch import Batch
 from train.gradients import Sums, valid_count
-from train.loss_call import Batch
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from train.state import State, consume

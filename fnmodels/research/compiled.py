@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.apply import hidden
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -28,7 +27,7 @@ class CompiledBlocks:
 
     backend: str
     made: dict[Any, Block] = field(default_factory=dict)
-    staged = False
+    stage = None
 
     def __call__(self, function: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tensor:
         """function(params, batch) with compiled blocks. ValueError where it runs no blocks of these params."""
@@ -40,24 +39,17 @@ class CompiledBlocks:
             )
         return value
 
-    def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
-        if options.layer_fn is not None:
-            raise ValueError("compile= compiles the blocks itself: leave layer_fn out of the function.")
-        return replace(options, layer_fn=self._compiled)
-
-    def hidden(
+    def prepare(
         self,
-        params: RunParams,
+        config: Any,
         inputs: Tree,
         masks: Mapping[str, MaskLike],
         freqs_cis: Mapping[str, Tensor],
-        config: Any,
-        taps: tuple[str, ...],
         options: ForwardOptions,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        given = self.adapted(options, masks).keywords
-        found = hidden(dict(params), inputs, masks, freqs_cis, config=config, taps=taps, **given)
-        return found if taps else (found, {})
+    ) -> tuple[Mapping[str, Tensor], ForwardOptions]:
+        if options.layer_fn is not None:
+            raise ValueError("compile= compiles the blocks itself: leave layer_fn out of the function.")
+        return freqs_cis, replace(options, layer_fn=self._compiled)
 
     def _compiled(self, block: Block) -> Block:
         key: Any = block

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 import train
-import train.losses.model_loss
+import train.loss
 import train.remat
 from fnmodels.models.common import encoder
 from fnmodels.models.common.context import STATE_TAP
@@ -197,7 +197,7 @@ def test_edits_reach_every_function_that_runs_layers() -> None:
     ours = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten(), reduction="sum")
     (wanted,) = torch.autograd.grad(ours, strength)
     assert off(run(params, data)[0], ours) < 1e-5 and off(gradient, wanted) < 1e-4 and gradient != 0
-    loss = train.losses.model_loss.ModelLoss(run).with_options(outer=train.remat.layer_fn("full", "none"))
+    loss = train.loss.ModelLoss(run).with_options(blocks={"outer": train.remat.layer_fn("full", "none")})
     (again,) = torch.autograd.grad(loss(params, data)[0], strength)
     assert off(again, gradient) < 1e-6
 

@@ -41,7 +41,7 @@ from train import (
 from train.comm.collectives import summed
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, gradient_sums
-from train.losses.moe_balance import Balance
+from train.loss import Balance
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
 from train.parallel.batch_shards import own_rows

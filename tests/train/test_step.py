@@ -14,7 +14,7 @@ import fnmodels
 from fnmodels import llama, tree
 from fnmodels.ops.attention import select
 from train.engine import Engine
-from train.losses.model_loss import run_options
+from train.loss import run_options
 from train.losses.next_token import next_token_loss
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer

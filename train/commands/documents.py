@@ -34,6 +34,7 @@ from fnmodels.models.common.registry import field_of
 from fnmodels.tree import Tree
 from params.io.files import inner_file, plain_file
 from train import checkpoint
+from train.batch import Batch
 from train.command_line import Parser, check_installed, program_name, run_command
 from train.data.examples import KINDS, chosen, label_numbers, read_examples
 from train.data.pictures import Pixels, read_picture
@@ -43,7 +44,6 @@ from train.job.setting_types import POSITIVE, integer
 from train.losses.documents import classification_loss, contrastive_loss, document_batch
 from train.losses.image_text import image_text_batch, image_text_loss
 from train.losses.masked_tokens import mask_tokens
-from train.losses.model_loss import Batch
 from train.losses.next_token import next_token_loss
 from train.state import init_state
 from train.step import make_step

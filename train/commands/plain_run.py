@@ -18,11 +18,11 @@ from fnmodels.errors import UserError
 from fnmodels.files import check_folder, open_append
 from params.checkpoint.manifest import digest
 from train import checkpoint
+from train.batch import Batch
 from train.command_line import Parser
 from train.job.metrics_log import exit_code, json_line, read_rows, truncate_after, warn_at_resume
 from train.job.run_folder import METRICS
 from train.job.setting_types import POSITIVE, integer
-from train.losses.model_loss import Batch
 from train.optim.adamw import adamw
 from train.optim.base import Optimizer
 from train.optim.schedules import warmup_stable_decay

@@ -8,7 +8,7 @@ import torch
 
 from fnmodels.tree import Tree
 from train.data.rows import Batch, select_rows
-from train.losses.model_loss import as_loss
+from train.loss import as_loss
 
 EVAL_BATCH_ROWS = 8
 

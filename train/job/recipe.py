@@ -10,8 +10,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
-from train.loss_call import LossFn
-from train.losses.moe_balance import Balance
+from train.loss import Balance, LossFn
 from train.losses.next_token import next_token_loss
 from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd

@@ -25,7 +25,7 @@ from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
-from train.loss_call import LossFn
+from train.loss import LossFn
 from train.optim.base import Optimizer
 
 from . import initial_model, run_folder

@@ -10,6 +10,5 @@ moe_balance     load-balancing losses of routers, and updates of selection biase
 cross_entropy, lm_head, token_chunks, softmax_stats   from hidden states to a loss without all logits in memory
 output_loss     `OutputLoss`, a loss of per-token outputs, and `logprob_loss`
 values          values of a critic, rewards of pairs
-model_loss      `ModelLoss`, a loss with its `RunOptions`: how a run calls the model inside the loss
 vocab_parallel  embedding, logits and cross entropy over a vocabulary sharded by tensor parallelism
 """

@@ -19,9 +19,9 @@ from fnmodels import documents, tree
 from fnmodels.inputs.values import readable
 from fnmodels.models.common.registry import family_of, field_of, is_routed, may_have, text_config
 from fnmodels.ops.moe.layer import check_range
+from train.loss import ModelLoss
 
 from .cross_entropy import check_targets
-from .model_loss import ModelLoss
 
 Batch = Mapping[str, Tensor]
 # check(batch, config, options): ValueError for a batch that the loss cannot use. options: the keywords bound to it.

@@ -14,12 +14,11 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.comm.dtensor import is_dtensor
+from train.loss import Balance, beside
 
 from .batch_checks import check_batch, checked_by
 from .cross_entropy import counted, wide_of
 from .lm_head import head_logits, head_name
-from .model_loss import beside
-from .moe_balance import Balance
 from .next_token import model_states
 from .policy import Sums, same_shape
 from .softmax_stats import check_temperature

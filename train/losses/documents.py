@@ -22,10 +22,11 @@ from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
+from train.batch import check_entries
+from train.loss import run_options
 
 from .batch_checks import PAIRS, check_batch, check_classes, check_pairs, checked_by
 from .cross_entropy import check_targets, cross_entropy
-from .model_loss import check_entries, run_options
 from .next_token import ModelStates, model_states
 
 Batch = Mapping[str, Tensor]
@@ -168,7 +169,7 @@ def contrastive_loss(
     widths: Matryoshka (arXiv 2205.13147); the loss is the sum of those of the vectors' first elements, as many as each
     width says. () is the full width alone.
 
-    The candidates are the documents of one microbatch, of all ranks together (`RunOptions.all_documents`): the loss
+    The candidates are the documents of one microbatch, of all ranks together (`train.loss.Ranks`): the loss
     depends on how a batch is split into microbatches, and not on the mesh. ValueError, on all ranks alike, for a query
     without exactly one positive there, and for a model with a head.
     """
@@ -177,7 +178,7 @@ def contrastive_loss(
     for name in ("labels", "roles"):
         check_targets(batch[name], None, name)
     _check_full_rows(params)
-    found, gather = _documents(batch), run_options(params).all_documents
+    found, gather = _documents(batch), run_options(params).ranks.all_documents
     keys = torch.stack([_of_documents(batch, name, found) for name in ("labels", "roles")], 1)
     every = keys if gather is None else gather(keys)
     _check_pairs(every)  # before the model runs: over pp all stages come here
@@ -220,7 +221,7 @@ def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> 
 
 def _states_of_tokens(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> ModelStates:
     """The model's states, of this rank's positions. NotImplementedError, on all ranks alike, with sequence=True."""
-    if run_options(params).sequence:
+    if run_options(params).ranks.sequence:
         raise NotImplementedError(
             "This loss reads the states of all tokens of a row, of which each rank of tp has some with sequence=True: "
             "take Strategy(sequence=False)."
@@ -230,7 +231,7 @@ def _states_of_tokens(params: Tree, batch: Batch, config: Any, options: ForwardK
 
 def _check_full_rows(params: Tree) -> None:
     """NotImplementedError, on all ranks alike, over `cp`, which shards documents."""
-    if run_options(params).kernel is not None:
+    if run_options(params).ranks.kernel is not None:
         raise NotImplementedError("Losses of documents read full rows, which ranks of cp do not have: leave cp out.")
 
 

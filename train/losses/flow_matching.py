@@ -11,8 +11,7 @@ from fnmodels.inputs.segments import integers
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
-
-from .model_loss import check_entries
+from train.batch import check_entries
 
 _OWN = ("latents", "noise", "text", "positions", "segment_ids", "text_segment_ids")
 

@@ -12,10 +12,11 @@ from fnmodels.inputs.packing import IGNORE, Document
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
+from train.batch import check_entries
+from train.loss import run_options
 
 from .batch_checks import PAIRS, check_batch, checked_by
 from .cross_entropy import check_targets
-from .model_loss import check_entries, run_options
 
 _TEXT = ("tokens", "positions", "segment_ids")
 _IMAGE = ("patches", "patch_positions", "image_ids")
@@ -85,7 +86,7 @@ def image_text_loss(
     batch: as of `image_text_batch`; the k-th caption of the batch belongs to its k-th image. CLIP: the mean of two
     cross entropies, of a caption over all images and of an image over all captions. SigLIP, whose model has a bias:
     the sum over all images of the binary cross entropies of a caption. Other pairs of the microbatch are negatives,
-    over a mesh those of all ranks (`RunOptions.all_documents`). options: see `fnmodels.forward`. ValueError for a
+    over a mesh those of all ranks (`train.loss.Ranks`). options: see `fnmodels.forward`. ValueError for a
     missing entry and for other numbers of captions than of images.
     """
     check_entries(batch, *_TEXT, *_IMAGE, "labels")
@@ -94,7 +95,7 @@ def image_text_loss(
     numbers = batch["labels"].flatten()
     numbers = numbers[numbers != IGNORE]
     _check_counts(len(text), len(image), len(numbers))
-    gather = run_options(params).all_documents
+    gather = run_options(params).ranks.all_documents
     texts, images, every = (one if gather is None else gather(one) for one in (text, image, numbers))
     real = every != IGNORE  # ranks with fewer pairs are padded
     texts, images, every = texts[real], images[real], every[real]

@@ -20,10 +20,10 @@ from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
+from train.loss import Balance
 
 from .cross_entropy import check_labels, check_targets
 from .lm_head import head_logits, head_name
-from .moe_balance import Balance
 from .next_token import model_states
 from .softmax_stats import Scores, check_temperature, scores
 from .token_chunks import chunk_of, per_token

@@ -8,8 +8,7 @@ Each loss is for one layer and takes logits, not probabilities: its softmax is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,38 +16,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.ops.norm import upcast
 from fnmodels.tree import Tree
-
-SCORES = ("softmax", "sigmoid")
-Adding = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Coefficients of the balance terms added to a loss; each term is a mean over layers and tokens.
-
-    sequence: `balance_loss` per row. batch: `balance_loss` over all rows of one call, which therefore depends on the
-    split into microbatches. z: `router_z_loss`. scores: see `balance_loss`. A run over a mesh sets the rest: over sums
-    integer tensors over the ranks that hold other tokens of the same rows, across over all that hold other tokens of
-    the batch, and each rank's terms are then its contribution to the global ones. share: the fraction of the model's
-    layers with experts that this pipeline stage runs; None: all. before: the terms of the stages before, 0-d.
-    ValueError for a negative coefficient or unknown scores.
-    """
-
-    sequence: float = 0.0
-    batch: float = 0.0
-    z: float = 0.0
-    scores: str = "softmax"
-    over: Adding | None = None
-    across: Adding | None = None
-    share: float | None = None
-    before: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sequence", "batch", "z"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a coefficient must be at least 0.")
-        if self.scores not in SCORES:
-            raise ValueError(f"scores is {self.scores!r}; it must be one of {', '.join(SCORES)}.")
+from train.loss import Adding, Balance
 
 
 def balance_loss(

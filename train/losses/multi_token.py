@@ -12,11 +12,10 @@ from fnmodels import mtp
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
+from train.loss import Balance
 
 from .cross_entropy import check_targets
 from .lm_head import head_loss
-from .model_loss import keywords
-from .moe_balance import Balance
 from .next_token import model_states
 from .vocab_parallel import Vocab
 
@@ -73,7 +72,7 @@ def mtp_loss(
         config=config,
         apart=split,
         taps=("output",) if found.sums is None else ("output", "counts"),  # one at least, so that it returns a pair
-        **keywords(dataclasses.replace(given, edits=None)),
+        **dataclasses.replace(given, edits=None).keywords,
     )
     loss = functools.partial(head_loss, config=config, chunk=chunk, label_smoothing=label_smoothing, z_loss=z_loss)
     total, count = loss(params, found.x, batch["labels"], weights=batch.get("weights"))

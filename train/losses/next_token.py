@@ -8,17 +8,19 @@ from typing import Any, Unpack
 from torch import Tensor
 
 import fnmodels
+from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
+from train.batch import check_entries
+from train.loss import Balance, RouterTerms, RunOptions, run_options
+from train.losses.moe_balance import balance_terms
 
 from .cross_entropy import check_labels, check_targets, counted
 from .lm_head import head_loss
-from .model_loss import RouterTerms, RunOptions, check_entries, keywords, run_options
-from .moe_balance import Balance, balance_terms
 
 ROUTER_TAPS = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
 
@@ -49,7 +51,8 @@ def next_token_loss(
     "router_z". ValueError for a batch without a required entry, and for balance or aux with a model without experts.
     """
     given = ForwardOptions(**options)
-    found = model_states(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
+    call = model_call(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
+    found = call.states(*hidden_states(*call.arguments)[:2])
     with invariant_rows(given.invariant):
         total, count = head_loss(
             params,
@@ -86,6 +89,33 @@ class ModelStates:
         return (total, count) if self.sums is None else (total, count, self.sums)
 
 
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of the model for a loss: the first seven arguments of `fnmodels.apply.hidden_states`, and its terms.
+
+    run_params: the params with the options of their run, for further calls. terms: None without balance and aux.
+    balanced: whether their sum is added to the loss.
+    """
+
+    arguments: tuple[Any, ...]
+    run_params: RunParams
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    valid: Tensor
+    terms: RouterTerms | None = None
+    balanced: bool = False
+
+    def states(self, x: Tensor, tapped: dict[str, Tensor]) -> ModelStates:
+        """The states of a batch, from what the model returned."""
+        if self.terms is None:
+            return ModelStates(x, self.masks, self.freqs_cis, self.run_params)
+        of_run = run_options(self.run_params).ranks.balance
+        local = self.terms.balance if of_run is None else of_run(self.terms.balance)
+        added, sums = balance_terms(tapped, self.valid, self.terms.labelled, local)
+        results = added if self.balanced else None, sums if self.terms.aux else None
+        return ModelStates(x, self.masks, self.freqs_cis, self.run_params, *results)
+
+
 def model_states(
     params: Tree,
     batch: Mapping[str, Tensor],
@@ -96,7 +126,22 @@ def model_states(
     balance: Balance | None = None,
     aux: bool = False,
 ) -> ModelStates:
-    """The model's states for a batch as in `next_token_loss`, after checking its keys and labels.
+    """The model's states for a batch: of the call that `model_call` makes, with its errors."""
+    call = model_call(params, batch, config=config, length=length, options=options, balance=balance, aux=aux)
+    return call.states(*hidden_states(*call.arguments)[:2])
+
+
+def model_call(
+    params: Tree,
+    batch: Mapping[str, Tensor],
+    *,
+    config: DecoderConfig,
+    length: int | Tensor | None,
+    options: ForwardOptions,
+    balance: Balance | None = None,
+    aux: bool = False,
+) -> ModelCall:
+    """The call of the model for a batch as in `next_token_loss`, after checking its keys and labels.
 
     balance, aux: as there. ValueError for an invalid batch, and for balance or aux with a model without experts.
     """
@@ -106,24 +151,22 @@ def model_states(
         check_targets(batch["labels"], config.vocab_size)
     given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
     run = run_options(given)
-    length = length if run.length is None else run.length(config, batch["positions"], length)
+    length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
     inputs, masks, freqs_cis = fnmodels.prepare(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )
-    inputs = {**inputs, **{name: batch[name] for name in ("routing", "choices", "token_types") if name in batch}}
-    how, aux = keywords(options), aux or run.counts
+    inputs |= {name: batch[name] for name in ("routing", "choices", "token_types") if name in batch}
+    arguments = inputs, masks, freqs_cis, config, options
+    aux = aux or run.reports.counts
     if not aux and balance is None:
-        x = fnmodels.hidden(given, inputs, masks, freqs_cis, config=config, **how)
-        return ModelStates(x, masks, freqs_cis, given)
+        return ModelCall((given, *arguments), given, masks, freqs_cis, inputs["valid"])
     family = fnmodels.family_of(config)
     if not may_have(family, "ROUTED"):
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
     terms = RouterTerms(balance or Balance(), counted(batch["labels"], batch.get("weights")).sum(1), aux)
-    noted = RunParams(given, dataclasses.replace(run, routers=terms)) if run is given.run else given
-    if any(kind.endswith("_moe") for kind in family.kinds(config)):
-        x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, taps=ROUTER_TAPS, **how)
-    else:  # a dense model of a family that has models with experts: its terms are 0
-        x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, **how), {}
-    local = terms.balance if run.balance is None else run.balance(terms.balance)
-    added, sums = balance_terms(tapped, inputs["valid"], terms.labelled, local)
-    return ModelStates(x, masks, freqs_cis, given, added if balance is not None else None, sums if aux else None)
+    noted = given
+    if run is given.run and run.stage is not None:
+        noted = RunParams(given, dataclasses.replace(run, stage=dataclasses.replace(run.stage, routers=terms)))
+    # a dense model of a family that has models with experts: its terms are 0
+    taps = ROUTER_TAPS if any(kind.endswith("_moe") for kind in family.kinds(config)) else ()
+    return ModelCall((noted, *arguments, taps), given, masks, freqs_cis, inputs["valid"], terms, balance is not None)

@@ -11,10 +11,11 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
+from train.batch import FULL_ROWS, PLACES, check_entries
+from train.loss import ModelLoss, run_options
 
 from .batch_checks import check_batch
 from .logprobs import temperature_of_tokens, token_logprobs
-from .model_loss import FULL_ROWS, PLACES, ModelLoss, check_entries, run_options
 from .softmax_stats import check_temperature
 
 Outputs = dict[str, Tensor]
@@ -37,7 +38,7 @@ class OutputLoss:
         given: Any = dict(batch)
         rows, places = given.pop(FULL_ROWS, None), given.pop(PLACES, None)
         found = self.outputs(params, given)
-        gather = run_options(params).full_rows
+        gather = run_options(params).ranks.full_rows
         if gather is None or rows is None:
             return (*_three(self.function(found, given)), found)
         full, weight = gather(torch.stack(tuple(found.values()), -1), places)

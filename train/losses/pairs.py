@@ -8,9 +8,9 @@ from torch import Tensor
 import fnmodels
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
+from train.batch import check_entries
 
 from .cross_entropy import check_labels, check_targets, cross_entropy
-from .model_loss import check_entries
 
 _SOURCE = ("tokens", "positions", "segment_ids")
 _TARGET = ("decoder_tokens", "decoder_positions", "decoder_segment_ids")

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
+from train.batch import Batch, check_entry
 from train.comm.collectives import maximum
-from train.loss_call import Batch, check_entry
 
 from .mesh import mesh_of, whole_groups
 

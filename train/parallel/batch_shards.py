@@ -12,9 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
-from train.loss_call import Batch, microbatches
+from train.batch import FULL_ROWS, PLACES, Batch, check_entries, microbatches
 from train.losses.batch_checks import check_batch
-from train.losses.model_loss import FULL_ROWS, PLACES, check_entries
 from train.parallel.context.api import shard_batch
 
 from .agreement import agreed, ready_with_same

@@ -21,7 +21,7 @@ from fnmodels.models.common.registry import may_have
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from train.comm.collectives import all_gather, maximum
-from train.losses.model_loss import ModelLoss, RunOptions, as_loss
+from train.loss import Blocks, ModelLoss, Ranks, Reports, RunOptions, as_loss
 from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel
 from train.remat import layer_fn
@@ -58,7 +58,7 @@ def compose(
 ) -> Composed:
     """The `Composed` of a mesh and strategy.
 
-    remat, compile: as in `train.make_step`; counts: see `RunOptions`; watch: see `sharded_params`.
+    remat, compile: as in `train.make_step`; counts: see `Reports`; watch: see `sharded_params`.
     """
     devices, strategy, config = placed.devices, placed.strategy, placed.config
     mesh = mesh_of(devices)
@@ -81,30 +81,36 @@ def compose(
         given = gathered(held)
         return given if tensor is None else tensor.outside(given)
 
-    options = RunOptions(
+    around = Blocks(
         inner=layer_fn("none", compile),
         outer=outer,
         tensor=None if tensor is None else tensor.layer_fn,
         compiled=compile == "block",
-        counts=counts,
-        required=f"Over the mesh {mesh} layers are gathered where they run",
-        balance=lambda balance: whole_balance(balance, devices),
-        length=global_length(devices),
-        sequence=tensor is not None and strategy.sequence,
     )
-    groups = [devices.get_group(name) for name in ROWS if mesh.sizes[name] > 1]
-    if groups:
-        options = replace(options, all_documents=functools.partial(all_documents, groups))
-    if mesh.cp > 1:
-        kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
-        options = replace(options, kernel=_around_name("kernel", mesh, kernel))
-        options = replace(options, full_rows=functools.partial(full_rows, devices.get_group("cp")))
-    if mesh.ep > 1:
-        experts = functools.partial(expert_parallel, devices.get_group("ep"))
-        options = replace(options, experts=_around_name("experts", mesh, experts))
+    reports = Reports(counts=counts, required=f"Over the mesh {mesh} layers are gathered where they run")
+    ranks = _over_ranks(placed, mesh, sequence=tensor is not None and strategy.sequence)
+    options = RunOptions(around, ranks, reports=reports)
     if tensor is None:
         return Composed(options, params, None, remat != "none")
     return Composed(options, params, tensor.region.join, remat != "none", tensor.key_heads)
+
+
+def _over_ranks(placed: Placed, mesh: Mesh, *, sequence: bool) -> Ranks:
+    devices, strategy = placed.devices, placed.strategy
+    ranks = Ranks(
+        balance=lambda balance: whole_balance(balance, devices), length=global_length(devices), sequence=sequence
+    )
+    groups = [devices.get_group(name) for name in ROWS if mesh.sizes[name] > 1]
+    if groups:
+        ranks = replace(ranks, all_documents=functools.partial(all_documents, groups))
+    if mesh.cp > 1:
+        kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
+        ranks = replace(ranks, kernel=_around_name("kernel", mesh, kernel))
+        ranks = replace(ranks, full_rows=functools.partial(full_rows, devices.get_group("cp")))
+    if mesh.ep > 1:
+        experts = functools.partial(expert_parallel, devices.get_group("ep"))
+        ranks = replace(ranks, experts=_around_name("experts", mesh, experts))
+    return ranks
 
 
 def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
@@ -137,14 +143,14 @@ def check_pipelined(config: Any, size: int) -> None:
 
 
 def full_rows(group: dist.ProcessGroup, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
-    """`RunOptions.full_rows`: all-gathered with a gradient, which is summed over the ranks."""
+    """`Ranks.full_rows`: all-gathered with a gradient, which is summed over the ranks."""
     order = all_gather(places, 1, group).argsort(1)
     x = all_gather(x, 1, group)
     return x[torch.arange(len(x), device=x.device)[:, None], order], int(dist.get_rank(group) == 0)
 
 
 def all_documents(groups: Sequence[dist.ProcessGroup], x: Tensor) -> Tensor:
-    """`RunOptions.all_documents`: padded to as many as the rank with most has, and all-gathered with a gradient."""
+    """`Ranks.all_documents`: padded to as many as the rank with most has, and all-gathered with a gradient."""
     for group in groups:
         most = int(maximum(torch.tensor(len(x), device=x.device), group))
         x = all_gather(torch.cat((x, x.new_full((most - len(x), *x.shape[1:]), IGNORE))), 0, group)

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
+from train.batch import PLACES, Batch
 from train.comm.collectives import all_gather
 from train.comm.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
-from train.loss_call import Batch
-from train.losses.model_loss import PLACES
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.pipeline.gradients import loss_sums, outputs
 from train.parallel.pipeline.stages import stages_of

@@ -26,7 +26,7 @@ from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.comm.collectives import all_gather, enter, enter_all
-from train.losses.model_loss import ModelLoss, as_loss
+from train.loss import ModelLoss, as_loss
 from train.optim.base import wide_dtype, with_paths
 
 from .mesh import DATA
@@ -155,7 +155,8 @@ def gathering(
     dtype: in which floating-point parameters are gathered and used, None for their own. trains: a tree of bools;
     parameters without a gradient (a router's bias) keep their own dtype.
     """
-    loss = as_loss(function).with_options(outer=gather_layers, required="Layers are gathered where they run")
+    required = {"required": "Layers are gathered where they run"}
+    loss = as_loss(function).with_options(blocks={"outer": gather_layers}, reports=required)
     return replace(loss, params=sharded_params(shards, dtype=dtype, trains=trains))
 
 

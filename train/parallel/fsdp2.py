@@ -22,7 +22,7 @@ from fnmodels import tree
 from fnmodels.options import Block, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
-from train.losses.model_loss import RunOptions
+from train.loss import Blocks, RunOptions
 
 from .mesh import mesh_of
 
@@ -81,7 +81,7 @@ class Model(Branch):
 
         branches = {n: c.tree() for n, c in self._modules.items() if isinstance(c, Branch) and n != "layers"}
         given = {**self._parameters, **branches, "layers": layers_of(self)}
-        return function(RunParams(given, RunOptions(outer=through_modules)), *args, **more)
+        return function(RunParams(given, RunOptions(Blocks(outer=through_modules))), *args, **more)
 
 
 def layers_of(model: Model) -> list[nn.Module]:

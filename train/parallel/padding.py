@@ -10,8 +10,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
-from train.loss_call import Batch, check_entry
-from train.losses.model_loss import PLACES
+from train.batch import PLACES, Batch, check_entry
 
 # The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}

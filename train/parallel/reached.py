@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.batch import Batch
 from train.gradients import Sums
-from train.loss_call import Batch
 
 from .agreement import everyone
 from .mesh import whole_groups

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from fnmodels.tree import Tree
+from train.batch import Batch, microbatches
 from train.comm.dtensor import local_tree
 from train.comm.failures import naming_the_lost
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
-from train.loss_call import Batch, microbatches
+from train.loss import as_loss
 from train.losses.batch_checks import check_of
-from train.losses.model_loss import as_loss
 from train.losses.output_loss import needs_full_rows
 from train.optim.base import Optimizer
 from train.parallel.pipeline import gradients
@@ -141,7 +141,7 @@ def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Ca
     """
     values, mesh = check_of(function), mesh_of(placed.devices)
     alone = mesh.rows > 1 or placed.strategy.rows == "own"  # otherwise all stages refuse what `microbatches` does
-    staged = as_loss(function).with_options(all_documents=stop_before) if mesh.pp > 1 and alone else None
+    staged = as_loss(function).with_options(ranks={"all_documents": stop_before}) if mesh.pp > 1 and alone else None
 
     def check(part: Batch) -> None:
         if placed.config is not None:

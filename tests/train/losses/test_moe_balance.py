@@ -238,7 +238,7 @@ def toy_loss(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False
         x, found = (layer_fn(block) if layer_fn else block)(layer, x, batch["valid"])
         counts.append(found["counts"])
     total, count = (x - batch["y"]).square().mean(-1)[batch["valid"]].sum(), batch["valid"].sum()
-    return (total, count, {"counts": torch.stack(counts)}) if aux or options.counts else (total, count)
+    return (total, count, {"counts": torch.stack(counts)}) if aux or options.reports.counts else (total, count)
 
 
 def toy_batch(seed: int = 0) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from train import (
     sgd,
     token_logprobs,
 )
+from train.batch import microbatches
 from train.gradients import gradient_sums
-from train.loss_call import microbatches
 
 DRAW = torch.Generator().manual_seed(0)
 

@@ -23,8 +23,8 @@ from tests.support.cases import cases, generic_params, positions_of, segments, t
 from tests.support.ranks_pool import Ranks
 from tests.variants.t5 import TINY as T5
 from train.gradients import gradient_sums
-from train.losses.model_loss import as_loss
-from train.losses.moe_balance import Balance, balance_terms
+from train.loss import Balance, as_loss
+from train.losses.moe_balance import balance_terms
 from train.optim.base import with_paths
 from train.parallel import padding
 from train.parallel.pipeline import gradients as pp
@@ -121,7 +121,7 @@ def gradients(
     pipe = pipeline(config, size, schedule)
     params = share(generic_params(config), config, pipe, dist.get_rank())
     before = tree.map(torch.clone, params)
-    of = pp.gradient_sums(as_loss(loss).with_options(counts=balance), optimizer, pipe)
+    of = pp.gradient_sums(as_loss(loss).with_options(reports={"counts": balance}), optimizer, pipe)
     terms = lambda *given: tree.map(Tensor.detach, balance_terms(*given))  # noqa: E731
     with mock.patch.object(staged_loss, "balance_terms", terms) if dropped else contextlib.nullcontext():
         of(params, split)

@@ -22,8 +22,7 @@ from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
 from train.comm import collectives
-from train.losses.model_loss import RunOptions
-from train.losses.moe_balance import Balance
+from train.loss import Balance, Blocks, RunOptions
 from train.parallel import Mesh
 from train.parallel.tensor import api
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
@@ -70,7 +69,7 @@ def over(tensor: TensorParallel, function: Callable[..., Any]) -> Callable[..., 
     """function(params, ...) on this rank's shards; the result also accepts a `layer_fn` (remat)."""
 
     def run(params: Any, *args: Any, layer_fn: Any = None, **more: Any) -> Any:
-        options = RunOptions(outer=layer_fn, tensor=tensor.layer_fn)
+        options = RunOptions(Blocks(outer=layer_fn, tensor=tensor.layer_fn))
         return function(RunParams(tensor.outside(params), options), *args, **more)
 
     return run

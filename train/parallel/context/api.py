@@ -44,7 +44,7 @@ from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Kernel
 from train.comm import collectives
-from train.losses.moe_balance import Balance
+from train.loss import Balance
 from train.parallel.mesh import DATA, mesh_of
 from train.parallel.padding import is_per_row
 

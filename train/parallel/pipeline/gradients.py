@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.batch import Batch
 from train.comm.collectives import broadcast, maximum
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, joined
-from train.losses.model_loss import Batch, as_loss
+from train.loss import as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.parallel.padding import clear_length, entry_of_tokens, padded, unpadded
 

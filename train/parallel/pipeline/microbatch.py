@@ -12,8 +12,9 @@ from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
+from train.batch import Batch, check_entries
+from train.loss import ModelLoss, RouterTerms, Stage, as_loss
 from train.losses.batch_checks import check_of
-from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss, check_entries
 from train.parallel.padding import padded
 
 from .schedule import Pipeline, check_microbatches
@@ -118,13 +119,13 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
     def stop(given: Any, inputs: Any, masks: Any, freqs_cis: Any, config: Any, taps: Any, options: Any) -> NoReturn:
         run = given.run
         layout = layout_of(run, options, masks, config)
-        found.append(Microbatch(batch, inputs, masks, freqs_cis, layout, config, taps, options, run.routers))
+        found.append(Microbatch(batch, inputs, masks, freqs_cis, layout, config, taps, options, run.stage.routers))
         raise _Reached
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         try:
-            replace(loss.with_options(stage=stop, required=None), params=None)(params, batch)
+            replace(loss.with_options(stage=Stage(stop), reports={"required": None}), params=None)(params, batch)
         except _Reached:
             return found[0] if found else None
     return None

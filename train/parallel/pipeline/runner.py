@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.losses.model_loss import Batch
+from train.batch import Batch
 from train.parallel.padding import entry_of_tokens
 from train.parallel.tensor.leaf_roles import path_in_layer
 

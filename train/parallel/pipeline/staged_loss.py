@@ -21,8 +21,8 @@ from fnmodels.models.common.registry import may_have
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.gradients import exact, loss_and_outputs
-from train.losses.model_loss import ModelLoss, keywords
-from train.losses.moe_balance import Balance, balance_terms
+from train.loss import Balance, ModelLoss, Stage
+from train.losses.moe_balance import balance_terms
 
 from .boundary import NOTHING_SHARED, Sharing, carries_term, term_dtype
 from .joint_node import together
@@ -91,7 +91,7 @@ class StagedLoss:
         before = earlier.pop("term", None)
 
         def balance_of_layers(balance: Balance) -> Balance:
-            own = self.loss.options.balance
+            own = self.loss.options.ranks.balance
             sparse = [kind.endswith("_moe") for kind in family.kinds(config)]
             share = sum(sparse[lo:hi]) / max(1, sum(sparse))
             return dataclasses.replace(balance if own is None else own(balance), share=share, before=before)
@@ -117,7 +117,7 @@ class StagedLoss:
             raise _Done(sent, tree.map(lambda x: exact(x.detach()), sums) if routers.aux else {})
 
         given = self._joint(params, is_last)
-        staged = self.loss.with_options(stage=layers, balance=balance_of_layers)
+        staged = self.loss.with_options(stage=Stage(layers), ranks={"balance": balance_of_layers})
         try:
             total, count, aux = self.result(staged(given, part.batch))
         except _Done as done:
@@ -145,7 +145,7 @@ def _through(
 
     Both are trees of the entries that `boundary` lists, without balance terms; {} before the first layer.
     """
-    config, family, run = stack.config, fnmodels.family_of(stack.config), given.run
+    config, family = stack.config, fnmodels.family_of(stack.config)
     params = stack_params(given, stack.name) if stack.name else given
     inputs = stack.part(part.inputs)
     named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
@@ -165,10 +165,10 @@ def _through(
     masks = stack.part(part.masks)
     own = edits_of_stage(edits, names, numbers)
     layout: Any = stack.part(part.layout)
-    options: Any = run.adapted(dataclasses.replace(part.options, layout=layout, edits=own), masks)
+    options = dataclasses.replace(part.options, layout=layout, edits=own)
     taps = tuple(tap for tap in part.taps if tap != "hidden")
     states, *tapped, carried = fnmodels.run_layers(
-        {"layers": numbered(params["layers"])},
+        given.with_entries({"layers": numbered(params["layers"])}),
         states,
         masks,
         stack.part(part.freqs_cis),
@@ -182,7 +182,7 @@ def _through(
         shared=None if shared is None else shared(params, named, config=config),
         carried=earlier.get("carried", {}),
         taps=taps,
-        **keywords(options),
+        **options.keywords,
     )
     left: Tree = {"x": states, "carried": carried}
     if beside is not None:

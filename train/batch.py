@@ -1,0 +1,74 @@
+"""The batch of a loss: its keys, its microbatches, and the checks of its entries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+
+Batch = Mapping[str, Tensor]
+PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
+FULL_ROWS = "rows"  # batch key: a dict of the full rows, beside this rank's positions of them
+
+
+def check_entries(batch: Batch, *names: str) -> None:
+    """ValueError unless the batch has all of these keys."""
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+
+
+def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
+    """The microbatches of a step, each a dict: those of a list, or the batch's rows split into `accumulate`.
+
+    Where the rows do not divide evenly, the first microbatches have one more. ValueError for an empty list, accumulate
+    with a list, entries that are not mappings, and tensors that differ in their rows or have fewer than `accumulate`.
+    """
+    if isinstance(batch, (list, tuple)):
+        if not batch:
+            raise ValueError("The list of microbatches is empty; it needs at least one.")
+        if accumulate != 1:
+            raise ValueError(f"The batch is a list of {len(batch)} microbatches, so accumulate is 1, not {accumulate}.")
+        return [_as_dict(one, f"Microbatch {i} of the list") for i, one in enumerate(batch)]
+    full = _as_dict(batch, "A batch that is no list")
+    if accumulate == 1:
+        return [full]
+    sizes: dict[str, int] = {}
+    for name, tensor in tree.flatten(full).items():
+        if not tensor.ndim or tensor.shape[0] < accumulate:
+            raise ValueError(
+                f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows: give "
+                "fewer parts, or a list of microbatches."
+            )
+        sizes[name] = tensor.shape[0]
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"accumulate={accumulate} splits a batch by rows, and its entries differ in them: {sizes}.")
+    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], full) for i in range(accumulate)]
+
+
+def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
+    """The mapping as a dict, the only mapping that trees support. what: names it in the ValueError."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"{what} must be a dict of tensors; it is a {type(batch).__name__}.")
+    made = batch if isinstance(batch, dict) else dict(batch)
+    for path, entry in tree.flatten(made).items():
+        check_entry(path, entry)
+    return made
+
+
+def check_entry(path: str, entry: Any) -> None:
+    """ValueError for an entry of a batch that is no dense tensor: nested and sparse ones have no rows to take."""
+    if not isinstance(entry, Tensor):
+        raise ValueError(
+            f"The batch's {path!r} is of type {type(entry).__name__}; entries are tensors: give a number by "
+            "functools.partial to the loss, or as a tensor."
+        )
+    if entry.is_nested:
+        raise ValueError(
+            f"The batch's {path!r} is a nested (jagged) tensor; entries are dense: train.token_budget packs sequences "
+            "of any lengths, jagged tensors among them, into dense rows."
+        )
+    if entry.layout is not torch.strided:
+        raise ValueError(f"The batch's {path!r} has the layout {entry.layout}; entries are dense: give its to_dense().")
