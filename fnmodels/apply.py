@@ -20,8 +20,9 @@ from fnmodels.layer_checks import cleared, valid_of_masks
 from fnmodels.layer_loop import CacheStep, LayerInputs, run_stack
 from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of, is_routed
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have, refuse_towers
+from fnmodels.models.common.registry import family_of, refuse_towers, stack_configs
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry
@@ -64,7 +65,7 @@ def forward(
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
-        if stacks := may_have(family_of(config), "stacks")(config):
+        if stacks := stack_configs(config):
             return _through_stacks(params, inputs, masks, freqs_cis, config, stacks, taps, options)
         given = ForwardOptions(**options)
         check_taps_tuple(taps)
@@ -74,7 +75,7 @@ def forward(
         x, tapped, _ = hidden_states(params, inputs, masks, freqs_cis, config, within, own)
         ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
-            if (outputs := may_have(family_of(config), "outputs")) is not None:
+            if (outputs := function_of(family_of(config), "outputs")) is not None:
                 _refuse_final(config, final, edits)
                 logits = outputs(params, x, inputs, config=config)
             elif field_of(config, "head") in PER_DOCUMENT:
@@ -167,7 +168,7 @@ def _per_document(
         )
     if unread := [*taps, *(name for name in FINAL if name in edits)]:
         raise ValueError(f"{unread[0]!r} is of each token, but the head {config.head!r} reads one token per document.")
-    classify = may_have(family_of(config), "classify") or decoder.classify
+    classify = function_of(family_of(config), "classify") or decoder.classify
     logits: Tensor = classify(params, x, inputs["documents"], config=config)
     return logits
 
@@ -241,7 +242,7 @@ def hidden_states(
         with invariant_rows(options.invariant):
             x = _embedded(params, inputs, config, options, valid)
             extra = layer_inputs_of(params, inputs, x, config=config)
-            shared = may_have(family, "shared")
+            shared = function_of(family, "shared")
             common = None if shared is None else shared(params, given, config=config)
         batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
         in_layers = _taps_in_layers(taps, config) if taps else ()
@@ -288,7 +289,7 @@ def layer_inputs_of(params: Tree, inputs: Tree, x: Tensor, /, *, config: Decoder
     """
     if not field_of(config, "hidden_size_per_layer_input"):
         return None
-    found = may_have(family_of(config), "layer_inputs")(params, inputs, x, config=config)
+    found = function_of(family_of(config), "layer_inputs")(params, inputs, x, config=config)
     return cleared(found, inputs.get("valid") if isinstance(inputs, Mapping) else None)
 
 

@@ -22,7 +22,8 @@ from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.segments import integers
 from fnmodels.inputs.values import readable
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.registry import family_of
 
 from .apply import forward
 from .options import ForwardKwargs
@@ -53,7 +54,7 @@ def prepare_denoising(
     Only these, and inputs["tokens"], the latents, change between the steps of a sampler. ValueError for what does not
     fit each other or the config.
     """
-    if may_have(family_of(config), "INPUTS") != "latents":
+    if traits_of(family_of(config)).inputs != "latents":
         raise ValueError(f"A {config.model_type} is no diffusion model: take fnmodels.prepare.")
     _check_shapes(config, latents, text, positions)
     named = {"segment_ids": (segment_ids, latents), "text_segment_ids": (text_segment_ids, text)}

@@ -17,7 +17,8 @@ from torch import Tensor
 from fnmodels.inputs.documents import POOLINGS, Documents, documents, pool
 from fnmodels.inputs.layout import layout
 from fnmodels.inputs.packing import Document, pack
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.ops.linear import linear
 from fnmodels.options import ForwardKwargs

@@ -11,7 +11,7 @@ from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.order import Segments
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.tree import Tree, leaves
 
 

@@ -14,17 +14,17 @@ from fnmodels.edits import BoundEdit, BoundEdits, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
-from fnmodels.models.common.registry import (
+from fnmodels.models.common.family import (
     DecoderConfig,
     Family,
-    family_of,
+    LayerKind,
     field_of,
-    is_indexed,
+    function_of,
     is_routed,
-    may_have,
     own_choices,
-    source_kind,
+    traits_of,
 )
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.slots import Entry, SlotUse
@@ -65,7 +65,7 @@ class LayerInputs:
     """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
-    the last layers alone. shared: what every layer reads, see `registry.FAMILY_DEFAULTS`. carried: see
+    the last layers alone. shared: what every layer reads, see `family.function_of`. carried: see
     `common.carried`.
     """
 
@@ -158,7 +158,7 @@ class _BesideX:
         if batch.choices is not None:
             check_choices(batch.choices, x, len(self.indexed))
         check_layer_inputs(batch.layer_inputs, layers, len(self.kinds), config)
-        if may_have(family, "shared") is not None and batch.shared is None:
+        if function_of(family, "shared") is not None and batch.shared is None:
             raise ValueError(
                 "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, "
                 "which the family's function of this name makes of the params and inputs."
@@ -172,13 +172,13 @@ class _BesideX:
             routing = batch.routing
             chosen = None if routing is None else routing[:, :, self.sparse.index(index)]
             found |= {"valid": self.valid, "routing": chosen}
-        if is_indexed(kind):
+        if LayerKind.parse(kind).indexed:
             found["choices"] = _choice(index, self.indexed, batch.choices, self.chosen)
         if batch.layer_inputs is not None:
             found["layer_input"] = batch.layer_inputs[:, :, index - len(self.kinds)]
         if batch.shared is not None:
             found["shared"] = batch.shared
-        if source := source_kind(kind):
+        if source := LayerKind.parse(kind).source:
             found["kv"] = _lent(self.lent, source, index, self.first)
         return found
 
@@ -234,15 +234,17 @@ def _ready_masks(
     family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
-    softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
-    asks: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": may_have(family, "BIASED")}
+    softcap, sinks = field_of(config, "attention_softcap"), traits_of(family).sinks
+    asks: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": traits_of(family).biased}
     form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
-        twin = next((o for o in ready if masks[o] is mask and is_indexed(o) == is_indexed(kind)), None)
+        twin = next(
+            (o for o in ready if masks[o] is mask and LayerKind.parse(o).indexed == LayerKind.parse(kind).indexed), None
+        )
         if twin is not None:
             ready[kind] = ready[twin]
-        elif isinstance(mask, Segments) or is_indexed(kind):
+        elif isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
             ready[kind] = mask  # no kernel reads what depends on order, and a choice of keys needs positions
         else:
             ready[kind] = with_attention(mask, form(attention_part(mask), options.kernel, options.layout))
@@ -283,7 +285,7 @@ class _Binding:
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
         # Ready masks need no layout, and a bound one would give compiled blocks a graph per layout.
-        layout = options.layout if callable(options.kernel) or is_indexed(kind) else None
+        layout = options.layout if callable(options.kernel) or LayerKind.parse(kind).indexed else None
         bound = functools.partial(
             self.family.block,
             config=self.config,

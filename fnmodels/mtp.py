@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import RMSNormConfig, family_of
+from fnmodels.models.common.family import RMSNormConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE, Document
 from fnmodels.inputs.segments import integers, positions_from_segments
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.registry import stack_configs
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
 from fnmodels.preparation import check_tokens
 
@@ -41,7 +41,7 @@ def prepare_pair(
     tokens [B, K]: what the encoder reads; decoder_tokens [B, S]: what the decoder reads, already shifted. The others
     are those of `prepare` for each. ValueError for a model without two stacks, and for other numbers of rows.
     """
-    stacks = may_have(family_of(config), "stacks")(config)
+    stacks = stack_configs(config)
     if not stacks:
         raise ValueError(
             f"A model of type {config.model_type!r} with this config has one stack: take fnmodels.prepare."

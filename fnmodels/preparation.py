@@ -11,15 +11,9 @@ from fnmodels.inputs.documents import documents
 from fnmodels.inputs.image_places import check_places
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.segments import integers, positions_from_segments
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of, traits_of
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import (
-    DecoderConfig,
-    check_fields,
-    family_of,
-    field_of,
-    may_have,
-    text_config,
-)
+from fnmodels.models.common.registry import check_fields, family_of, stack_configs, text_config
 from fnmodels.ops.position_range import check_positions
 
 
@@ -82,10 +76,10 @@ def prepare(
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
-    if may_have(family, "INPUTS") == "latents":
+    if traits_of(family).inputs == "latents":
         raise ValueError("This model denoises latents, given texts: take fnmodels.prepare_denoising.")
     check_fields(config)
-    if may_have(family, "stacks")(config):
+    if stack_configs(config):
         raise ValueError(
             "This model has an encoder and a decoder, each with its own tokens: take fnmodels.prepare_pair."
         )
@@ -97,7 +91,7 @@ def prepare(
     if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
-    inputs |= may_have(family, "batch_inputs")(config, positions)
+    inputs |= function_of(family, "batch_inputs")(config, positions)
     tables = family.freqs_cis(config, positions, length=length)
     check_positions(config, tables, positions, inputs["valid"], counted=counted)
     return inputs, masks, tables

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_routed, may_have, source_kind
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, is_routed, traits_of
+from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.ops.moe.layer import KEPT
 from fnmodels.ops.norm import watched_norms
 from fnmodels.options import ForwardOptions
@@ -45,7 +46,7 @@ def _has_final_norm(config: DecoderConfig) -> bool:
     """Whether there is a last norm of every token; that of CLIP's vision tower is of pooled features."""
     family = family_of(config)
     spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
-    if "norm" not in spec or may_have(family, "INPUTS") != "patches":
+    if "norm" not in spec or traits_of(family).inputs != "patches":
         return "norm" in spec
     weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
     found: list[str] = []
@@ -62,7 +63,7 @@ def _has_final_norm(config: DecoderConfig) -> bool:
 def _check_one_stack(config: DecoderConfig) -> None:
     """ValueError for a model of several stacks, each of which has taps of its own."""
     family = family_of(config)
-    parts = [*may_have(family, "stacks")(config)]
+    parts = [*stack_configs(config)]
     parts += family.towers(config) if hasattr(family, "towers") else []
     if parts:
         raise ValueError(
@@ -75,7 +76,7 @@ def _names_of_layers(config: DecoderConfig) -> tuple[dict[str, str], ...]:
     """{tap: shape} of each layer."""
     small, large = (_shapes_of_layers(config, *size) for size in _SIZES)
     letters = dict(zip(zip(*_SIZES, strict=True), "BS", strict=True))
-    if may_have(family_of(config), "example_inputs") is not None:  # half of the tokens are texts
+    if function_of(family_of(config), "example_inputs") is not None:  # half of the tokens are texts
         counts = [tokens for _, tokens in _SIZES]
         letters |= {(counts[0] // 2, counts[1] // 2): "T", (-(-counts[0] // 2), -(-counts[1] // 2)): "I"}
     both = zip(small, large, strict=True)
@@ -113,10 +114,10 @@ class _Recorder(Context):
 def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[dict[str, torch.Size], ...]:
     family: Any = family_of(config)
     positions = torch.arange(tokens, device="meta").expand(batch, tokens)
-    if may_have(family, "INPUTS") == "patches":  # (row, column, rows, columns)
+    if traits_of(family).inputs == "patches":  # (row, column, rows, columns)
         positions = positions[..., None].expand(-1, -1, 4)
     given: dict[str, Any] = {"positions": positions}
-    if (example := may_have(family, "example_inputs")) is not None:
+    if (example := function_of(family, "example_inputs")) is not None:
         given = example(config, positions)
         positions = given["positions"]
     ids = torch.ones(batch, tokens, dtype=torch.long, device="meta")
@@ -126,7 +127,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     x = torch.empty(batch, tokens, config.hidden_size, device="meta")
     width = field_of(config, "hidden_size_per_layer_input")
     common: dict[str, Any] = {}
-    if (shared := may_have(family, "shared")) is not None:
+    if (shared := function_of(family, "shared")) is not None:
         spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
         weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
         given |= {"memory": x, "memory_mask": next(iter(masks.values()))}
@@ -140,7 +141,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
-            more |= {"kv": lent[source]} if (source := source_kind(kind)) else {}
+            more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
             _, aux = family.block(weights, x, masks[kind], tables[kind], **how, **more, **common)

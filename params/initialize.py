@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf, LogUniform, Sinusoids
 from fnmodels.tree import Tree
 from params.sharding import Sharding, plan_by_path

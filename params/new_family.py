@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import families, family_for, may_have
+from fnmodels.models.common.family import model_types
+from fnmodels.models.common.registry import families, family_for
 
 from .command_line import Parser, run_command
 
@@ -55,7 +56,7 @@ def _write(arguments: argparse.Namespace) -> int:
         types, default = _types_of(arguments.like)
         if rest := ", ".join(one for one in types if one != default):
             print(f"Remove from both what is there for {rest}: {arguments.like}.py reads these model types.")
-    if "\nROUTED = True\n" in next(iter(texts.values())):
+    if "routed=True" in next(iter(texts.values())):
         print(f"Find the seeds of its variants with: .venv/bin/python -m tests.support.find_seeds {name}")
     print(f"{PAGE} says what to change. Test it with: .venv/bin/python -m pytest tests -k {name}")
     return 0
@@ -82,7 +83,7 @@ def _types_of(like: str) -> tuple[list[str], str]:
     """The model types of a family, and the one that its Config has by default."""
     types = [found for found, module in families().items() if module.endswith(f".{like}")]
     family = family_for(types[0])
-    return types, family.Config.__dataclass_fields__["model_type"].default or may_have(family, "MODEL_TYPES")[0]
+    return types, family.Config.__dataclass_fields__["model_type"].default or model_types(family)[0]
 
 
 def _without_claims(text: str, name: str) -> str:

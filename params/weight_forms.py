@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.huge_pages import move_to_huge_pages
 from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.linear import linear

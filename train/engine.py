@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from train import checkpoint
 from train.batch import Batch, microbatches

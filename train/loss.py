@@ -26,7 +26,7 @@ from fnmodels import document_layout, tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import readable
-from fnmodels.models.common.registry import DecoderConfig, is_indexed
+from fnmodels.models.common.family import DecoderConfig, parsed
 from fnmodels.ops.torch_internals import full_graph
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
@@ -222,7 +222,7 @@ class RunOptions:
         if made is None or not self.blocks.compiled or is_one_per_shape(made):
             return made
         # On CUDA documents are an argument of compiled blocks; some kernels and kinds are bound to a layout.
-        bound = callable(options.kernel) or options.kernel == "blocks" or any(map(is_indexed, masks))
+        bound = callable(options.kernel) or options.kernel == "blocks" or any(kind.indexed for kind in parsed(masks))
         return None if bound or not all(leaf.is_cuda for leaf in _tensors(masks)) else made
 
     def _global_tables(

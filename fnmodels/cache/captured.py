@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import Constants, without_host
-from fnmodels.models.common.registry import DecoderConfig, refuse_towers
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import refuse_towers
 from fnmodels.ops.slots import MEMORY, SLOTTED
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree

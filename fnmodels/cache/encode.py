@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from fnmodels.apply import forward, stack_params
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.registry import stack_configs
 from fnmodels.models.encoder_decoder.cross_attention import keys_of_memory, without_padding
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -38,7 +38,7 @@ def encode(
     A token of the decoder sees the encoder's tokens of its row that have its segment id, 1 by default. ValueError for a
     model of one stack; TypeError for masks that are no `fnmodels.Mask`.
     """
-    stacks = may_have(family_of(config), "stacks")(config)
+    stacks = stack_configs(config)
     if not stacks:
         raise ValueError(
             f"A model of type {config.model_type!r} with this config has one stack: take fnmodels.init_cache."

@@ -11,14 +11,8 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import (
-    DecoderConfig,
-    family_of,
-    field_of,
-    may_have,
-    source_kind,
-    text_config,
-)
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of
+from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.huge_pages import advise_huge_pages
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
@@ -56,7 +50,7 @@ def init_cache(
             raise ValueError(f"{name} is {size}; a cache has at least one row and one slot.")
     config = text_config(config)
     family = family_of(config)
-    if may_have(family, "stacks")(config):
+    if stack_configs(config):
         raise ValueError("A model of an encoder and a decoder has its cache from fnmodels.encode, which fills it.")
     first = torch.zeros(1, 1, dtype=torch.long)
     masks = family.attention_masks(config, first, first + 1)
@@ -150,13 +144,13 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
     more: dict[str, Any] = {}
     if width := field_of(config, "hidden_size_per_layer_input"):
         more["layer_input"] = torch.empty(0, 1, width, dtype=dtype, device="cpu")
-    if may_have(family, "shared") is not None:  # no biases, and a memory without rows
+    if function_of(family, "shared") is not None:  # no biases, and a memory without rows
         memory = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
         more["shared"] = {"memory": memory, "memory_mask": torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")}
     found: dict[Any, dict[str, Shape]] = {}
     entries: list[dict[str, Shape]] = []
     for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
-        if source_kind(kind):  # reads another layer's entry
+        if LayerKind.parse(kind).source:  # reads another layer's entry
             entries.append({})
             continue
         key = kind, tuple((path, leaf.shape) for path, leaf in tree.flatten(layer).items())

@@ -12,7 +12,8 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import reads_spans
 from fnmodels.inputs.segments import positions_from_segments
 from fnmodels.inputs.values import has_values, host_is_away
-from fnmodels.models.common.registry import DecoderConfig, source_kind, text_config
+from fnmodels.models.common.family import DecoderConfig, LayerKind
+from fnmodels.models.common.registry import text_config
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
 from fnmodels.preparation import check_text_alone, per_token, positions_of_images, with_image_masks
 
@@ -83,7 +84,7 @@ def _on_cache(inputs: dict[str, Any], masks: Mapping[str, MaskLike], cache: Cach
             made[id(mask), slots.ring] = with_slots(mask, slots)
 
     def of_step(kind: str, mask: MaskLike) -> MaskLike:
-        source = source_kind(kind) or kind
+        source = LayerKind.parse(kind).source or kind
         if source not in cache.slots:
             return mask
         return with_attention(mask, made[id(attention_part(masks[source])), cache.slots[source].ring])

@@ -13,7 +13,8 @@ from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, reads_spans, simplify
 from fnmodels.inputs.values import has_values, host_is_away
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, may_have, source_kind
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
@@ -112,7 +113,7 @@ def step_on(
     planned = plan_step(prepared, cache, config, options, run_params=run_params, **known)
     edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
     given = planned.options.keywords | {"edits": edits or None}
-    if may_have(family_of(config), "BIASED"):
+    if traits_of(family_of(config)).biased:
         (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
         assert isinstance(read, Mask)
         inputs = {**inputs, "key_positions": read.kv_positions}
@@ -162,8 +163,10 @@ def plan_step(
         mask = _mask_of_step(kind, masks, slots)
         key = id(mask), slots.ring
         if key not in plans:
-            needs_mask = field_of(config, "attention_softcap") is not None or any(map(is_indexed, cache.slots))
-            needs_mask = needs_mask or may_have(family_of(config), "BIASED")
+            needs_mask = field_of(config, "attention_softcap") is not None or any(
+                LayerKind.parse(kind).indexed for kind in cache.slots
+            )
+            needs_mask = needs_mask or traits_of(family_of(config)).biased
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             multiple = TILE if options.invariant else 1
             plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
@@ -178,7 +181,7 @@ def plan_step(
     )
     read: dict[str, MaskLike] = dict(masks)
     for kind in masks:
-        found = of_kind.get(source_kind(kind) or kind)
+        found = of_kind.get(LayerKind.parse(kind).source or kind)
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
     return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()})

@@ -9,7 +9,7 @@ Two tokens of different segments, and padding (segments of 0 or less), never see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,10 +135,10 @@ def check_one_axis(positions: Tensor) -> None:
 
 
 def causal_masks(
-    kinds: Iterable[str], window: int | None, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+    windows: Mapping[str, int | None], positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask} of a decoder: causal, with a window of `window` keys for kinds "sliding*"."""
-    rules = {kind: Causal() & Window(window or 0) if kind.startswith("sliding") else Causal() for kind in kinds}
+    """{kind: mask} of a decoder: causal, with a sliding window of so many keys, or without one for None."""
+    rules = {kind: Causal() & Window(window) if window else Causal() for kind, window in windows.items()}
     return masks_of(rules, positions, segment_ids, create=create)
 
 

@@ -9,7 +9,8 @@ import difflib
 import importlib
 from typing import Any, cast
 
-from fnmodels.models.common.registry import Family, claim, every_model, family_reading, may_have, towers
+from fnmodels.models.common.family import Family
+from fnmodels.models.common.registry import claim, every_model, family_reading, towers
 
 
 def preset(name: str) -> Any:
@@ -33,7 +34,7 @@ def published() -> dict[str, dict[str, Any]]:
     owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
     for module in dict.fromkeys((*every_model().values(), *towers().values())):
         family = cast(Family, importlib.import_module(module))
-        for name, values in may_have(family, "PRESETS").items():
+        for name, values in getattr(family, "PRESETS", {}).items():
             claim(owners, name, module, "preset")
             found[name] = values
     return found

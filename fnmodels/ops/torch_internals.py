@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from fnmodels.inputs.values import aside, batched_gradient
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -156,6 +157,15 @@ def in_graph(*tensors: Tensor, cuda: bool = False) -> bool:
 
     plain = all(type(t) in _PLAIN and (t.is_cpu or (cuda and t.is_cuda)) for t in tensors)
     return plain and not torch.compiler.is_exporting() and not _autocast(cuda) and transforms() == ()
+
+
+def traced_as_constant(function: Function) -> Function:
+    """The function; dynamo calls it and takes the result as a constant.
+
+    `torch.compiler.assume_constant_result` does the same, and imports dynamo.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def __getattr__(name: str) -> Any:

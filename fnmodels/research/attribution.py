@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.apply import forward
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import Edit
 from fnmodels.taps import tap_names
 from fnmodels.tree import Tree

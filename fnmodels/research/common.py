@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.taps import tap_names
 from fnmodels.tree import Tree
 

@@ -20,8 +20,9 @@ from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.context import Context
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of, parsed
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, may_have, source_kind
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.slots import Entry
 from fnmodels.options import Edit
 from fnmodels.run_params import RunParams
@@ -97,8 +98,8 @@ def given_run(
     """The run with `edits` from which runs with further edits of taps of `layers` are continued."""
     given = GivenRun(params, prepared, config, edits, read)
     kinds = family_of(config).kinds(config)
-    more = any(is_indexed(kind) or source_kind(kind) for kind in kinds) or field_of(config, "head") in PER_DOCUMENT
-    if more or field_of(config, "hidden_size_per_layer_input") or may_have(family_of(config), "shared"):
+    more = any(kind.indexed or kind.source for kind in parsed(kinds)) or field_of(config, "head") in PER_DOCUMENT
+    if more or field_of(config, "hidden_size_per_layer_input") or function_of(family_of(config), "shared"):
         return given
     run = functools.partial(hidden, params, *prepared, config=config, kernel="math")
     within = {name: edit for name, edit in edits.items() if name not in FINAL}

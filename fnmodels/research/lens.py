@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.apply import hidden
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.norm import upcast
 from fnmodels.tree import Tree
 

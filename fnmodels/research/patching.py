@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.apply import forward
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.options import Edit
 from fnmodels.taps import list_of_taps
 from fnmodels.tree import Tree

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.apply import hidden, run_layers
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 

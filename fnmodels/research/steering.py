@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.apply import hidden
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 

@@ -12,15 +12,8 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import (
-    config_class,
-    families,
-    family_of,
-    family_reading,
-    may_have,
-    model_type_of,
-    to_hf,
-)
+from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
 
 CONFIG = "config.json"
@@ -39,7 +32,7 @@ def part_of(config: Any, part: str | None, folder: Path) -> Any:
     if part is None:
         return config
     family = family_of(config)
-    own = {"text" if may_have(family, "INPUTS") == "tokens" else "vision": config}
+    own = {"text" if traits_of(family).inputs == "tokens" else "vision": config}
     parts: dict[str, Any] = getattr(family, "towers", lambda config: own)(config)
     if part not in parts:
         raise ValueError(f"{folder}: the model has no part {part!r}; it has {', '.join(parts)}.")

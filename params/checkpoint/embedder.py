@@ -12,7 +12,7 @@ from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError, memory_for
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from params.io.files import inner_folder, plain_file, read_json
 from params.io.safetensors_file import (

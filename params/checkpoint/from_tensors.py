@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import MismatchError
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.tree import Tree
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fnmodels.errors import MismatchError
+from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.quantization import quantization_of
-from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
+from fnmodels.models.common.registry import family_of
 from params.io.safetensors_file import Entry, TensorFile, cast_buffer
 
 from . import tensor_map
@@ -51,7 +52,7 @@ def check_folder(
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
     declared, values = read_config(folder, family, part)
     config = declared if head is None else replace(declared, head=head, num_labels=0)
-    opened = open_folder(folder, stack, may_have(family_of(config), "WEIGHTS"))
+    opened = open_folder(folder, stack, traits_of(family_of(config)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     found = pair_scales(folder, opened, quantization_of(values))
     parameters = tensor_map.stored_leaves(config)

@@ -18,7 +18,8 @@ import torch
 from fnmodels import tree
 from fnmodels.errors import memory_for
 from fnmodels.models.common import storage
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import cast_buffer
@@ -122,7 +123,7 @@ def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, 
         return None, None
     leaves = {parameter.path: parameter.leaf for parameter in checked.parameters}
     tops = {path.partition(".")[0] for path in leaves}
-    left_out = may_have(family_of(checked.config), "OPTIONAL").keys() - tops
+    left_out = traits_of(family_of(checked.config)).optional.keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
     return plan, plan_by_path(plan, leaves)
 

@@ -16,7 +16,8 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import strict_json
-from fnmodels.models.common.registry import DecoderConfig, family_of, may_have, to_hf
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.registry import family_of, to_hf
 from fnmodels.tree import Tree
 from params.io.safetensors_file import LazyTensor, write_tensors
 
@@ -57,7 +58,7 @@ def write_model(
     tensors = lazy_tensors(config, params)
     _check_plain(tree.flatten(params))
     text = config_text(config, _main_dtype(tree.flatten(params)))
-    stem = may_have(family_of(config), "WEIGHTS")
+    stem = traits_of(family_of(config)).weights
     shards = _shards(tensors, _bytes(max_shard_size), stem)
     with saving(folder, MODEL) as temporary:
         for file, names in shards.items():

@@ -45,7 +45,7 @@ def stem_in(folder: Path) -> str:
 def open_folder(folder: Path, stack: ExitStack, stem: str = "model") -> dict[str, tuple[TensorFile, Entry]]:
     """{tensor name: (its file, its entry)} with every header checked; `stack` closes the files.
 
-    stem: the beginning of the files' names, `WEIGHTS` of the family.
+    stem: the beginning of the files' names, the trait `weights` of the family.
     IndexFileError where index and files disagree, FileNotFoundError for missing files, UnsupportedError for pickles.
     """
     whole, listed = single_name(stem), index_name(stem)

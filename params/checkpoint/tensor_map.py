@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names, may_have
+from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
+from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
 
@@ -85,15 +86,15 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
 
 
 def is_leftover(config: DecoderConfig, name: str) -> bool:
-    """Whether `name` is no parameter: a buffer in old files of the family (its LEFTOVERS), or of an UNREAD part."""
-    patterns = may_have(family_of(config), "LEFTOVERS")
-    own = (*(patterns(config) if callable(patterns) else patterns), *may_have(family_of(config), "UNREAD").values())
-    return any(re.fullmatch(pattern, name) for pattern in own)
+    """Whether `name` is no parameter: a buffer in old files of the family (its leftovers), or of an unread part."""
+    family = family_of(config)
+    traits, of_config = traits_of(family), function_of(family, "leftovers")(config)
+    return any(re.fullmatch(pattern, name) for pattern in (*traits.leftovers, *of_config, *traits.unread.values()))
 
 
 def refuse_unread(config: DecoderConfig, names: Iterable[str], drop: Collection[str], folder: Path) -> None:
-    """UnsupportedError where files have tensors of one of the family's UNREAD parts, which `drop` does not name."""
-    for part, pattern in may_have(family_of(config), "UNREAD").items():
+    """UnsupportedError where files have tensors of one of the family's unread parts, which `drop` does not name."""
+    for part, pattern in traits_of(family_of(config)).unread.items():
         own = [name for name in names if re.fullmatch(pattern, name)]
         if own and part not in drop:
             raise UnsupportedError(
@@ -113,11 +114,11 @@ def names_of_head(declared: DecoderConfig, config: DecoderConfig, found: Iterabl
 def published_names(
     config: DecoderConfig, expected: Container[str], found: Collection[str], prefix: str = ""
 ) -> list[str]:
-    """The names `found` in files, with the published one for a name of the family's RESAVED.
+    """The names `found` in files, with the published one for a name in the trait `resaved`.
 
     Only where the published one is expected and not there too, so that no two tensors get one name.
     """
-    patterns = may_have(family_of(config), "RESAVED")
+    patterns = traits_of(family_of(config)).resaved
 
     def published(name: str) -> str:
         for pattern, replacement in patterns.items() if name not in expected else ():
@@ -130,9 +131,9 @@ def published_names(
 
 
 def why_wrong(config: DecoderConfig, names: Iterable[str]) -> str:
-    """The end of an error about tensors of other shapes that the family's EQUAL_PARTS explain; "" if they do not."""
+    """The end of an error about tensors of other shapes that the trait `equal_parts` explains; "" if it does not."""
     wrong = tuple(names)
-    for parts in may_have(family_of(config), "EQUAL_PARTS"):
+    for parts in traits_of(family_of(config)).equal_parts:
         if any(name.endswith(tuple(f".{part}" for part in parts)) for name in wrong):
             return (
                 f"\ntransformers 5.23 saves {', '.join(parts)} as equal parts of what they are together, whatever "
@@ -165,7 +166,7 @@ def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
 
     Files may omit them. A save writes them, because other programs read them.
     """
-    named: dict[str, str] = may_have(family_of(config), "hf_copies")(config)
+    named: dict[str, str] = function_of(family_of(config), "hf_copies")(config)
     names = hf_names(config) if named else {}
     return {copy.removeprefix(prefix): disk_names(names[path])[0].removeprefix(prefix) for copy, path in named.items()}
 
@@ -175,11 +176,11 @@ def drop_optional(
 ) -> tuple[Any, frozenset[str]]:
     """(config without the optional parts that are not loaded, names on disk that are skipped for it).
 
-    A family lists the optional parts of its model in OPTIONAL, {key of the tree: config field that counts them}. Parts
-    in `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
+    The trait `optional` lists the optional parts of a model, {key of the tree: config field that counts them}. Parts in
+    `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
     """
-    optional = may_have(family_of(config), "OPTIONAL")
-    known = (*optional, *may_have(family_of(config), "UNREAD"))
+    optional = traits_of(family_of(config)).optional
+    known = (*optional, *traits_of(family_of(config)).unread)
     if unknown := sorted(set(drop) - set(known)):
         raise ValueError(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "

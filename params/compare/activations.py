@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels import forward, prepare, tap_names
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.tree import Tree
 
 from .batches import Batch

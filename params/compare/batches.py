@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import family_of
-from fnmodels.models.common.registry import DecoderConfig, may_have, ordered_kinds
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import Rope
 
 SHORTEST, SHIFT = 4, 3
@@ -55,7 +56,7 @@ def their_mistakes(config: DecoderConfig) -> tuple[str, ...]:
     """The arrangements on which transformers itself is wrong for this model."""
     # Its convolutions and recurrent states run on from one document into the next.
     ordered = ("packed",) if ordered_kinds(config) else ()
-    mixed = () if may_have(family_of(config), "CAUSAL") else ("packed",)  # encoders never separate documents
+    mixed = () if traits_of(family_of(config)).causal else ("packed",)  # encoders never separate documents
     return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered, *mixed)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError, printable
-from fnmodels.models.common.registry import field_of, may_have
+from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
 from params.checkpoint.load import load_pretrained
@@ -89,7 +89,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     config: Any = load_config(folder, part="text")
     if field_of(config, "head") not in ("lm", "masked_lm"):
         raise UnsupportedError(f"Only logits of tokens are compared, and this model's head is {config.head!r}.")
-    optional = may_have(family_of(config), "OPTIONAL")  # transformers does not load these
+    optional = traits_of(family_of(config)).optional  # transformers does not load these
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
     params, mismatch = _params(folder, optional)
     transformers = transformers_if_installed()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.tree import Tree
 from params.checkpoint.tensor_map import by_name, stored_leaves

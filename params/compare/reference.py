@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fnmodels import family_of
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common.registry import DecoderConfig, may_have, to_hf
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.registry import to_hf
 from params.checkpoint.tensor_map import by_name, published_names, stored_leaves
 
 _CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of model types that AutoModelForCausalLM of 5.23 does not know
@@ -29,7 +30,7 @@ def load_reference(transformers: Any, folder: Path, config: DecoderConfig) -> An
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     name = _CLASSES.get(config.model_type, "AutoModelForCausalLM")
-    if not may_have(family_of(config), "CAUSAL"):
+    if not traits_of(family_of(config)).causal:
         (name,) = to_hf(config)["architectures"]
     try:
         model = getattr(transformers, name).from_pretrained(
@@ -69,10 +70,10 @@ def on_disk(model: Any) -> dict[str, Tensor]:
 
 
 def as_published(config: DecoderConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's tensors under the published names and in their shapes: see a family's RESAVED, EQUAL_PARTS."""
+    """The reference's tensors under the published names and in their shapes: traits `resaved`, `equal_parts`."""
     ours = by_name(stored_leaves(config))
     found = dict(zip(published_names(config, ours, theirs), theirs.values(), strict=True))
-    for parts in may_have(family_of(config), "EQUAL_PARTS"):
+    for parts in traits_of(family_of(config)).equal_parts:
         for first in (name for name in ours if name.endswith(f".{parts[0]}")):
             names = [first.removesuffix(parts[0]) + part for part in parts]
             rows, sizes = [found[name] for name in names if name in found], [ours[n][0].disk_shape[0] for n in names]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
 from params.initialize import draw

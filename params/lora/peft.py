@@ -18,7 +18,8 @@ from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError, memory_for
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Stack, Stored
 from fnmodels.tree import Tree

@@ -10,7 +10,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.apply import layer_inputs_of
 from fnmodels.models.common.carried import borrowed, takes_choice
-from fnmodels.models.common.registry import source_kind
+from fnmodels.models.common.family import LayerKind, parsed
 from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, trainable
 
 MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
@@ -20,7 +20,7 @@ def kinds_of(case: Case) -> tuple[str, ...]:
     return fnmodels.family_of(case.config).kinds(case.config)
 
 
-CARRYING = [c for c in cases() if any("shared" in kind or source_kind(kind) for kind in kinds_of(c))]
+CARRYING = [c for c in cases() if any("shared" in kind or LayerKind.parse(kind).source for kind in kinds_of(c))]
 every_case = pytest.mark.parametrize("case", CARRYING, ids=str)
 
 
@@ -66,11 +66,11 @@ def test_what_is_not_carried_is_missed(case: Case) -> None:
     params, kinds = generic_params(case.config), kinds_of(case)
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     beside = layer_inputs_of(params, inputs, x, config=case.config)
-    cut = next(i for i, kind in enumerate(kinds) if "shared" in kind or source_kind(kind))
+    cut = next(i for i, kind in enumerate(kinds) if "shared" in kind or LayerKind.parse(kind).source)
     run = functools.partial(fnmodels.run_layers, params, x, masks, freqs_cis, config=case.config, layer_inputs=beside)
     with pytest.raises(ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and"):
         run(cut, len(kinds))
-    if any(map(source_kind, kinds)):
+    if any(kind.source for kind in parsed(kinds)):
         with pytest.raises(
             ValueError, match=r"Layers from 2 on borrow the keys and values .* 'sliding', which has not run"
         ):

@@ -15,7 +15,7 @@ import train
 from fnmodels import deepseek, tree
 from fnmodels.models.common import context
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import is_indexed, own_choices
+from fnmodels.models.common.family import LayerKind, own_choices
 from fnmodels.ops import indexer
 from fnmodels.ops.indexer import Indexer
 from tests.support.cases import (
@@ -163,7 +163,7 @@ def test_layers_that_share_a_choice(case: Case) -> None:
     inputs, masks, freqs_cis = batch.prepared()
     kinds = fnmodels.family_of(config).kinds(config)
     own = own_choices(kinds)
-    first = next(i for i, kind in enumerate(kinds) if is_indexed(kind) and i not in own)
+    first = next(i for i, kind in enumerate(kinds) if LayerKind.parse(kind).indexed and i not in own)
     layers = functools.partial(fnmodels.run_layers, config=config, kernel="math", valid=inputs["valid"])
     x = fnmodels.family_of(config).embed(params, inputs, config=config)
     whole = layers(params, x, masks, freqs_cis, 0, len(kinds))

@@ -13,7 +13,7 @@ import train.loss
 import train.remat
 from fnmodels.models.common import encoder
 from fnmodels.models.common.context import STATE_TAP
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import LayerKind, traits_of
 from fnmodels.ops import layer_norm
 from tests.support.cases import (
     Case,
@@ -286,7 +286,7 @@ def test_a_block_called_alone(case: Case) -> None:
     _, tapped = batch.forward(params, kernel="auto", taps=("layers.*.input", "layers.*.output"))
     lent: dict[str, Any] = {}
     for index, kind in enumerate(kinds):
-        sparse = may_have(family, "ROUTED") and kind.endswith("_moe")
+        sparse = traits_of(family).routed and LayerKind.parse(kind).routed
         more = beside(case.config, params, inputs, index, lent)
         x, layer = tapped[f"layers.{index}.input"], params["layers"][index]
         got, aux = family.block(layer, x, masks[kind], freqs_cis[kind], config=case.config, kind=kind, **more)

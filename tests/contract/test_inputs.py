@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import attention_part
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,

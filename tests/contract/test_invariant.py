@@ -13,7 +13,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
-from fnmodels.models.common.registry import own_choices
+from fnmodels.models.common.family import own_choices
 from fnmodels.ops import indexer, invariant, linear, mlp
 from fnmodels.ops.attention import invariant as tiles
 from tests.support.cases import Case, attention_of, causal, choices_of, generic_params, richest, short, tokens_of

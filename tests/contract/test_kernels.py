@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
-from fnmodels.models.common.registry import is_indexed
+from fnmodels.models.common.family import LayerKind
 from fnmodels.ops.attention.select import attention
 from tests.fnmodels.inputs.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support.cases import (
@@ -115,6 +115,8 @@ def test_a_kernel_of_the_callers_own(case: Case) -> None:
     assert off(logits(), wanted) < 1e-6
     kinds = [kinds[index] for index in attending_layers(case.config)]
     pairs = zip(asked, kinds, strict=True)
-    assert all(given is attention_part(masks[k]) or (is_indexed(k) and given.ndim == 4) for given, k in pairs)
+    assert all(
+        given is attention_part(masks[k]) or (LayerKind.parse(k).indexed and given.ndim == 4) for given, k in pairs
+    )
     factor = 0
     assert off(logits(), wanted) > 1e-3

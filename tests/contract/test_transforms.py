@@ -24,7 +24,7 @@ import params as P
 import train
 from fnmodels import testing, tree
 from fnmodels.models.common.context import PATTERN_TAPS
-from fnmodels.models.common.registry import source_kind
+from fnmodels.models.common.family import LayerKind
 from tests.support.cases import (
     Batch,
     Case,
@@ -330,7 +330,11 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     for cut in range(layers + 1):
         middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options, **more)
         last = functools.partial(fnmodels.run_layers, weights, middle, masks, freqs_cis, cut, layers)
-        if any(source_kind(kind) and source_kind(kind) not in kinds[cut:i] for i, kind in enumerate(kinds) if i >= cut):
+        if any(
+            LayerKind.parse(kind).source and LayerKind.parse(kind).source not in kinds[cut:i]
+            for i, kind in enumerate(kinds)
+            if i >= cut
+        ):
             with pytest.raises(ValueError, match="reads the keys and values of the last layer of kind"):
                 last(**decided, **options, **more)
             continue

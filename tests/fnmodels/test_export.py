@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import llama, tree
-from fnmodels.models.common.registry import source_kind
+from fnmodels.models.common.family import parsed
 from tests.support.cases import Case, batch_of, covering_blocks, generic_params, is_routed, richest, segments, shortest
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
@@ -29,7 +29,7 @@ EXPORTED = [
     dataclasses.replace(case, config=dataclasses.replace(case.config, num_hidden_layers=len(kinds), layer_kinds=kinds))
     if len(fnmodels.family_of(case.config).kinds(case.config)) > 1
     and hasattr(case.config, "layer_kinds")
-    and not any(map(source_kind, kinds))  # which read another layer's keys
+    and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys
     else case
     for case, kinds in list(covering_blocks().items())[::2]
 ]

@@ -12,6 +12,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import mtp, tree
+from fnmodels.models.common.family import LayerKind
 from fnmodels.options import ForwardOptions
 from tests.support.cases import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
 
@@ -63,7 +64,7 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
             pairs.append(head["eh_proj"] @ torch.cat((norm(token, head["enorm"]), norm(h[i], head["hnorm"]))))
         inputs, masks, tables = fnmodels.prepare(config, tokens[None, : length - k], length=24)
         kind = family.kinds(config)[-1]
-        more = {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
+        more = {"valid": inputs["valid"]} if LayerKind.parse(kind).routed else {}
         out, _ = family.block(
             head["block"], torch.stack(pairs)[None], masks[kind], tables[kind], config=config, kind=kind,
             options=ForwardOptions("math"), **more,

@@ -12,14 +12,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 import fnmodels
 import params as P
 import train
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import traits_of
 from tests.support.cases import Case, cases, generic_params, positions_of, richest, seed_of, segments, tokens_of
 from tests.support.oracle import assert_close, model_of, save
 
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
 ROWS = segments((-3, 9, 5, -1), (18,))  # left padding, two documents in a row, and one alone
 BY_TYPE = richest(lambda case: case.config.model_type if case.values else "")
-DECODERS = [case for case in BY_TYPE if may_have(fnmodels.family_of(case.config), "CAUSAL")]
+DECODERS = [case for case in BY_TYPE if traits_of(fnmodels.family_of(case.config)).causal]
 KNOWN = [case for case in DECODERS if case.values and case.config.model_type in CLASSES]
 
 

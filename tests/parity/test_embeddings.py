@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fnmodels
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from tests.support.cases import Case, cases, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
 

@@ -9,7 +9,7 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common import storage
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import traits_of
 from tests.support.cases import Batch, Case, batch_of, collected, richest, segments
 from tests.support.oracle import model_of, on_disk, params_of, position_ids
 
@@ -27,7 +27,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
     for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
         table.padding_idx = None
-    decays, decodes = _decays(case), may_have(fnmodels.family_of(case.config), "CAUSAL")
+    decays, decodes = _decays(case), traits_of(fnmodels.family_of(case.config)).causal
     groups = [
         {
             "params": [p for name, p in model.named_parameters() if decays.get(name) is on],

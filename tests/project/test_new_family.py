@@ -12,7 +12,7 @@ import pytest
 
 import fnmodels
 import params as P
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import traits_of
 from params import new_family
 from tests.support.cases import batch_of, cases, family_modules, generic_params, segments, variants_of
 from tests.support.find_seeds import seed_for
@@ -77,7 +77,7 @@ def test_a_copy_of_a_family_claims_the_new_type_only(
     assert family.Config.__dataclass_fields__["model_type"].default in ("", "newcomer")
     named = said.partition("is there for ")[2].partition(":")[0].split(", ")
     assert len(set(original.MODEL_TYPES) - set(named)) == 1  # the one that the new type replaces
-    assert ("tests.support.find_seeds newcomer" in said) == may_have(original, "ROUTED")
+    assert ("tests.support.find_seeds newcomer" in said) == traits_of(original).routed
 
 
 # The variants of the others make Configs with their own family.

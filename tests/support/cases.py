@@ -48,7 +48,8 @@ from fnmodels import testing, tree
 from fnmodels.inputs.mask import attention_part
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import context
-from fnmodels.models.common.registry import field_of, may_have, ordered_kinds, own_choices, source_kind
+from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, traits_of
+from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
 
 
@@ -112,7 +113,7 @@ def cases() -> tuple[Case, ...]:
 
 def causal(case: Case) -> bool:
     """Whether no token of the model sees a later one."""
-    decodes = may_have(fnmodels.family_of(case.config), "CAUSAL")
+    decodes = traits_of(fnmodels.family_of(case.config)).causal
     return decodes and case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
 
 
@@ -143,7 +144,7 @@ def beside(config: Any, params: Any, inputs: Any, index: int, lent: dict[str, An
     more = {"valid": inputs["valid"]} if index in sparse_layers(config) else {}
     for value in layer_inputs_of(config, params, inputs).values():
         more["layer_input"] = value[:, :, index]
-    return more | ({"kv": lent[source]} if (source := source_kind(kind)) else {})
+    return more | ({"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {})
 
 
 def is_ordered(case: Case) -> bool:
@@ -212,7 +213,7 @@ def attention_of(case: Case) -> str:
     rules = {re.sub(r"\d", "", str(getattr(attention_part(mask), "rule", None))) for mask in masks.values()}
     together = any(isinstance(mask, dict) for mask in masks.values())  # with a recurrent mixer in one layer
     leaves = {path.rpartition(".")[2] for path in tree.flatten(family.spec(case.config))} & {"sinks", "kv_b_proj"}
-    lent, softcap = any(map(source_kind, kinds)), getattr(case.config, "attention_softcap", None)
+    lent, softcap = any(kind.source for kind in parsed(kinds)), getattr(case.config, "attention_softcap", None)
     return str((sorted(rules), together, sorted(leaves), lent, softcap, bool(own_choices(kinds))))
 
 
@@ -503,7 +504,7 @@ def subject_of(
 
 
 def _frequencies(config: Any, kind: str, pairs: int, length: int | None) -> Tensor:
-    rope = getattr(config, "local_rope", config.rope) if kind.startswith("sliding") else config.rope
+    rope = getattr(config, "local_rope", config.rope) if LayerKind.parse(kind).slides else config.rope
     return frequencies(rope, 2 * pairs, None if length is None else torch.tensor(length))
 
 
@@ -548,8 +549,8 @@ def is_routed(config: Any) -> bool:
 def sparse_layers(config: Any) -> list[int]:
     """The layers that have experts."""
     family = fnmodels.family_of(config)
-    routed = may_have(family, "ROUTED")
-    return [i for i, kind in enumerate(family.kinds(config)) if routed and kind.endswith("_moe")]
+    routed = traits_of(family).routed
+    return [i for i, kind in enumerate(family.kinds(config)) if routed and LayerKind.parse(kind).routed]
 
 
 def routing_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import is_indexed, ordered_kinds
+from fnmodels.models.common.family import LayerKind
+from fnmodels.models.common.registry import ordered_kinds
 from params import Rules, plan
 from tests.support import copies
 from tests.support.cases import batch_of, cases, generic_params, segments
@@ -195,7 +196,9 @@ def weights_of(config: Any) -> Any:
     Their fp32 gradients in one process are up to 1.2e-5 from those in fp64, those of attention 4e-6; and rounding makes
     another choice.
     """
-    precise = ordered_kinds(config) or any(map(is_indexed, fnmodels.family_of(config).kinds(config)))
+    precise = ordered_kinds(config) or any(
+        LayerKind.parse(kind).indexed for kind in fnmodels.family_of(config).kinds(config)
+    )
     return generic_params(config, torch.float64 if precise else torch.float32)
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import storage
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from tests.support.cases import collected, generic, variants_of
 
 # transformers 5.23 lists it among models with vision only

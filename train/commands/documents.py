@@ -30,7 +30,7 @@ import params as P
 from fnmodels.embedding import Embedder
 from fnmodels.errors import UserError
 from fnmodels.files import check_folder, copy_file
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from fnmodels.tree import Tree
 from params.io.files import inner_file, plain_file
 from train import checkpoint

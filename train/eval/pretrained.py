@@ -12,7 +12,8 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, read_text
 from fnmodels.models.common.config_json import Fields, shown
-from fnmodels.models.common.registry import family_of, may_have, text_config
+from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.tree import Tree
 from params.checkpoint.config import TOKENS_LIMIT
 from params.io.files import plain_file, read_json
@@ -75,7 +76,7 @@ def load_image_model(folder: Path) -> tuple[Any, Tree]:
     family, text = family_of(config), text_config(config)
     if text is config:
         raise UserError(f"{base}: a model of type {config.model_type!r} reads no images")
-    config, params = P.load_pretrained(base, drop=tuple(may_have(family, "UNREAD")))
+    config, params = P.load_pretrained(base, drop=tuple(traits_of(family).unread))
     if base != folder:
         params = {**params, "text": P.lora.load_adapters(folder, config.text, params["text"])}
     return config, params

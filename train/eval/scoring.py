@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree

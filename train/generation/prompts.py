@@ -10,7 +10,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
-from fnmodels.models.common.registry import DecoderConfig, family_of, text_config
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree, leaves
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache, DecodingStep, tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import params as P
 from fnmodels import tree
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.tensor_map import duplicate_names, pieces, stored_leaves
 from params.sharding import sharding_of

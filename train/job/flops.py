@@ -14,7 +14,7 @@ import resource
 import sys
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.tree import Tree
 
 TABLES = ("embed_tokens", "embed_positions", "embed_tokens_per_layer")

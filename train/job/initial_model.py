@@ -18,7 +18,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.header_checks import check_folder
 from params.checkpoint.manifest import digest, manifests
@@ -104,7 +104,7 @@ def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
     with ExitStack() as stack:
         config = check_folder(folder, stack, unused_parts(source), part="text").config
-    if not may_have(fnmodels.family_of(config), "CAUSAL"):
+    if not traits_of(fnmodels.family_of(config)).causal:
         raise UserError(
             f"--init {source} is a {config.model_type}, whose tokens see later ones, and this job trains next-token "
             "prediction: train it with train.make_step and the labels of train.mask_tokens"
@@ -184,8 +184,8 @@ def run_spec(config: DecoderConfig, settings: Settings) -> Tree:
 def unused_parts(source: Path) -> tuple[str, ...]:
     """Parts of the checkpoint that the loss does not use: MTP heads."""
     config = P.load_config(pretrained.weights_folder(source), part="text")
-    found: dict[str, str] = may_have(fnmodels.family_of(config), "OPTIONAL")
-    return tuple(part for part, count in found.items() if getattr(config, count))
+    lengths = traits_of(fnmodels.family_of(config)).optional
+    return tuple(part for part, length in lengths.items() if getattr(config, length))
 
 
 def check_unchanged(source: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import params as P
 from fnmodels.errors import UserError
 from fnmodels.inputs.load_balance import head_tail_order
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.comm.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy

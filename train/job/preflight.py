@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.data import sources
 
 from . import initial_model

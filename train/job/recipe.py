@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.tree import Tree
 from train.loss import Balance, LossFn
 from train.losses.next_token import next_token_loss
@@ -102,7 +102,7 @@ def losses(config: DecoderConfig, settings: Settings) -> tuple[LossFn, LossFn]:
 
 
 def is_routed(config: DecoderConfig) -> bool:
-    return bool(may_have(fnmodels.family_of(config), "ROUTED"))
+    return bool(traits_of(fnmodels.family_of(config)).routed)
 
 
 def step_options(settings: Settings) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.files import write_text
 from fnmodels.models.common.config_json import strict_json
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from train.checkpoint import saved_steps as checkpoint

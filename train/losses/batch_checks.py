@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fnmodels import documents, tree
 from fnmodels.inputs.values import readable
-from fnmodels.models.common.registry import family_of, field_of, is_routed, may_have, text_config
+from fnmodels.models.common.family import field_of, is_routed, traits_of
+from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.moe.layer import check_range
 from train.loss import ModelLoss
 
@@ -87,7 +88,7 @@ def check_batch(batch: Batch, config: Any, labels: Numbers | str | None = "vocab
     if "routing" in batch and _is_read(batch["routing"]) and "segment_ids" in batch:
         _check_routing(batch["routing"], batch["segment_ids"] > 0, config)
     family = family_of(config)
-    if may_have(family, "INPUTS") == "latents":
+    if traits_of(family).inputs == "latents":
         _check_images(batch)
     if hasattr(family, "with_images") and {"image_ids", "patch_positions"} <= batch.keys():
         _check_grids(batch["image_ids"], batch["patch_positions"])
@@ -157,7 +158,7 @@ def _check_grids(image_ids: Tensor, positions: Tensor) -> None:
 def _numbers(config: Any) -> Mapping[str, Numbers]:
     """{entry of a batch: what it numbers} of a model."""
     family: Any = family_of(config)
-    if stacks := may_have(family, "stacks")(config):
+    if stacks := stack_configs(config):
         source, target = _of_text(stacks["encoder"]), _of_text(stacks["decoder"])
         found = {f"decoder_{name}": target[name] for name in ("tokens", "positions") if name in target}
         return found | {name: source[name] for name in ("tokens", "positions") if name in source} | _labels(target)
@@ -184,7 +185,7 @@ def _of_text(config: Any) -> dict[str, Numbers]:
     if types := getattr(config, "type_vocab_size", 0):
         found["token_types"] = Numbers(types)
     table = family_of(config).spec(config).get("embed_positions")
-    if table is not None and table.axes == ("position", "embed") and may_have(family_of(config), "INPUTS") == "tokens":
+    if table is not None and table.axes == ("position", "embed") and traits_of(family_of(config)).inputs == "tokens":
         found["positions"] = Numbers(table.shape[0] - field_of(config, "first_position"))
     if table is not None and table.axes == ("axis", "position", "embed"):  # rows and columns of patches
         found["positions"] = Numbers(table.shape[1], axes=2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.comm.dtensor import is_dtensor

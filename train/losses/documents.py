@@ -17,8 +17,8 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.inputs.packing import IGNORE, Document, pack
 from fnmodels.inputs.values import readable
 from fnmodels.models.common import decoder
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import problem_of
-from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -97,7 +97,7 @@ def classification_loss(
     check_entries(batch, "labels")
     check_targets(batch["labels"], None if several else field_of(config, "num_labels"), of="set of classes")
     states, found = _states(params, batch, config, options), _documents(batch)
-    classify = may_have(fnmodels.family_of(config), "classify") or decoder.classify
+    classify = function_of(fnmodels.family_of(config), "classify") or decoder.classify
     logits, labels = classify(states.params, states.x, found, config=config), _of_documents(batch, "labels", found)
     if not several:
         return cross_entropy(logits, labels)

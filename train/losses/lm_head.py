@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.ops.torch_internals import alone, transformed
 from fnmodels.tree import Tree
 

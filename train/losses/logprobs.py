@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions

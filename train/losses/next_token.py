@@ -10,7 +10,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
+from fnmodels.models.common.family import DecoderConfig, field_of, parsed, traits_of
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -161,12 +161,12 @@ def model_call(
     if not aux and balance is None:
         return ModelCall((given, *arguments), given, masks, freqs_cis, inputs["valid"])
     family = fnmodels.family_of(config)
-    if not may_have(family, "ROUTED"):
+    if not traits_of(family).routed:
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
     terms = RouterTerms(balance or Balance(), counted(batch["labels"], batch.get("weights")).sum(1), aux)
     noted = given
     if run is given.run and run.stage is not None:
         noted = RunParams(given, dataclasses.replace(run, stage=dataclasses.replace(run.stage, routers=terms)))
     # a dense model of a family that has models with experts: its terms are 0
-    taps = ROUTER_TAPS if any(kind.endswith("_moe") for kind in family.kinds(config)) else ()
+    taps = ROUTER_TAPS if any(kind.routed for kind in parsed(family.kinds(config))) else ()
     return ModelCall((noted, *arguments, taps), given, masks, freqs_cis, inputs["valid"], terms, balance is not None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 from train.batch import FULL_ROWS, PLACES, check_entries

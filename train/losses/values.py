@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.models.common.decoder import scores
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree

@@ -17,7 +17,8 @@ from torch import Tensor
 import params as P
 from fnmodels import family_of
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import function_of
+from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from train.comm.collectives import all_gather, maximum
@@ -117,13 +118,13 @@ def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
     """ValueError for a mesh over which a model of this family cannot be sharded."""
     family = family_of(config)
     check_pipelined(config, mesh.pp)
-    several = hasattr(family, "towers") or may_have(family, "stacks")(config)
+    several = hasattr(family, "towers") or stack_configs(config)
     if several and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
             "not have cp above 1, nor sequence=True; fsdp, dp, tp and, of an encoder with its decoder, pp work."
         )
-    if may_have(family, "shared") is not None and (mesh.cp > 1 or sequence):
+    if function_of(family, "shared") is not None and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as the "
             f"distances of tokens, so the mesh {mesh} must not have cp above 1, nor sequence=True; fsdp, dp, tp and pp "

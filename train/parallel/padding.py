@@ -9,7 +9,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.batch import PLACES, Batch, check_entry
 
 # The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.

@@ -14,7 +14,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Rule
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.options import Block

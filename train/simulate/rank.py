@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import Pipeline

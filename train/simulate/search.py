@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import LOOPED
 

@@ -3,7 +3,7 @@
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig, field_of, may_have, source_kind
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of, parsed
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import check_microbatches, pipeline
@@ -56,11 +56,11 @@ def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
         )
     if work.length % mesh.cp:
         raise ValueError(f"Rows of {work.length} tokens do not divide by cp = {mesh.cp}.")
-    if any(map(source_kind, fnmodels.family_of(config).kinds(config))):
+    if any(kind.source for kind in parsed(fnmodels.family_of(config).kinds(config))):
         raise ValueError("Layers that read the keys and values of earlier ones are not simulated.")
     if field_of(config, "hidden_size_per_layer_input"):
         raise ValueError("Layers that read embeddings of the token ids are not simulated.")
-    if may_have(fnmodels.family_of(config), "shared") is not None:
+    if function_of(fnmodels.family_of(config), "shared") is not None:
         raise ValueError("Layers that read a table of relative position biases are not simulated.")
     layer_fn(work.remat, "none")  # for its checks
     if work.remat == "selective":

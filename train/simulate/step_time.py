@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.timeline import Action, run
 

@@ -1,5 +1,6 @@
 """Building blocks of family modules: parameter declarations, config.json readers, default layers and tensor names.
 
+family        the protocols of families and Configs, `Traits`, `LayerKind`
 registry      finds the family of a Config or of a Hugging Face model type
 spec          `Leaf`, the declaration of one parameter, and the leaves of usual layers
 config_json   `Fields`, which reads config.json and refuses unknown fields; rope_config: its rotary settings

@@ -10,20 +10,22 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fnmodels.models.common.registry import is_indexed, own_choices, source_kind
+from fnmodels.models.common.family import own_choices
 from fnmodels.ops.slots import Entry
 from fnmodels.tree import Tree
+
+from .family import LayerKind
 
 
 def takes_choice(kinds: Sequence[str], index: int) -> bool:
     """Whether a layer from `index` on takes its choice of keys from a layer before `index`."""
-    first = next((i for i in range(index, len(kinds)) if is_indexed(kinds[i])), None)
+    first = next((i for i in range(index, len(kinds)) if LayerKind.parse(kinds[i]).indexed), None)
     return first is not None and first not in own_choices(kinds)
 
 
 def borrowed(kinds: Sequence[str], index: int) -> list[str]:
     """The kinds whose keys and values layers from `index` on borrow from layers before `index`."""
-    sources = ((i, source_kind(kind)) for i, kind in enumerate(kinds) if i >= index)
+    sources = ((i, LayerKind.parse(kind).source) for i, kind in enumerate(kinds) if i >= index)
     return list(dict.fromkeys(source for i, source in sources if source and source not in kinds[index:i]))
 
 

@@ -119,7 +119,7 @@ class Context:
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
-        bias: a family that gives one says `BIASED = True`; with a cache it is of the keys that are read.
+        bias: a family that gives one has the trait `biased`; with a cache it is of the keys that are read.
         """
         q, k, v = self._tapped(q, k, v)
         if "cache" in self.tensors:
@@ -140,7 +140,7 @@ class Context:
     def attend_borrowed(self, q: Tensor, mask: MaskLike, *, scale: float) -> Tensor:
         """Attention of q [B, Q, N, H] over keys and values of an earlier layer, cached ones included: [B, Q, N, Hv].
 
-        That is the last layer of the kind `registry.source_kind(kind)`, whose block calls `attend` with lend=True. The
+        That is the last layer of the kind `LayerKind.source`, whose block calls `attend` with lend=True. The
         layer that borrows has no entry in a cache.
         """
         q, lent = self.tap("attention.q", q), self.tensors["kv"]

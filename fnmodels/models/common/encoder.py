@@ -23,9 +23,10 @@ from fnmodels.tree import Tree, flatten
 from . import decoder
 from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
+from .family import field_of, model_types
 from .heads import check_problem, head_fields, head_to_hf, label_names
 from .quantization import quantization
-from .registry import family_of, field_of, may_have
+from .registry import family_of
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from .storage import fuse
 
@@ -75,7 +76,7 @@ class EncoderConfig:
             raise ConfigError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}.")
         check_problem(self)
         if not self.model_type:
-            object.__setattr__(self, "model_type", may_have(family_of(self), "MODEL_TYPES")[0])
+            object.__setattr__(self, "model_type", model_types(family_of(self))[0])
 
     @property
     def head_dim(self) -> int:

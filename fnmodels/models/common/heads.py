@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from fnmodels.errors import ConfigError, UnsupportedError
 
 from .config_json import Fields, shown
-from .registry import FAMILY_DEFAULTS, field_of
+from .family import field_of, traits_of
 
 CLASSES = {
     "none": "Model",
@@ -96,7 +96,7 @@ def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
 def check_head(config: Any) -> None:
     """For a Config's `__post_init__`: ConfigError for a head that its family lacks and for one without labels."""
     head, labels = config.head, config.num_labels
-    known = getattr(sys.modules[type(config).__module__], "HEADS", FAMILY_DEFAULTS["HEADS"])
+    known = traits_of(sys.modules[type(config).__module__]).heads
     if head not in known:
         raise ConfigError(f"head is {head!r}; this family's must be one of {', '.join(known)}.")
     if not isinstance(labels, int) or labels < (head in LABELLED):

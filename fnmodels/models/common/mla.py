@@ -10,8 +10,8 @@ from fnmodels.ops.mlp import ACTIVATIONS
 
 from .config_json import Fields
 from .decoder import decoder_sizes
+from .family import LatentConfig
 from .moe import GroupedConfig
-from .registry import LatentConfig
 from .storage import Stored
 
 # Fields that `latent_from_hf` reads and `decoder.decoder_to_hf` writes unchanged.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fnmodels.models.common.registry import DecoderConfig, LatentConfig, UsualConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, LatentConfig, UsualConfig, field_of
 from fnmodels.tree import Tree
 
 

@@ -10,6 +10,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.mamba import Mamba, hybrid_names, mamba, mamba_from_hf, mamba_leaves, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
@@ -17,7 +18,7 @@ from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("bamba",)
-KINDS = ("linear", "full")
+TRAITS = Traits(kinds=("linear", "full"))
 
 PRESETS = {
     "bamba-9b": {

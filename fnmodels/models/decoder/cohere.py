@@ -14,12 +14,13 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf, decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, layer_norm, project_out, project_qkv, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("cohere2", "cohere")
-KINDS = ("full_nope", "sliding", "full")
+TRAITS = Traits(kinds=("full_nope", "sliding", "full"))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
@@ -24,11 +25,14 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-KINDS = ("full", "full_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
+TRAITS = Traits(
+    kinds=("full", "full_moe"),
+    routed=True,
+    router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer that some files hold
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves, layer_norm_leaves, weight
 from fnmodels.models.common.storage import Stored
@@ -32,10 +33,13 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-KINDS = ("indexed", "indexed_moe", "indexed_shared", "indexed_shared_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
+TRAITS = Traits(
+    kinds=("indexed", "indexed_moe", "indexed_shared", "indexed_shared_moe"),
+    routed=True,
+    router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+)
 
 _ATTENTION = {"indexed_attention": "", "deepseek_sparse_attention": ""}
 _INDEXER = {"full": "indexed", "shared": "indexed_shared"}
@@ -113,7 +117,7 @@ class Config(mixture.GroupedConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        mlps = ["sparse" if kind.endswith("_moe") else "dense" for kind in self.layer_kinds]
+        mlps = ["sparse" if kind.routed else "dense" for kind in parsed(self.layer_kinds)]
         own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         own |= {"first_k_dense_replace": (*mlps, "sparse").index("sparse"), "mlp_layer_types": mlps}
         if self.model_type == "glm_moe_dsa":
@@ -150,7 +154,9 @@ def spec(config: Config) -> Tree:
     own = attention | {"indexer": _indexer_leaves(config)}
 
     def layer(kind: str, attention: Tree) -> Tree:
-        mlp = mixture.grouped_leaves(config, "full_moe" if kind.endswith("_moe") else "full", selection_bias=True)
+        mlp = mixture.grouped_leaves(
+            config, "full_moe" if LayerKind.parse(kind).routed else "full", selection_bias=True
+        )
         return layer_leaves(config.hidden_size, attention, mlp)
 
     layers = [layer(kind, attention if "shared" in kind else own) for kind in config.layer_kinds]
@@ -193,7 +199,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend_latent(weights, normed, freqs, mask, widths=widths, rotate=rotate, scale=scale)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

@@ -15,6 +15,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
@@ -22,11 +23,14 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("ernie4_5", "ernie4_5_moe")
-KINDS = ("full", "full_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="model")
-# The MTP block in the files of 21B-A3B, which transformers does not read either.
-LEFTOVERS = (r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",)
+TRAITS = Traits(
+    kinds=("full", "full_moe"),
+    routed=True,
+    router=ROUTER,
+    # The MTP block in the files of 21B-A3B, which transformers does not read either.
+    leftovers=(r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",),
+)
 
 
 @dataclass(frozen=True)

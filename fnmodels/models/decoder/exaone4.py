@@ -14,12 +14,13 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("exaone4",)
-KINDS = ("full", "sliding", "full_nope")
+TRAITS = Traits(kinds=("full", "sliding", "full_nope"))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import decoder_head_to_hf
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
@@ -24,7 +25,9 @@ from fnmodels.ops import ACTIVATIONS, apply_rotary, layer_norm, plain_mlp, proje
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon",)
-LEFTOVERS = (r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",)  # a buffer in older files
+TRAITS = Traits(
+    leftovers=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),  # a buffer in older files
+)
 
 # The names on disk that differ from `decoder.hf_names`.
 _ON_DISK = {

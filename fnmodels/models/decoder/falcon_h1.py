@@ -12,6 +12,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.mamba import Mamba, hybrid_names, mamba, mamba_from_hf, mamba_leaves, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
@@ -21,7 +22,7 @@ from fnmodels.ops.mlp import glu
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon_h1",)
-KINDS = ("hybrid",)
+TRAITS = Traits(kinds=("hybrid",))
 PRESETS = {
     "falcon-h1-0.5b": {
         "model_type": "falcon_h1",

@@ -19,6 +19,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, project_qkv
@@ -27,7 +28,7 @@ from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
-KINDS = ("full", "sliding")
+TRAITS = Traits(kinds=("full", "sliding"))
 
 _GELU = "gelu_pytorch_tanh"
 _ARCHITECTURES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}

@@ -22,8 +22,8 @@ from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.moe import check_experts, stacked_experts
-from fnmodels.models.common.registry import source_kind
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf
 from fnmodels.models.common.spec import (
     attention_leaves,
@@ -43,9 +43,12 @@ from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gemma4_text", "gemma4")
-KINDS = tuple(see + reuse + moe for moe in ("", "_moe") for reuse in ("", "_reuse") for see in ("full", "sliding"))
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
+TRAITS = Traits(
+    kinds=tuple(see + reuse + moe for moe in ("", "_moe") for reuse in ("", "_reuse") for see in ("full", "sliding")),
+    routed=True,
+    router=ROUTER,
+)
 
 _ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -86,9 +89,11 @@ class Config(decoder.BaseConfig):
         if self.num_attention_heads % heads:
             raise ConfigError(f"num_attention_heads {self.num_attention_heads} is not a multiple of {heads}.")
         for index, kind in enumerate(self.layer_kinds):
-            if source_kind(kind) and source_kind(kind) not in self.layer_kinds[:index]:
-                raise ConfigError(f"Layer {index} is {kind!r}, and no layer before it is {source_kind(kind)!r}.")
-        if any(kind.endswith("_moe") for kind in self.layer_kinds):
+            if LayerKind.parse(kind).source and LayerKind.parse(kind).source not in self.layer_kinds[:index]:
+                raise ConfigError(
+                    f"Layer {index} is {kind!r}, and no layer before it is {LayerKind.parse(kind).source!r}."
+                )
+        if any(kind.routed for kind in parsed(self.layer_kinds)):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
@@ -156,8 +161,8 @@ class Config(decoder.BaseConfig):
             "enable_moe_block": sparse,
             "top_k_experts": self.num_experts_per_tok if sparse else None,
             "num_global_key_value_heads": self.num_global_key_value_heads if self.attention_k_eq_v else None,
-            "num_kv_shared_layers": sum(source_kind(kind) is not None for kind in self.layer_kinds),
-            "layer_types": decoder.layer_types([kind.startswith("sliding") for kind in self.layer_kinds]),
+            "num_kv_shared_layers": sum(kind.source is not None for kind in parsed(self.layer_kinds)),
+            "layer_types": decoder.layer_types([kind.slides for kind in parsed(self.layer_kinds)]),
         }
         ropes = {"full_attention": rope_to_hf(self.rope), "sliding_attention": rope_to_hf(self.local_rope)}
         return decoder.decoder_to_hf(self, "Gemma4ForCausalLM", *names, rope_parameters=ropes, **own)
@@ -209,17 +214,17 @@ def spec(config: Config) -> Tree:
 def _layer(config: Config, kind: str) -> Tree:
     D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
     heads, H, absent = config.num_key_value_heads, config.head_dim, list[str]()
-    if not kind.startswith("sliding"):
+    if not LayerKind.parse(kind).slides:
         heads, H = config.num_global_key_value_heads, config.global_head_dim
         absent = ["v_"] if config.attention_k_eq_v else []
-    if borrows := source_kind(kind) is not None:
+    if borrows := LayerKind.parse(kind).source is not None:
         absent = ["k_", "v_"]
     biased, inner = config.attention_bias, config.intermediate_size
     attention = attention_leaves(D, config.num_attention_heads, heads, H, std=std, qkv_bias=biased, o_bias=biased)
     attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
     mlp: Tree = gated_mlp_leaves(D, 2 * inner if borrows and config.use_double_wide_mlp else inner, std=std)
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    if kind.endswith("_moe"):
+    if LayerKind.parse(kind).routed:
         mlp |= moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std)
         mlp |= {"router_scale": norm(D, "embed"), "per_expert_scale": norm(config.num_experts, "router")}
         names += ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
@@ -237,9 +242,9 @@ def _prefix(config: Config) -> str:
     return "model.language_model." if config.model_type == "gemma4" else "model."
 
 
-def LEFTOVERS(config: Config) -> tuple[str, ...]:
+def leftovers(config: Config) -> tuple[str, ...]:
     """Other towers, and the keys and values of layers that read those of others, which files may hold."""
-    borrowing = "|".join(str(index) for index, kind in enumerate(config.layer_kinds) if source_kind(kind))
+    borrowing = "|".join(str(index) for index, kind in enumerate(config.layer_kinds) if LayerKind.parse(kind).source)
     unused = rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)"
     return unused, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
 
@@ -255,7 +260,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
         end = next((end for end in _NAMES if path.endswith(end)), None)
         names[path] = f"model.{path.removesuffix(end)}{_NAMES[end]}" if end else decoder.decoder_name(path)
     for index, kind in enumerate(config.layer_kinds):
-        if kind.endswith("_moe"):
+        if LayerKind.parse(kind).routed:
             stored = stacked_experts(f"layers.{index}.experts", config.moe_intermediate_size)
             names |= {path.replace(".experts.", ".mlp.experts."): name for path, name in stored.items()}
     return {path: renamed(name, r"^model\.", _prefix(config)) for path, name in names.items()}
@@ -265,7 +270,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     """{kind: fp32 table [B, S, H/2, 2]}, one for full and one for sliding layers."""
     full = rotary_table(config.rope, config.global_head_dim, positions, length)
     near = rotary_table(config.local_rope, config.head_dim, positions, length)
-    return {kind: near if kind.startswith("sliding") else full for kind in sorted(set(config.layer_kinds))}
+    return {kind: near if LayerKind.parse(kind).slides else full for kind in sorted(set(config.layer_kinds))}
 
 
 def layer_inputs(params: Tree, inputs: Tree, x: Tensor, /, *, config: Config) -> Tensor:
@@ -294,7 +299,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = _attention(layer["attention"], normed(x, "input_layernorm"), mask, freqs, config, kind, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", normed(mixed, "post_attention_layernorm")))
     fed = gated_mlp(layer["mlp"], normed(x, "pre_feedforward_layernorm"), activation=config.hidden_act, tap=ctx.tap)
-    if kind.endswith("_moe"):
+    if LayerKind.parse(kind).routed:
         routed = _mixture(layer["mlp"], x, normed(x, "pre_feedforward_layernorm_2"), config, ctx)
         fed = normed(fed, "post_feedforward_layernorm_1") + normed(routed, "post_feedforward_layernorm_2")
     x = x + ctx.tap("mlp", normed(fed, "post_feedforward_layernorm"))
@@ -311,11 +316,11 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Confi
     own = [name for name in "qkv" if f"{name}_proj" in weights]
     heads = {n: split_heads(t, H) for n, t in zip(own, linears(x, weights, own), strict=True)}
     q = apply_rotary(rms_norm_fp32_weight(heads["q"], weights["q_norm"], **norms), freqs)
-    if source_kind(kind):
+    if LayerKind.parse(kind).source:
         return project_out(weights, ctx.attend_borrowed(q, mask, scale=1.0))
     v = rms_norm(heads.get("v", heads["k"]), None, **norms)
     k = apply_rotary(rms_norm_fp32_weight(heads["k"], weights["k_norm"], **norms), freqs)
-    lend = any(source_kind(other) == kind for other in config.layer_kinds)
+    lend = any(LayerKind.parse(other).source == kind for other in config.layer_kinds)
     return project_out(weights, ctx.attend(q, k, v, mask, scale=1.0, lend=lend))
 
 

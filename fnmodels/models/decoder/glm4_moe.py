@@ -17,6 +17,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
@@ -25,10 +26,13 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("glm4_moe", "dots1")
-KINDS = ("full", "full_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
+TRAITS = Traits(
+    kinds=("full", "full_moe"),
+    routed=True,
+    router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+)
 
 _PARTIAL = 0.5  # GLM's default of partial_rotary_factor
 # Values of fields that are absent or null in config.json of dots.llm1.

@@ -17,6 +17,7 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
@@ -26,7 +27,9 @@ from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)
-LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # mask buffers in older files
+TRAITS = Traits(
+    leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),  # mask buffers in older files
+)
 
 # Heads for other tasks, and n_ctx, an unused duplicate of n_positions: its old default 1024 is also in files of models
 # with other lengths.
@@ -167,7 +170,7 @@ def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(kinds(config), None, positions, segment_ids, create=create)
+    return causal_masks(dict.fromkeys(kinds(config)), positions, segment_ids, create=create)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:

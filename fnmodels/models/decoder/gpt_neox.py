@@ -14,6 +14,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -21,7 +22,9 @@ from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out,
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
-LEFTOVERS = (r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",)  # buffers in older files
+TRAITS = Traits(
+    leftovers=(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),  # buffers in older files
+)
 
 # The components of a path that have another name on disk.
 _ON_DISK = {

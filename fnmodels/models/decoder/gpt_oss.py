@@ -16,6 +16,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.moe import check_experts, experts_from_hf, transposed_experts
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
@@ -26,10 +27,8 @@ from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt_oss",)
-KINDS = ("full_moe", "sliding_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-SINKS = True
+TRAITS = Traits(kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER, sinks=True)
 
 # The default rope of transformers for a config.json without one.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -80,7 +79,7 @@ class Config(decoder.SizesConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "swiglu_alpha", "swiglu_limit", "sliding_window")
-        types = decoder.layer_types([kind.startswith("sliding") for kind in self.layer_kinds])
+        types = decoder.layer_types([kind.slides for kind in parsed(self.layer_kinds)])
         experts = ("num_local_experts", "num_experts_per_tok")
         return decoder.decoder_to_hf(self, "GptOssForCausalLM", *names, *experts, layer_types=types)
 

@@ -15,6 +15,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.granite import (  # noqa: F401
     MultipliedConfig,
     attend,
@@ -31,9 +32,8 @@ from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("granitemoehybrid",)
-KINDS = ("linear_moe", "full_moe", "linear", "full")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
+TRAITS = Traits(kinds=("linear_moe", "full_moe", "linear", "full"), routed=True, router=ROUTER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Config(MultipliedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(kind.endswith("_moe") for kind in self.layer_kinds):
+        if any(kind.routed for kind in parsed(self.layer_kinds)):
             mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
@@ -77,7 +77,7 @@ class Config(MultipliedConfig):
         """A config.json in the current dialect."""
         own: dict[str, Any] = mamba_to_hf(self.mixer) | {"mamba_expand": self.mixer.rows["x"] // self.hidden_size}
         own |= {"position_embedding_type": "rope" if self.rotary else "nope"}
-        linear = [kind.startswith("linear") for kind in self.layer_kinds]
+        linear = [kind.ordered for kind in parsed(self.layer_kinds)]
         own |= {"layer_types": decoder.layer_types(linear, "linear_attention")}
         names = ("shared_intermediate_size", "num_local_experts", "num_experts_per_tok")
         return granite_to_hf(self, "GraniteMoeHybridForCausalLM", *names, **own)
@@ -91,11 +91,11 @@ def spec(config: Config) -> Tree:
     D, std, shared = config.hidden_size, config.initializer_range, config.shared_intermediate_size
 
     def layer(kind: str) -> Tree:
-        if kind.startswith("linear"):
+        if LayerKind.parse(kind).ordered:
             attention = mamba_leaves(D, config.mixer, std=std)
         else:
             attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
-        if not kind.endswith("_moe"):
+        if not LayerKind.parse(kind).routed:
             return layer_leaves(D, attention, gated_mlp_leaves(D, shared, std=std))
         experts, inner = config.num_local_experts, config.intermediate_size
         return layer_leaves(D, attention, moe_leaves(D, experts, inner, std=std, shared=shared))
@@ -110,9 +110,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
     inner, shared = config.intermediate_size, config.shared_intermediate_size
     for index, kind in enumerate(config.layer_kinds):
         where, there = f"layers.{index}", f"model.layers.{index}"
-        if kind.startswith("linear"):
+        if LayerKind.parse(kind).ordered:
             names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mamba")
-        dense = f"{where}.mlp.shared_expert" if kind.endswith("_moe") else f"{where}.mlp"
+        dense = f"{where}.mlp.shared_expert" if LayerKind.parse(kind).routed else f"{where}.mlp"
         names |= fuse(f"{there}.shared_mlp.input_linear.weight", {f"{dense}.{n}_proj": shared for n in ("gate", "up")})
         names[f"{dense}.down_proj"] = f"{there}.shared_mlp.output_linear.weight"
         experts, routed = f"{where}.mlp.experts", f"{there}.block_sparse_moe"
@@ -136,13 +136,13 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     weights, eps, share, act = layer["attention"], config.rms_norm_eps, config.residual_multiplier, config.hidden_act
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    if kind.startswith("linear"):
+    if LayerKind.parse(kind).ordered:
         mixed = mamba(weights, normed, mask, config.mixer, ctx, eps=eps, activation=act)
     else:
         mixed = attend(weights, normed, mask, freqs, config, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed * share))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if kind.endswith("_moe"):
+    if LayerKind.parse(kind).routed:
         route = functools.partial(top_k_softmax, k=config.num_experts_per_tok)
         y = ctx.moe(layer["mlp"], normed, route, act=act, dtypes=ROUTER)
     else:

@@ -19,6 +19,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields, merged, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import (
     Leaf,
     LogUniform,
@@ -37,8 +38,6 @@ from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("kimi_linear",)
-KINDS = ("linear_moe", "full_moe", "linear", "full")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 _ALIASES = {  # {published name: that of families alike}
     "model_max_length": "max_position_embeddings",
@@ -53,8 +52,13 @@ _LINEAR = {  # {name in the published linear_attn_config: that of transformers}
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-# transformers 5.23 saves dense layers under the name of mixtures.
-RESAVED = {r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.weight": r"\1.mlp.\2_proj.weight"}
+TRAITS = Traits(
+    kinds=("linear_moe", "full_moe", "linear", "full"),
+    routed=True,
+    router=ROUTER,
+    # transformers 5.23 saves dense layers under the name of mixtures.
+    resaved={r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.weight": r"\1.mlp.\2_proj.weight"},
+)
 
 _DELTA = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4, "full_attn_layers": [*range(4, 27, 4), 27]}
 PRESETS = {
@@ -111,8 +115,8 @@ class Config(mla.LatentMixtureConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json under the published names."""
-        linear = [kind.startswith("linear") for kind in self.layer_kinds]
-        dense = [not kind.endswith("_moe") for kind in self.layer_kinds]
+        linear = [kind.ordered for kind in parsed(self.layer_kinds)]
+        dense = [not kind.routed for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {name: getattr(self, name) for name in mixture.GROUPED}
         if dense == sorted(dense, reverse=True):
             own["first_k_dense_replace"] = sum(dense)
@@ -165,8 +169,10 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
 
     def layer(kind: str) -> Tree:
-        attention = _delta_leaves(config) if kind.startswith("linear") else latent_attention_leaves(config)
-        mlp = mixture.grouped_leaves(config, "full_moe" if kind.endswith("_moe") else "full", selection_bias=True)
+        attention = _delta_leaves(config) if LayerKind.parse(kind).ordered else latent_attention_leaves(config)
+        mlp = mixture.grouped_leaves(
+            config, "full_moe" if LayerKind.parse(kind).routed else "full", selection_bias=True
+        )
         return layer_leaves(config.hidden_size, attention, mlp)
 
     return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
@@ -192,11 +198,11 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names = mla.latent_names(mixture.block_sparse_names(flat, config.n_routed_experts))
     for index, kind in enumerate(config.layer_kinds):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        if kind.startswith("linear"):
+        if LayerKind.parse(kind).ordered:
             names |= delta.separate_names(f"{ours}.attention", f"{theirs}.self_attn", _delta_leaves(config))
             A_log = TensorSlice(f"{theirs}.self_attn.A_log", 0, heads, heads, ones=(2, 1))
             names[f"{ours}.attention.A_log"] = A_log
-        if kind.endswith("_moe"):
+        if LayerKind.parse(kind).routed:
             there = f"{theirs}.block_sparse_moe"
             names[f"{ours}.mlp.selection_bias"] = f"{there}.gate.e_score_correction_bias"
             for leaf in ("gate_proj", "up_proj", "down_proj"):
@@ -214,7 +220,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    if kind.startswith("linear"):
+    if LayerKind.parse(kind).ordered:
         mixed = kimi_delta_attention(weights, normed, mask, config, ctx)
     else:
         widths = mla.latent_widths(config)
@@ -222,7 +228,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         mixed = ctx.attend_latent(weights, normed, freqs, mask, widths=widths, rotate=_unrotated, scale=scale)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

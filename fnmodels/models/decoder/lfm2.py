@@ -17,6 +17,7 @@ from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, renamed
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.moe import check_experts, expert_names, experts_from_hf
 from fnmodels.models.common.spec import (
     Leaf,
@@ -40,9 +41,8 @@ from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("lfm2", "lfm2_moe")
-KINDS = ("conv", "full", "conv_moe", "full_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
+TRAITS = Traits(kinds=("conv", "full", "conv_moe", "full_moe"), routed=True, router=ROUTER)
 
 _PRESET = {
     "model_type": "lfm2",
@@ -87,7 +87,7 @@ class Config(decoder.BaseConfig):
         super().__post_init__()
         if isinstance(self.conv_kernel, bool) or not isinstance(self.conv_kernel, int) or self.conv_kernel < 2:
             raise ConfigError(f"conv_kernel is {self.conv_kernel!r}; it must be an integer of at least 2.")
-        if any(kind.endswith("_moe") for kind in self.layer_kinds):
+        if any(kind.routed for kind in parsed(self.layer_kinds)):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
@@ -120,12 +120,12 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        convolves = [decoder.is_ordered(kind) for kind in self.layer_kinds]
+        convolves = [kind.ordered for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(convolves, "conv"), "norm_eps": self.rms_norm_eps}
         own |= {"conv_L_cache": self.conv_kernel, "conv_bias": self.conv_bias}
         if self.model_type == "lfm2":
             return decoder.decoder_to_hf(self, "Lfm2ForCausalLM", block_auto_adjust_ff_dim=False, **own)
-        own["num_dense_layers"] = sum(not kind.endswith("_moe") for kind in self.layer_kinds)
+        own["num_dense_layers"] = sum(not kind.routed for kind in parsed(self.layer_kinds))
         return decoder.decoder_to_hf(self, "Lfm2MoeForCausalLM", *_EXPERT_FIELDS, **own)
 
 
@@ -168,8 +168,8 @@ def spec(config: Config) -> Tree:
     layers = [
         layer_leaves(
             D,
-            _conv_leaves(config) if decoder.is_ordered(kind) else full,
-            sparse if kind.endswith("_moe") else dense,
+            _conv_leaves(config) if LayerKind.parse(kind).ordered else full,
+            sparse if LayerKind.parse(kind).routed else dense,
         )
         for kind in config.layer_kinds
     ]
@@ -213,12 +213,12 @@ def hf_names(config: Config) -> dict[str, Stored]:
         names[path] = name
     D = config.hidden_size
     for index, kind in enumerate(config.layer_kinds):
-        if kind.endswith("_moe"):
+        if LayerKind.parse(kind).routed:
             there = f"model.layers.{index}.feed_forward.experts"
             for leaf, disk in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
                 stack = expert_names(there, config.num_experts, f"{disk}.weight")
                 names[f"layers.{index}.mlp.experts.{leaf}_proj"] = stack
-        if not decoder.is_ordered(kind):
+        if not LayerKind.parse(kind).ordered:
             continue
         ours, theirs = f"layers.{index}.attention", f"model.layers.{index}.conv"
         for leaf, disk in (("proj", "weight"), ("bias", "bias")):
@@ -242,7 +242,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     weights, eps = layer["attention"], config.rms_norm_eps
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    if decoder.is_ordered(kind):
+    if LayerKind.parse(kind).ordered:
         mixed = _gated_convolution(weights, normed, mask, ctx)
     else:
         q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
@@ -251,7 +251,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         mixed = project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5))
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(
         sigmoid_top_k,

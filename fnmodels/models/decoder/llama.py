@@ -14,14 +14,17 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
-KINDS = ("full", "sliding", "full_nope", "sliding_nope")
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
+TRAITS = Traits(
+    kinds=("full", "sliding", "full_nope", "sliding_nope"),
+    leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
+)
 
 # num_key_value_heads where the field is absent; null means as many as query heads.
 _KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "seed_oss": 8}
@@ -96,13 +99,13 @@ class Config(decoder.BaseConfig):
             names.append("mlp_bias")
         if self.model_type not in ("llama", "seed_oss"):
             names.append("sliding_window")
-        slides = [kind.startswith("sliding") for kind in self.layer_kinds]
+        slides = [kind.slides for kind in parsed(self.layer_kinds)]
         if self.model_type in ("ministral", "qwen2", "qwen3", "smollm3"):
             own["layer_types"] = decoder.layer_types(slides)
         if self.model_type in ("qwen2", "qwen3", "smollm3"):
             own["use_sliding_window"] = any(slides)
         if self.model_type == "smollm3":
-            own["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
+            own["no_rope_layers"] = [int(LayerKind.parse(kind).rotates) for kind in self.layer_kinds]
         if self.mrope_section:
             own["rope_parameters"] = rope_to_hf(self.rope) | {"mrope_section": list(self.mrope_section)}
             own["rope_parameters"]["mrope_interleaved"] = self.mrope_interleaved

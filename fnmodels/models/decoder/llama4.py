@@ -19,6 +19,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import gated_mlp, project_out, project_qkv, rms_norm
@@ -27,10 +28,13 @@ from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, que
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4", "llama4_text")
-KINDS = tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", ""))
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
+TRAITS = Traits(
+    kinds=tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", "")),
+    routed=True,
+    router=ROUTER,
+    leftovers=(r"vision_model\..*", r"multi_modal_projector\..*"),
+)
 # the settings of the vision tower and the image placeholder tokens
 _VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")
 
@@ -96,10 +100,10 @@ class Config(decoder.BaseConfig):
         names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
         names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
         names += ["num_experts_per_tok"]
-        chunked = [kind.startswith("chunked") for kind in self.layer_kinds]
+        chunked = [kind.attends == "chunked" for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
         own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: rotary embedding
-        own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if kind.endswith("_moe")]
+        own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if LayerKind.parse(kind).routed]
         text = replace(self, model_type="llama4_text")
         inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
         if self.model_type == "llama4_text":
@@ -129,7 +133,7 @@ def spec(config: Config) -> Tree:
     inner = config.intermediate_size
     sparse = moe_leaves(D, config.num_local_experts, inner, std=std, shared=inner)
     dense: Tree = gated_mlp_leaves(D, config.intermediate_size_mlp, std=std)
-    mlps = [sparse if kind.endswith("_moe") else dense for kind in config.layer_kinds]
+    mlps = [sparse if kind.routed else dense for kind in parsed(config.layer_kinds)]
     return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
 
@@ -141,7 +145,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
         path: prefix + name.replace(".mlp.", ".feed_forward.") for path, name in decoder.hf_names(config).items()
     }
     for i, kind in enumerate(config.layer_kinds):
-        if kind.endswith("_moe"):
+        if LayerKind.parse(kind).routed:
             ours, theirs = f"layers.{i}.mlp.experts", f"{prefix}model.layers.{i}.feed_forward.experts"
             names |= mixture.transposed_experts(ours, theirs, D, inner, in_turn=False)
     return names
@@ -152,7 +156,7 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}; positions and segment_ids [B, S]. Chunks are ranges of positions, independent of padding."""
     chunks = Causal() & Chunk(config.attention_chunk_size)
-    rules = {kind: chunks if kind.startswith("chunked") else Causal() for kind in config.layer_kinds}
+    rules = {kind: chunks if LayerKind.parse(kind).attends == "chunked" else Causal() for kind in config.layer_kinds}
     return masks_of(rules, positions, segment_ids, create=create)
 
 
@@ -180,7 +184,7 @@ def block(
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok)
     fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER, input_weighted=True)

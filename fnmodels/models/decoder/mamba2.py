@@ -12,6 +12,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.quantization import quantization
@@ -22,6 +23,7 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mamba2",)
 KINDS = ("linear",)
+TRAITS = Traits(kinds=KINDS)
 
 _PRESET = {"model_type": "mamba2", "vocab_size": 50288, "n_groups": 1, "tie_word_embeddings": True}
 PRESETS = {

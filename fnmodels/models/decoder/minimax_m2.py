@@ -17,6 +17,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
@@ -26,9 +27,8 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("minimax_m2",)
-KINDS = ("full_moe",)
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
+TRAITS = Traits(kinds=("full_moe",), routed=True, router=ROUTER)
 
 # Fields of the published files that transformers ignores, with the values that mean this model.
 _EXPECTED = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}

@@ -14,12 +14,13 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.ops import ACTIVATIONS, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("ministral3",)
-KINDS = ("full", "sliding")
+TRAITS = Traits(kinds=("full", "sliding"))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
@@ -30,9 +31,8 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mistral4",)
-KINDS = ("full_moe", "full")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
+TRAITS = Traits(kinds=("full_moe", "full"), routed=True, router=ROUTER)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.moe import block_sparse_names, check_experts, experts_from_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
@@ -18,9 +19,8 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mixtral",)
-KINDS = ("full_moe", "sliding_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
+TRAITS = Traits(kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER)
 
 
 @dataclass(frozen=True, kw_only=True)

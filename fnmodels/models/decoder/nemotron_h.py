@@ -19,6 +19,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, moe_leaves, norm, plain_mlp_leaves, usual_attention, weight
 from fnmodels.models.common.storage import Stored
@@ -36,10 +37,13 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("nemotron_h",)
-KINDS = ("linear", "full", "mlp", "mlp_moe")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-LEFTOVERS = (r"mtp\..*",)  # the layers that predict further tokens, which transformers does not read either
+TRAITS = Traits(
+    kinds=("linear", "full", "mlp", "mlp_moe"),
+    routed=True,
+    router=ROUTER,
+    leftovers=(r"mtp\..*",),  # the layers that predict further tokens, which transformers does not read either
+)
 
 _LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 _KINDS = {"M": "linear", "*": "full", "-": "mlp", "E": "mlp_moe", "mamba": "linear", "attention": "full"}
@@ -209,7 +213,7 @@ def attention_masks(
     """{kind: mask}. An MLP reads no other token: its mask says what is padding, as that of any other layer does."""
     masks = decoder.attention_masks(config, positions, segment_ids, create=create)
     other = next(masks[kind] for kind in ("full", "linear", "mlp", "mlp_moe") if kind in masks)
-    return {kind: other if kind.startswith("mlp") else mask for kind, mask in masks.items()}
+    return {kind: other if LayerKind.parse(kind).attends == "mlp" else mask for kind, mask in masks.items()}
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:

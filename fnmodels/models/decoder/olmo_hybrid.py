@@ -14,6 +14,7 @@ from fnmodels.models.common import decoder, delta
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_mlp
@@ -22,11 +23,13 @@ from fnmodels.ops import ACTIVATIONS, Rope, gated_mlp, rms_norm_fp32_weight
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("olmo_hybrid",)
-KINDS = ("linear", "full", "full_nope")
 _GATED_NORM_EPS = 1e-5  # whatever eps the config sets for the others
-# transformers 5.23 saves full layers' first norm under the name of linear layers' second.
-RESAVED = {r"(model\.layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight"}
-EQUAL_PARTS = (("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"),)  # as transformers 5.23 saves them
+TRAITS = Traits(
+    kinds=("linear", "full", "full_nope"),
+    # transformers 5.23 saves full layers' first norm under the name of linear layers' second.
+    resaved={r"(model\.layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight"},
+    equal_parts=(("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"),),  # as transformers 5.23 saves them
+)
 
 PRESETS = {
     "olmo-hybrid-7b": {

@@ -13,12 +13,15 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
+TRAITS = Traits(
+    leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
+)
 
 # The names on disk that differ from `decoder.hf_names`.
 _ON_DISK = {

@@ -15,13 +15,14 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, spec, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("phi3",)
-KINDS = ("full", "sliding")
+TRAITS = Traits(kinds=("full", "sliding"))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, split_sections
 from fnmodels.models.common.spec import (
     Leaf,
@@ -52,11 +53,14 @@ _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-KINDS = ("linear_moe", "full_moe", "linear", "full")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-# The block that predicts further tokens, which transformers does not read either, and the vision tower.
-LEFTOVERS = (r"mtp\..*", r"model\.visual\..*")
+TRAITS = Traits(
+    kinds=("linear_moe", "full_moe", "linear", "full"),
+    routed=True,
+    router=ROUTER,
+    # The block that predicts further tokens, which transformers does not read either, and the vision tower.
+    leftovers=(r"mtp\..*", r"model\.visual\..*"),
+)
 
 PRESETS = {
     "qwen3-next-80b-a3b": {
@@ -94,7 +98,7 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(kind.endswith("_moe") for kind in self.layer_kinds):
+        if any(kind.routed for kind in parsed(self.layer_kinds)):
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         delta.check_heads(self)
 
@@ -154,11 +158,13 @@ class Config(decoder.BaseConfig):
         names = ["rms_norm_eps", "hidden_act", "attention_bias", *delta.SIZES]
         if self.model_type != "qwen3_5_text":
             names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
-        linear_ones = [kind.startswith("linear") for kind in self.layer_kinds]
+        linear_ones = [kind.ordered for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
         if self.model_type == "qwen3_next":
             names.append("norm_topk_prob")
-            own |= {"mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]}
+            own |= {
+                "mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not LayerKind.parse(kind).routed]
+            }
             own |= {"decoder_sparse_step": 1}
         elif self.mrope_section:
             sections = {"mrope_section": list(self.mrope_section), "mrope_interleaved": True}
@@ -178,7 +184,7 @@ def spec(config: Config) -> Tree:
     shared = config.shared_expert_intermediate_size
 
     def mlp(kind: str) -> Tree:
-        if not kind.endswith("_moe"):
+        if not LayerKind.parse(kind).routed:
             return usual_mlp(config)
         leaves = moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std, shared=shared)
         return leaves | {"shared_expert_gate": weight((1, D), ("one", "embed"), std)}
@@ -192,7 +198,7 @@ def spec(config: Config) -> Tree:
 
 
 def _is_linear(kind: str) -> bool:
-    return kind.startswith("linear")
+    return LayerKind.parse(kind).ordered
 
 
 def _full_leaves(config: Config) -> dict[str, Leaf]:
@@ -262,7 +268,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         mixed = _gated_attention(layer["attention"], normed, mask, freqs, config, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

@@ -16,6 +16,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import (
     decoder_leaves,
     head_norms,
@@ -33,9 +34,8 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
-KINDS = ("full_moe", "full", "sliding_moe", "sliding")
-ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
+TRAITS = Traits(kinds=("full_moe", "full", "sliding_moe", "sliding"), routed=True, router=ROUTER)
 # Defaults of absent fields: key/value heads (0: as many as query heads), experts, top-k, width of an expert.
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
 
@@ -102,11 +102,11 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names = ["rms_norm_eps", "hidden_act", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
-        second, slides = self.model_type == "qwen2_moe", [kind.startswith("sliding") for kind in self.layer_kinds]
+        second, slides = self.model_type == "qwen2_moe", [kind.slides for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {"qkv_bias" if second else "attention_bias": self.qkv_bias}
         names += ["clip_qkv"] if self.model_type == "olmoe" else ["moe_intermediate_size", "sliding_window"]
         if self.model_type != "olmoe":
-            dense = [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]
+            dense = [i for i, kind in enumerate(self.layer_kinds) if not LayerKind.parse(kind).routed]
             own |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": any(slides)}
         if second:
             names.append("shared_expert_intermediate_size")
@@ -138,7 +138,7 @@ def spec(config: Config) -> Tree:
         attention |= joint_head_norms(config) if config.qk_norm_full else head_norms(config)
     sparse = moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std, shared=shared)
     sparse |= {"shared_expert_gate": weight((1, D), ("one", "embed"), std)} if shared else {}
-    mlps = [sparse if kind.endswith("_moe") else usual_mlp(config) for kind in config.layer_kinds]
+    mlps = [sparse if LayerKind.parse(kind).routed else usual_mlp(config) for kind in config.layer_kinds]
     return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
 
@@ -164,7 +164,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if not kind.endswith("_moe"):
+    if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

@@ -14,12 +14,15 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops import Rope, apply_rotary, gated_mlp, layer_norm, project_out, project_qkv, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("stablelm",)
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
+TRAITS = Traits(
+    leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
+)
 
 
 @dataclass(frozen=True)

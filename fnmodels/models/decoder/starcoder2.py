@@ -13,12 +13,13 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops import apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("starcoder2",)
-KINDS = ("full", "sliding")
+TRAITS = Traits(kinds=("full", "sliding"))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fnmodels.inputs.segments import text_order
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf, attention_leaves, bias, norm, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import (
@@ -42,9 +43,7 @@ from fnmodels.tree import Tree, flatten
 CLASS = "FluxTransformer2DModel"
 MODEL_TYPES = (CLASS,)
 KINDS = ("double", "single")
-INPUTS = "latents"
-CAUSAL = False
-WEIGHTS = "diffusion_pytorch_model"
+TRAITS = Traits(kinds=KINDS, inputs="latents", causal=False, weights="diffusion_pytorch_model")
 PRESETS: dict[str, dict[str, Any]] = {
     "flux.1-dev": {"_class_name": CLASS, "guidance_embeds": True},
     "flux.1-schnell": {"_class_name": CLASS},
@@ -289,7 +288,7 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
 
 
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
-    """Inputs of rows [B, S], half of whose tokens are texts; see `registry.FAMILY_DEFAULTS`."""
+    """Inputs of rows [B, S], half of whose tokens are texts; see `family.function_of`."""
     rows, tokens = positions.shape
     sizes = {"text": tokens // 2, "latent": tokens - tokens // 2}
     made = {f"{name}_image": positions.new_zeros(rows, size) for name, size in sizes.items()}

@@ -16,17 +16,20 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     spec,
     unembed,
 )
+from fnmodels.models.common.family import Traits
 
 MODEL_TYPES = ("bert",)
-CAUSAL = False
-OPTIONAL = {"pooler": "pooler"}
-# Files of BERT's first year name a norm's parameters gamma and beta; a model without a head may be stored with the
-# prefix of one that has it.
-RESAVED = {
-    r"(.*LayerNorm)\.gamma": r"\1.weight",
-    r"(.*LayerNorm)\.beta": r"\1.bias",
-    r"bert\.(.*)": r"\1",
-}
+TRAITS = Traits(
+    causal=False,
+    optional={"pooler": "pooler"},
+    # Files of BERT's first year name a norm's parameters gamma and beta; a model without a head may be stored with the
+    # prefix of one that has it.
+    resaved={
+        r"(.*LayerNorm)\.gamma": r"\1.weight",
+        r"(.*LayerNorm)\.beta": r"\1.bias",
+        r"bert\.(.*)": r"\1",
+    },
+)
 
 _NAMES = encoder.bert_names("bert.") | {
     "head.score": "classifier",
@@ -70,7 +73,7 @@ def hf_names(config: Config) -> dict[str, str]:
     return {path: name.removeprefix("bert.") for path, name in names.items()} if config.head == "none" else names
 
 
-def LEFTOVERS(config: Config) -> tuple[str, ...]:
+def leftovers(config: Config) -> tuple[str, ...]:
     """Buffers of older files, and the parts of the pre-training model that the head does not use."""
     buffers = (r"(bert\.)?embeddings\.position_ids",)
     if config.head in ("none", "classification"):

@@ -18,12 +18,15 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     spec,
     unembed,
 )
+from fnmodels.models.common.family import Traits
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("distilbert",)
-CAUSAL = False
-RESAVED = {r"distilbert\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
-LEFTOVERS = (r"(distilbert\.)?embeddings\.position_ids",)
+TRAITS = Traits(
+    causal=False,
+    leftovers=(r"(distilbert\.)?embeddings\.position_ids",),
+    resaved={r"distilbert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 
 _RENAMED = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 _RENAMED |= {"hidden_dim": "intermediate_size", "activation": "hidden_act"}

@@ -12,6 +12,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.encoder import attention_masks  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import head_fields
 from fnmodels.models.common.spec import bias, embedding, layer_leaves, norm, usual_attention, usual_mlp, weight
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
@@ -19,9 +20,12 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("eurobert",)
-CAUSAL = False
 HEADS = ("masked_lm", "none", "classification", "tokens")
-RESAVED = {r"model\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
+TRAITS = Traits(
+    heads=HEADS,
+    causal=False,
+    resaved={r"model\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 POOLINGS = ("late", "bos", "mean")
 
 

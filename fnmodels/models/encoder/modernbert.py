@@ -15,6 +15,7 @@ from fnmodels.models.common import decoder, encoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import kinds  # noqa: F401
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.heads import head_fields
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import Leaf, bias, embedding, norm, usual_attention, usual_mlp, weight
@@ -33,10 +34,13 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("modernbert",)
-KINDS = ("full", "sliding", "full_first", "sliding_first")
-CAUSAL = False
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
-RESAVED = {r"model\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
+TRAITS = Traits(
+    kinds=("full", "sliding", "full_first", "sliding_first"),
+    heads=HEADS,
+    causal=False,
+    resaved={r"model\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 
 _POOLINGS = {"cls": "first", "mean": "mean"}
 _SWITCHES = {"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True}
@@ -109,7 +113,7 @@ class Config(decoder.BaseConfig):
         ropes = {"full_attention": rope_to_hf(self.rope), "sliding_attention": rope_to_hf(self.local_rope)}
         names = ("norm_eps", "classifier_activation", "classifier_pooling", *_SWITCHES)
         own = {name: getattr(self, name) for name in names}
-        slides = [kind.startswith("sliding") for kind in self.layer_kinds]
+        slides = [kind.slides for kind in parsed(self.layer_kinds)]
         own |= {"hidden_activation": self.hidden_act, "layer_types": decoder.layer_types(slides)}
         own["local_attention"] = 2 * self.sliding_window
         return decoder.decoder_to_hf(self, "ModernBert", rope_parameters=ropes, **own)
@@ -130,7 +134,7 @@ def spec(config: Config) -> Tree:
         "mlp": usual_mlp(config, biases=config.mlp_bias),
     }
     first = {name: leaf for name, leaf in layer.items() if not name.startswith("input_layernorm")}
-    layers = [first if kind.endswith("_first") else layer for kind in config.layer_kinds]
+    layers = [first if kind.first else layer for kind in parsed(config.layer_kinds)]
     tree: Tree = {"embed_tokens": embedding(V, D, std), **norms("embed_norm"), "layers": layers, **norms("norm")}
     if config.head == "none":
         return tree
@@ -202,7 +206,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
     weights = layer["attention"]
-    normed = x if kind.endswith("_first") else _norm(layer, "input_layernorm", x, config)
+    normed = x if LayerKind.parse(kind).first else _norm(layer, "input_layernorm", x, config)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)

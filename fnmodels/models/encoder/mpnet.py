@@ -19,15 +19,18 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     pooled,
 )
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import embedding
 from fnmodels.ops.attention.relative_bias import RelativeBias, by_distance
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mpnet",)
-CAUSAL = False
-BIASED = True
-OPTIONAL = {"pooler": "pooler"}
-RESAVED = {r"mpnet\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
+TRAITS = Traits(
+    causal=False,
+    biased=True,
+    optional={"pooler": "pooler"},
+    resaved={r"mpnet\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 MAX_DISTANCE = 128
 _HEADS = {
     "masked_lm": {
@@ -89,7 +92,7 @@ def hf_names(config: Config) -> dict[str, str]:
     return encoder.encoder_names(config, names)
 
 
-def LEFTOVERS(config: Config) -> tuple[str, ...]:
+def leftovers(config: Config) -> tuple[str, ...]:
     """Buffers of older files, the pooler, which the heads do not read, and the head's bias once more."""
     buffers = (r"(mpnet\.)?embeddings\.position_ids",)
     unread = (r"mpnet\.pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")

@@ -9,15 +9,18 @@ from torch import Tensor
 from fnmodels.models.common import encoder
 from fnmodels.models.common.config_json import Fields, renamed
 from fnmodels.models.common.encoder import attention_masks, block, classify, head_leaves, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, layer_norm_leaves
 from fnmodels.ops import Rope, embed_tokens, rotary_table
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("nomic_bert",)
-CAUSAL = False
-RESAVED = {r"nomic_bert\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
-LEFTOVERS = (r"cls\.predictions\.decoder\.bias",)  # the head's bias once more
+TRAITS = Traits(
+    causal=False,
+    leftovers=(r"cls\.predictions\.decoder\.bias",),  # the head's bias once more
+    resaved={r"nomic_bert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 
 _OLDER = {
     "n_embd": "hidden_size",

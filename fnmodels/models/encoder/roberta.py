@@ -16,11 +16,14 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     spec,
 )
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
+from fnmodels.models.common.family import Traits
 
 MODEL_TYPES = ("roberta", "xlm-roberta")
-CAUSAL = False
-OPTIONAL = {"pooler": "pooler"}
-RESAVED = {r"roberta\.(.*)": r"\1"}  # a model without a head may be stored with the prefix of one that has it
+TRAITS = Traits(
+    causal=False,
+    optional={"pooler": "pooler"},
+    resaved={r"roberta\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+)
 
 _CLASSES = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
 _HEADS = {
@@ -65,7 +68,7 @@ def hf_names(config: Config) -> dict[str, str]:
     return encoder.encoder_names(config, encoder.bert_names(prefix) | _HEADS[config.head])
 
 
-def LEFTOVERS(config: Config) -> tuple[str, ...]:
+def leftovers(config: Config) -> tuple[str, ...]:
     """Buffers of older files, the pooler, which the heads do not read, and the head's bias once more."""
     buffers = (r"(roberta\.)?embeddings\.position_ids",)
     unread = (r"roberta\.pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")

@@ -18,6 +18,7 @@ from fnmodels.inputs.rules import Causal, Everything
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
@@ -36,12 +37,14 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("t5",)
-KINDS = ("full", "causal")
-HEADS = ("lm", "none")
-CAUSAL = False
-BIASED = True
-# Older files have a table that transformers' cross attention had and never read.
-LEFTOVERS = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
+TRAITS = Traits(
+    kinds=("full", "causal"),
+    heads=("lm", "none"),
+    causal=False,
+    biased=True,
+    # Older files have a table that transformers' cross attention had and never read.
+    leftovers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+)
 _CLASSES = {"T5ForConditionalGeneration": "both", "T5EncoderModel": "encoder"}
 _PROJECTIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu", "gated-relu": "relu", "gelu": "gelu"}
 _SIZES = {"d_model": "hidden_size", "d_kv": "head_dim", "d_ff": "intermediate_size", "num_heads": "num_attention_heads"}

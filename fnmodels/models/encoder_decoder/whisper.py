@@ -20,6 +20,7 @@ from fnmodels.inputs.rules import Causal, Everything
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import (
     Leaf,
@@ -38,9 +39,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("whisper",)
-KINDS = ("full", "causal")
-HEADS = ("lm", "none")
-CAUSAL = False
+TRAITS = Traits(kinds=("full", "causal"), heads=("lm", "none"), causal=False)
 _CLASS = "WhisperForConditionalGeneration"
 _EPS = 1e-5  # of all norms; no field of the file
 # Fields of SpecAugment in training, of other classes, and of timestamps: no forward pass of these reads them.
@@ -280,7 +279,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 
 
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
-    """Inputs of rows [B, S] of one stack; see `registry.FAMILY_DEFAULTS`."""
+    """Inputs of rows [B, S] of one stack; see `family.function_of`."""
     if config.stack == "decoder":
         return {"tokens": torch.zeros_like(positions), "positions": positions}
     frames = torch.zeros(*positions.shape, REACH * config.num_mel_bins, device=positions.device)

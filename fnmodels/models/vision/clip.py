@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import two_towers
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.spec import Constant, Leaf
@@ -15,8 +16,7 @@ from fnmodels.tree import Tree
 from . import clip_text, clip_vision
 
 MODEL_TYPES = ("clip",)
-CAUSAL = False
-LEFTOVERS = (r"(text|vision)_model\.embeddings\.position_ids",)
+TRAITS = Traits(causal=False, leftovers=(r"(text|vision)_model\.embeddings\.position_ids",))
 PRESETS = {"clip-vit-base-patch32": {"model_type": "clip"}}
 
 

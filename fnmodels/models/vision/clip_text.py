@@ -12,6 +12,7 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import text_tower
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
 from fnmodels.models.common.vision import block, freqs_cis, kinds, unembed  # noqa: F401
@@ -19,7 +20,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("clip_text_model",)
-LEFTOVERS = (r"(text_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(leftovers=(r"(text_model\.)?embeddings\.position_ids",))
 _IGNORED = ("dropout", "initializer_factor", "projection_dim")
 
 
@@ -61,7 +62,7 @@ def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """{"full": mask}; positions and segment_ids [B, S]."""
-    return causal_masks(("full",), None, positions, segment_ids, create=create)
+    return causal_masks({"full": None}, positions, segment_ids, create=create)
 
 
 def features(params: Tree, hidden: Tensor, tokens: Tensor, documents: Documents, /, *, config: Config) -> Tensor:

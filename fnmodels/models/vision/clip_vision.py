@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds  # noqa: F401
@@ -21,9 +22,7 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("clip_vision_model",)
-INPUTS = "patches"
-CAUSAL = False
-LEFTOVERS = (r"(vision_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(inputs="patches", causal=False, leftovers=(r"(vision_model\.)?embeddings\.position_ids",))
 _IGNORED = ("dropout", "initializer_factor", "projection_dim")
 
 batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)

@@ -12,14 +12,14 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(inputs="patches", causal=False)
 _SIZES = {"image_size": 518, "patch_size": 14}
 PRESETS = {
     "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], **_SIZES},

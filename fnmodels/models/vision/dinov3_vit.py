@@ -14,15 +14,18 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("dinov3_vit",)
-INPUTS = "patches"
-CAUSAL = False
-# By which transformers 5.23 saves them, beside the published ones.
-RESAVED = {r"model\.layer\.(.*)": r"layer.\1"}
+TRAITS = Traits(
+    inputs="patches",
+    causal=False,
+    # By which transformers 5.23 saves them, beside the published ones.
+    resaved={r"model\.layer\.(.*)": r"layer.\1"},
+)
 _FIELDS = {"num_register_tokens": 4, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
 PRESETS: dict[str, dict[str, Any]] = {
     "dinov3-vits16": _FIELDS,

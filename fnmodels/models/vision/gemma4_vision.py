@@ -17,6 +17,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf, Normal, attention_leaves, gated_mlp_leaves, norm, weight
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, look_up, split_heads
@@ -27,8 +28,7 @@ from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4_vision",)
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(inputs="patches", causal=False)
 
 _LIMITS = {f"{end}_{side}": sign * math.inf for end in ("input", "output") for side, sign in (("min", -1), ("max", 1))}
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
@@ -23,8 +24,7 @@ from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4_vision_model",)
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(inputs="patches", causal=False)
 EPS = 1e-5  # of every norm, fixed in the reference
 
 _LAYER = {f"attention.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"}

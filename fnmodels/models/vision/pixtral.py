@@ -12,6 +12,7 @@ from torch import Tensor
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves, norm
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
@@ -19,8 +20,7 @@ from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("pixtral",)
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(inputs="patches", causal=False)
 EPS = 1e-5  # of every norm, fixed in the reference
 
 _LAYER = {

@@ -17,6 +17,7 @@ from fnmodels.inputs.segments import text_order
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import qwen_tower
 from fnmodels.models.common.parts.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves
@@ -24,9 +25,7 @@ from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("qwen2_5_vl_vision",)
-KINDS = ("full", "window")
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(kinds=("full", "window"), inputs="patches", causal=False)
 EPS = 1e-6  # of every norm, fixed in the reference
 
 _LAYER = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table, qwen_tower
 from fnmodels.models.common.parts.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.models.common.spec import bias, embedding
@@ -20,8 +21,7 @@ from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa:
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision")
-INPUTS = "patches"
-CAUSAL = False
+TRAITS = Traits(inputs="patches", causal=False)
 
 _LAYER = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
 _LAYER |= {"mlp.up_proj": "mlp.linear_fc1", "mlp.down_proj": "mlp.linear_fc2"}

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import two_towers
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.spec import norm
@@ -14,8 +15,7 @@ from fnmodels.tree import Tree
 from . import siglip_text, siglip_vision
 
 MODEL_TYPES = ("siglip", "siglip2")
-CAUSAL = False
-LEFTOVERS = (r"(text|vision)_model\.embeddings\.position_ids",)
+TRAITS = Traits(causal=False, leftovers=(r"(text|vision)_model\.embeddings\.position_ids",))
 _WORDS = {"text_config": {"vocab_size": 256000}}
 PRESETS: dict[str, dict[str, Any]] = {
     "siglip-base-patch16-224": {"model_type": "siglip"},

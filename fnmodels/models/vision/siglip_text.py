@@ -15,6 +15,7 @@ from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common import text_tower
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
 from fnmodels.models.common.vision import (  # noqa: F401
@@ -28,8 +29,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("siglip_text_model", "siglip2_text_model")
-CAUSAL = False
-LEFTOVERS = (r"(text_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(causal=False, leftovers=(r"(text_model\.)?embeddings\.position_ids",))
 
 
 @dataclass(frozen=True, kw_only=True)

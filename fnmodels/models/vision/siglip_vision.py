@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
@@ -26,9 +27,7 @@ from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 
 MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model")
-INPUTS = "patches"
-CAUSAL = False
-LEFTOVERS = (r"(vision_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(inputs="patches", causal=False, leftovers=(r"(vision_model\.)?embeddings\.position_ids",))
 
 
 @dataclass(frozen=True, kw_only=True)

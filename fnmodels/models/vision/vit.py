@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
@@ -20,9 +21,11 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("vit",)
-INPUTS = "patches"
-CAUSAL = False
-OPTIONAL = {"pooler": "pooler"}  # files of a model saved without one
+TRAITS = Traits(
+    inputs="patches",
+    causal=False,
+    optional={"pooler": "pooler"},  # files of a model saved without one
+)
 PRESETS = {"vit-base-patch16-224": {"model_type": "vit", "architectures": ["ViTModel"]}}
 
 batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)

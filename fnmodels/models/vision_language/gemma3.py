@@ -25,6 +25,7 @@ from fnmodels.inputs.image_places import cells, gather_cells, image_places, imag
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
 from fnmodels.models.common.parts.image_prompts import Name, Settings
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
@@ -38,9 +39,11 @@ from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma3",)
-# transformers 5 writes the tower without the component that published files have.
-RESAVED = {r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"}
-LEFTOVERS = (r"vision_tower\.(vision_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(
+    leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
+    # transformers 5 writes the tower without the component that published files have.
+    resaved={r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"},
+)
 # Fields that text_config leaves out where they equal the defaults.
 _TEXT = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}

@@ -27,10 +27,11 @@ from fnmodels.inputs.image_sizes import fit_patches
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import LayerKind, Traits, function_of
 from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
 from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, norm, weight
 from fnmodels.models.vision import gemma4_vision
 from fnmodels.ops.linear import linear
@@ -38,7 +39,7 @@ from fnmodels.ops.norm import rms_norm, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)
-UNREAD = {"audio": r"model\.(audio_tower|embed_audio)\..*"}
+TRAITS = Traits(unread={"audio": r"model\.(audio_tower|embed_audio)\..*"})
 # Fields that text_config leaves out where they equal the defaults.
 _TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
 _TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
@@ -96,10 +97,11 @@ class Config:
         )
 
 
-def LEFTOVERS(config: Config) -> tuple[str, ...]:
-    """The LEFTOVERS of the text model."""
-    found: Any = may_have(family_of(config.text), "LEFTOVERS")
-    text = [pattern.removeprefix("model.") for pattern in found(config.text)[:1]]
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Those of the text model."""
+    text = [
+        pattern.removeprefix("model.") for pattern in function_of(family_of(config.text), "leftovers")(config.text)[:1]
+    ]
     return tuple(rf"model\.language_model\.{pattern}" for pattern in text)
 
 
@@ -156,7 +158,7 @@ def image_masks(
     seen: Rule = Causal() | SameSpan() if config.bidirectional else Causal()
     window = Window(config.text.sliding_window or 1)
     every = family_of(config.text).kinds(config.text)
-    rules: dict[str, Rule] = {kind: window & seen if kind.startswith("sliding") else Causal() for kind in every}
+    rules: dict[str, Rule] = {kind: window & seen if LayerKind.parse(kind).slides else Causal() for kind in every}
     return masks_of(rules, positions, segment_ids, spans=image_spans(places, segment_ids), create=create)
 
 

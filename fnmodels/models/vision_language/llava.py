@@ -21,6 +21,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.images import center_crop, shortest_edge
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
 from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
@@ -30,9 +31,11 @@ from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llava",)
-# transformers 5 writes the tower without the component that published files have.
-RESAVED = {r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"}
-LEFTOVERS = (r"vision_tower\.(vision_model\.)?embeddings\.position_ids",)
+TRAITS = Traits(
+    leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
+    # transformers 5 writes the tower without the component that published files have.
+    resaved={r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"},
+)
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {

@@ -24,6 +24,7 @@ from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
 from fnmodels.models.common.parts.qwen_vl import placeholder, read_image  # noqa: F401
 from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
@@ -31,7 +32,9 @@ from fnmodels.models.common.parts.vision_language import with_images  # noqa: F4
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.tree import Tree
 
-LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
+TRAITS = Traits(
+    leftovers=(r"mtp\..*",),  # the block that predicts further tokens, which transformers does not read either
+)
 _USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}
 _USUAL |= {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}
 _DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}

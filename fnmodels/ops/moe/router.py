@@ -32,7 +32,7 @@ class RouterDtypes:
     """The dtypes of a family's router: "model" is the activations' dtype, "wide" the same but fp32 at least.
 
     param: router weight and bias. projection: the logits. score: the scores that the choice is made by. output: the
-    returned weights. A family declares them as ROUTER, and tests verify that it computes so.
+    returned weights. A family declares them as its trait `router`, and tests verify that it computes so.
     """
 
     param: Width

@@ -120,7 +120,7 @@ def test_a_constructor_of_the_caller() -> None:
 
 
 def test_masks_of_a_decoder() -> None:
-    masks = causal_masks(("full", "sliding", "full_nope"), 4, POSITIONS, SEGMENTS)
+    masks = causal_masks({"full": None, "sliding": 4, "full_nope": None}, POSITIONS, SEGMENTS)
     assert sorted(masks) == ["full", "full_nope", "sliding"] and masks["full"] is masks["full_nope"]
     assert masks["sliding"].rule == Causal() & Window(4) and masks["full"].rule == Causal()
 

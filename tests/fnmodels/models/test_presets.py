@@ -11,7 +11,7 @@ import pytest
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from fnmodels.models.decoder import stablelm
 from fnmodels.models.presets import preset, presets
 from tests.support.cases import check_shapes, collected, family_modules, published_of

@@ -13,7 +13,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import traits_of
 from fnmodels.ops.norm import rms_norm_zero_centered
 from tests.support.cases import Case, cases, generic_params, tokens_of
 from tests.support.oracle import assert_close, model_of
@@ -136,7 +136,7 @@ def test_names_are_whole_or_cut_and_not_mixed(tmp_path: Path) -> None:
 
 # Encoders refuse an untied head: tests/parity/test_heads.py.
 TIED = [case for case in cases() if getattr(case.config, "tie_word_embeddings", False)]
-TIED = [case for case in TIED if may_have(fnmodels.family_of(case.config), "CAUSAL")]
+TIED = [case for case in TIED if traits_of(fnmodels.family_of(case.config)).causal]
 
 
 @pytest.mark.parametrize("case", TIED, ids=str)

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import family_reading, may_have
+from fnmodels.models.common.family import parsed, traits_of
+from fnmodels.models.common.registry import family_reading
 from params.io.safetensors_file import open_tensors
 from tests.fnmodels.models import test_llava, test_qwen3_5
 from tests.support.cases import cases, generic_params, kinds_of, richest
@@ -37,7 +38,7 @@ def checkpoint_of(path, config):
     return path
 
 
-CAUSAL = [case for case in richest(kinds_of) if may_have(fnmodels.family_of(case.config), "CAUSAL")]
+CAUSAL = [case for case in richest(kinds_of) if traits_of(fnmodels.family_of(case.config)).causal]
 
 
 @pytest.mark.parametrize("case", CAUSAL, ids=str)
@@ -45,7 +46,7 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--steps", 2, "--batch-rows", 1) == 0
     config, after = P.load_pretrained(tmp_path / "run")
-    _, before = P.load_pretrained(base, drop=tuple(may_have(fnmodels.family_of(config), "OPTIONAL")))
+    _, before = P.load_pretrained(base, drop=tuple(traits_of(fnmodels.family_of(config)).optional))
     leaves = tree.flatten(fnmodels.family_of(config).spec(config))
     before, after = tree.flatten(before), tree.flatten(after)
     assert leaves.keys() == before.keys() == after.keys()
@@ -53,7 +54,7 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
     assert still == {path for path, leaf in leaves.items() if not leaf.trainable}
     assert all(row["finite"] for row in rows(tmp_path / "run"))
     assert rows(tmp_path / "run")[0]["lr"] <= 3e-4
-    routed = any(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
+    routed = any(kind.routed for kind in parsed(fnmodels.family_of(config).kinds(config)))
     assert all(("expert_load" in row) == routed and row.get("expert_load", 1) >= 1 for row in rows(tmp_path / "run"))
 
 

@@ -17,6 +17,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import bert, tree
+from fnmodels.models.common.family import parsed
 from tests.support import encoder_losses
 from tests.support.cases import generic_params
 from tests.support.encoder_losses import SETTINGS, SIZES
@@ -54,7 +55,7 @@ def of_decoder(name: str, **more: Any) -> Any:
 
 def replayed(config: Any) -> Tensor:
     """The first experts for every token of every layer."""
-    sparse = sum(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
+    sparse = sum(kind.routed for kind in parsed(fnmodels.family_of(config).kinds(config)))
     return torch.arange(config.num_experts_per_tok).expand(8, 16, sparse, -1).contiguous()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import is_indexed, source_kind
+from fnmodels.models.common.family import parsed
 from tests.support.copies import may_differ
 from tests.support.one_process import HYBRIDS, SEQUENTIAL, config_of, errors_of, one_process, spec_of, worst
 from tests.support.ranks_pool import Ranks
@@ -36,7 +36,7 @@ def kinds_of(name: str) -> tuple[str, ...]:
 
 
 def has_experts(name: str) -> bool:
-    return any(kind.endswith("_moe") for kind in kinds_of(name))
+    return any(kind.routed for kind in parsed(kinds_of(name)))
 
 
 def checked(found: list[dict[str, float]], name: str) -> None:
@@ -76,7 +76,7 @@ BORDERS = [
 def test_what_later_stages_read_crosses_borders(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], parts: int
 ) -> None:
-    assert any(source_kind(kind) or is_indexed(kind) for kind in kinds_of(name)) or name == "gemma4_moe"
+    assert any(kind.source or kind.indexed for kind in parsed(kinds_of(name))) or name == "gemma4_moe"
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, {"accumulate": parts}), name)
 
 

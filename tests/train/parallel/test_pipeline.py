@@ -19,6 +19,7 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import t5, tree
+from fnmodels.models.common.family import LayerKind
 from tests.support.cases import cases, generic_params, positions_of, segments, tokens_of
 from tests.support.ranks_pool import Ranks
 from tests.variants.t5 import TINY as T5
@@ -137,7 +138,7 @@ def gradients(
         "count": [int(sums.count), int(one.count)],
     }
     if balance:
-        sparse = [i for i, kind in enumerate(fnmodels.family_of(config).kinds(config)) if kind.endswith("_moe")]
+        sparse = [i for i, kind in enumerate(fnmodels.family_of(config).kinds(config)) if LayerKind.parse(kind).routed]
         here = [k for k, i in enumerate(sparse) if str(i) in params["layers"]]
         report["counts"] = torch.equal(sums.aux["counts"], one.aux["counts"][here])
         report["terms"] = {n: [float(v), float(one.aux[n])] for n, v in sums.aux.items() if n != "counts"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import parsed, traits_of
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams
@@ -78,7 +78,7 @@ def over(tensor: TensorParallel, function: Callable[..., Any]) -> Callable[..., 
 def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
     """With all that a loss can have beside the cross entropy."""
     terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "kernel": "math", "length": 24}
-    if may_have(fnmodels.family_of(config), "ROUTED"):
+    if traits_of(fnmodels.family_of(config)).routed:
         terms["balance"] = Balance(sequence=0.1, batch=0.2, z=0.05)
     total: Tensor = next_token_loss(params, batch_of(config), config=config, **terms | options)[0]
     return total
@@ -201,7 +201,7 @@ def logits_and_taps(name: str, sequence: bool) -> list[float]:
     rows = {key: batch[key] for key in ("positions", "segment_ids")}
     given = fnmodels.prepare(config, batch["tokens"], **rows, length=24)
     taps = ("layers.*.attention", "layers.*.middle", "layers.*.mlp")
-    if may_have(fnmodels.family_of(config), "ROUTED"):
+    if traits_of(fnmodels.family_of(config)).routed:
         taps += ("layers.*.counts", "layers.*.router_logits", "layers.*.expert_indices")
     edits = {name: lambda value, name: value * 1.1 for name in ("embed", "layers.0.attention", "layers.*.output")}
     run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=taps, edits=edits)
@@ -500,7 +500,7 @@ def replay(name: str, sequence: bool) -> float:
     config = variant(name)
     tensor, placements, params = distributed(config, sequence=sequence)
     batch, where = batch_of(config), tree.flatten(placements)
-    layers = sum(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
+    layers = sum(kind.routed for kind in parsed(fnmodels.family_of(config).kinds(config)))
     scores = torch.rand(3, 12, layers, 6, generator=torch.Generator().manual_seed(3))
     batch["routing"] = scores.topk(config.num_experts_per_tok, dim=-1).indices
     how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train import checkpoint
 from train.data.token_budget import PackedRow, token_budget, unpacked
 from train.engine import Engine

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, field_of
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.module import ModelModule
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree

@@ -9,7 +9,7 @@ import torch
 
 import params as P
 from fnmodels import family_of
-from fnmodels.models.common.registry import DecoderConfig, field_of, may_have
+from fnmodels.models.common.family import DecoderConfig, field_of, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.header_checks import check_folder
 from train.parallel.mesh import Mesh, Strategy
@@ -36,7 +36,7 @@ class Placement:
 def load(folder: Path, dtype: torch.dtype, where: Placement) -> tuple[DecoderConfig, Tree]:
     """(config, params) of the text model in a checkpoint folder, without the parts that no loss reads."""
     found = P.load_config(folder, part="text")
-    optional: dict[str, str] = may_have(family_of(found), "OPTIONAL")
+    optional = traits_of(family_of(found)).optional
     drop = tuple(part for part, count in optional.items() if getattr(found, count))
     options: dict[str, Any] = {"dtype": dtype, "copy": True, "drop": drop, "part": "text"}
     if where.devices is None:

@@ -7,7 +7,7 @@ import torch
 
 import params as P
 from fnmodels import family_of, tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from params.lora import is_linear
 from train.optim.adamw import adamw

@@ -12,7 +12,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from train.checkpoint import sharded
 from train.checkpoint.saved_steps import Checkpoint

@@ -38,7 +38,8 @@ import fnmodels
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Mask, MaskLike
-from fnmodels.models.common.registry import DecoderConfig, ordered_kinds
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.carried import borrowed, takes_choice
-from fnmodels.models.common.registry import field_of
+from fnmodels.models.common.family import field_of
 from train.loss import RouterTerms
 
 from .microbatch import Microbatch

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 from train.batch import Batch, check_entries
@@ -57,9 +58,9 @@ def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[
 def several_lengths(config: Any) -> str:
     """Why the rows of a model's batch have several lengths, as a clause; "" where they have one."""
     family = family_of(config)
-    if may_have(family, "stacks")(config):
+    if stack_configs(config):
         return "it has an encoder and a decoder"
-    return "it has texts and latents" if may_have(family, "INPUTS") == "latents" else ""
+    return "it has texts and latents" if traits_of(family).inputs == "latents" else ""
 
 
 def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
@@ -77,7 +78,7 @@ def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
 
 
 def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
-    latents = may_have(family_of(pipe.config), "INPUTS") == "latents"
+    latents = traits_of(family_of(pipe.config)).inputs == "latents"
     check_entries(batch, "latents" if latents else "tokens", "positions", "segment_ids")
     check_of(loss)(batch, pipe.config)
     found = recorded(loss, params, batch)

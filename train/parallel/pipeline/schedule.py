@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from train.parallel.compose import check_pipelined
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.

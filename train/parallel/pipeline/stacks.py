@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fnmodels import family_of
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import stack_configs
 from fnmodels.tree import Tree
 
 
@@ -34,7 +34,7 @@ class Stack:
 def stacks_of(config: Any) -> tuple[Stack, ...]:
     """The stacks of a model, in the order in which they run."""
     found: list[Stack] = []
-    for name, own in (may_have(family_of(config), "stacks")(config) or {"": config}).items():
+    for name, own in (stack_configs(config) or {"": config}).items():
         lo = found[-1].hi if found else 0
         found.append(Stack(name, own, lo, lo + len(family_of(own).kinds(own))))
     return tuple(found)

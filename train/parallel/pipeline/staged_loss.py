@@ -17,7 +17,7 @@ from fnmodels import tree
 from fnmodels.apply import layer_inputs_of, stack_params
 from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.models.common.decoder import scores
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.family import function_of, parsed
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.gradients import exact, loss_and_outputs
@@ -92,7 +92,7 @@ class StagedLoss:
 
         def balance_of_layers(balance: Balance) -> Balance:
             own = self.loss.options.ranks.balance
-            sparse = [kind.endswith("_moe") for kind in family.kinds(config)]
+            sparse = [kind.routed for kind in parsed(family.kinds(config))]
             share = sum(sparse[lo:hi]) / max(1, sum(sparse))
             return dataclasses.replace(balance if own is None else own(balance), share=share, before=before)
 
@@ -128,7 +128,7 @@ class StagedLoss:
     def _joint(self, params: Mapping[str, Any], last: bool) -> Mapping[str, Any]:
         """The params, where those that a split backward pass needs behind one autograd node went through `together`."""
         family = fnmodels.family_of(self.pipe.config)
-        if self.pipe.schedule in SPLITTING and may_have(family, "shared") is not None:
+        if self.pipe.schedule in SPLITTING and function_of(family, "shared") is not None:
             joint: Mapping[str, Any] = together(params)  # paths of all layers meet in what they share
             return joint
         if not self.hooks.split_backward:
@@ -159,7 +159,7 @@ def _through(
         beside = layer_inputs_of(params, inputs, states, config=config)
     else:
         states, beside = earlier["x"], earlier.get("layer_inputs")
-    shared = may_have(family, "shared")
+    shared = function_of(family, "shared")
     if memory is not None:
         named = {**named, "memory": memory, "memory_mask": part.masks["cross"]}
     masks = stack.part(part.masks)

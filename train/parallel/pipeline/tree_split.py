@@ -16,7 +16,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.apply import layer_inputs_of, stack_params
-from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
+from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
 
 from .schedule import Pipeline
@@ -64,9 +65,9 @@ def _reads(config: Any, stack: Stack) -> tuple[frozenset[str], frozenset[str], f
     inputs = _one_token(own)
     x = family.embed(begin, inputs, config=own)
     layer_inputs_of(begin, inputs, x, config=own)
-    if (shared := may_have(family, "shared")) is not None:
+    if (shared := function_of(family, "shared")) is not None:
         shared(every, {**inputs, "memory": None, "memory_mask": None}, config=own)
-    if (outputs := may_have(family, "outputs")) is not None:
+    if (outputs := function_of(family, "outputs")) is not None:
         outputs(end, x, inputs, config=own)
     else:
         family.unembed(end, x, config=own)
@@ -99,15 +100,15 @@ def _one_token(config: Any) -> dict[str, torch.Tensor]:
     """The inputs of one token, patch or frame, or of one token of a text and one of latents, without values."""
     family = fnmodels.family_of(config)
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    kind = may_have(family, "INPUTS")
-    if (example := may_have(family, "example_inputs")) is not None:
+    kind = traits_of(family).inputs
+    if (example := function_of(family, "example_inputs")) is not None:
         found: dict[str, Tensor] = example(config, token.expand(1, 2) if kind == "latents" else token)
         return found
     if kind != "patches":
         return {"tokens": token, "positions": token}
     positions = token[..., None].expand(1, 1, 4)
     pixels = torch.zeros(1, 1, config.num_channels * config.patch_size**2, device="meta")
-    return {"tokens": pixels, "positions": positions, **may_have(family, "batch_inputs")(config, positions)}
+    return {"tokens": pixels, "positions": positions, **function_of(family, "batch_inputs")(config, positions)}
 
 
 class _Reads(dict[str, Any]):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.spec import Leaf
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree

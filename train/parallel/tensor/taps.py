@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fnmodels import tap_names
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import family_of
 from train.comm import collectives
 from train.comm.region import Region
 

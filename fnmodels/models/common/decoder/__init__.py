@@ -24,8 +24,6 @@ from .embed_and_head import (
     unembed_layer_norm,
 )
 from .layer_kinds import (
-    ORDERED,
-    is_ordered,
     kinds,
     layer_types,
     listed_kinds,
@@ -40,7 +38,7 @@ from .parameters import decoder_name, fused, hf_names, spec
 
 __all__ = ["SizesConfig", "BaseConfig", "check_decoder", "check_sizes", "check_width"]
 __all__ += ["base_fields", "finished", "decoder_sizes", "text_part", "decoder_to_hf", "expressible"]
-__all__ += ["ORDERED", "is_ordered", "kinds", "sliding_layers", "one_window", "sliding_pattern", "patterned_layers"]
+__all__ += ["kinds", "sliding_layers", "one_window", "sliding_pattern", "patterned_layers"]
 __all__ += ["listed_kinds", "layer_types", "rotating_layers"]
 __all__ += ["attention_masks", "freqs_cis", "freqs_cis_by_window", "freqs_cis_with_temperature"]
 __all__ += ["embed", "embed_by_width", "head", "project", "is_lm", "scores", "classify"]

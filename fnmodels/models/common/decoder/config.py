@@ -9,15 +9,15 @@ from fnmodels.errors import ConfigError
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
+from ..family import model_types, parsed, traits_of
 from ..heads import check_head
-from ..registry import FAMILY_DEFAULTS
 
 
 @dataclass(frozen=True)
 class SizesConfig:
     """The Config fields common to decoders, except `hidden_act`.
 
-    layer_kinds: one of the family's KINDS per layer; empty: the first of them for every layer.
+    layer_kinds: one of the family's `Traits.kinds` per layer; empty: the first of them for every layer.
     """
 
     vocab_size: int
@@ -41,9 +41,9 @@ class SizesConfig:
 
     def __post_init__(self) -> None:
         family = sys.modules[type(self).__module__]
-        check_decoder(self, getattr(family, "KINDS", FAMILY_DEFAULTS["KINDS"]))
+        check_decoder(self, traits_of(family).kinds)
         if not self.model_type:
-            object.__setattr__(self, "model_type", getattr(family, "MODEL_TYPES", ("",))[0])
+            object.__setattr__(self, "model_type", (*model_types(family), "")[0])
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
             f"layer_kinds must name {config.num_hidden_layers} layers, each one of {', '.join(known_kinds)}; "
             f"it is {config.layer_kinds}."
         )
-    if window is None and any(kind.startswith("sliding") for kind in config.layer_kinds):
+    if window is None and any(kind.slides for kind in parsed(config.layer_kinds)):
         raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
 
 

@@ -10,9 +10,10 @@ from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
 from ..config_json import LAYERS_LIMIT, Fields, shown
+from ..family import field_of, traits_of
 from ..heads import decoder_head_to_hf, with_head
 from ..quantization import quantization
-from ..registry import family_of, field_of, may_have
+from ..registry import family_of
 from ..rope_config import rope_from_hf, rope_to_hf
 
 C = TypeVar("C")
@@ -129,11 +130,11 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
     """`out`, a config.json; ConfigError if it is not read back as `config`.
 
-    Parts that are found by their tensors may differ: those of OPTIONAL, and the head of a decoder without one, whose
-    class, ...Model, is also that of older files with a head.
+    Parts that are found by their tensors may differ: those of the trait `optional`, and the head of a decoder without
+    one, whose class, ...Model, is also that of older files with a head.
     """
     again = type(config).from_hf(out)
-    parts = [name for name in may_have(family_of(config), "OPTIONAL").values() if not getattr(config, name)]
+    parts = [name for name in traits_of(family_of(config)).optional.values() if not getattr(config, name)]
     found: dict[str, Any] = dict.fromkeys(parts, 0)
     if field_of(config, "head") == "none" and field_of(again, "head") == "lm":
         found["head"] = "none"

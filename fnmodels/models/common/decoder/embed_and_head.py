@@ -12,8 +12,9 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree
 
+from ..family import DecoderConfig, LayerNormConfig, RMSNormConfig, UsualConfig, field_of
 from ..heads import DECODER_HEADS
-from ..registry import DecoderConfig, LayerNormConfig, RMSNormConfig, UsualConfig, family_of, field_of
+from ..registry import family_of
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:

@@ -6,15 +6,7 @@ from typing import Any
 from fnmodels.errors import ConfigError
 
 from ..config_json import Fields, shown
-from ..registry import UsualConfig
-
-# Beginnings of the kinds of layers that read tokens in their order: recurrent layers and convolutions.
-ORDERED = ("linear", "conv")
-
-
-def is_ordered(kind: str) -> bool:
-    """Whether layers of this kind read tokens in their order and not by position."""
-    return kind.startswith(ORDERED)
+from ..family import UsualConfig
 
 
 def kinds(config: UsualConfig) -> tuple[str, ...]:

@@ -9,31 +9,32 @@ from fnmodels.inputs.order import build_segments
 from fnmodels.inputs.segments import text_order
 from fnmodels.ops.rotary import mrope_table, no_rotation, query_temperature, rotary_table
 
-from ..registry import TwoRopesConfig, UsualConfig, field_of
-from .layer_kinds import is_ordered
+from ..family import LayerKind, TwoRopesConfig, UsualConfig, field_of
 
 
 def attention_masks(
     config: UsualConfig, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}: causal, and limited to `sliding_window` for kinds that begin with "sliding".
+    """{kind: mask}: causal, and limited to `sliding_window` for sliding kinds.
 
-    Kinds of ORDERED layers have `fnmodels.Segments`. positions and segment_ids [B, S]; positions [B, S, 3 or 4] if the
-    config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
+    Ordered kinds (`LayerKind.ordered`) have `fnmodels.Segments`. positions and segment_ids [B, S]; positions [B, S, 3
+    or 4] if the config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
     """
-    window, ordered = field_of(config, "sliding_window"), sorted(filter(is_ordered, set(config.layer_kinds)))
+    window = field_of(config, "sliding_window")
+    kinds = [LayerKind.parse(name) for name in sorted(set(config.layer_kinds))]
     if field_of(config, "mrope_section") and positions.ndim == 3:
         counted = positions.shape[-1] == 4
         positions = positions[..., 0] if counted else text_order(positions, segment_ids)
-    masks = causal_masks(set(config.layer_kinds) - set(ordered), window, positions, segment_ids, create=create)
-    if ordered:
+    windows = {kind.name: window if kind.slides else None for kind in kinds if not kind.ordered}
+    masks = causal_masks(windows, positions, segment_ids, create=create)
+    if ordered := [kind.name for kind in kinds if kind.ordered]:
         check_one_axis(positions)
         masks |= dict.fromkeys(ordered, build_segments(segment_ids))
     return masks
 
 
 def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for ORDERED kinds and those that end in "_nope".
+    """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for kinds that do not rotate, and for ordered ones.
 
     positions: [B, S]; with an `mrope_section` also [B, S, 3], time, height and width, or [B, S, 4], `text_order` before
     them, for a piece of a row, which does not know it. length: an int or [B], the sequence length that length-dependent
@@ -46,8 +47,8 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
         table = mrope_table(config.rope, config.head_dim, axes, sections, interleaved=interleaved, length=length)
     else:
         table = rotary_table(config.rope, config.head_dim, positions, length)
-    still = {kind for kind in config.layer_kinds if kind.endswith("_nope") or is_ordered(kind)}
-    return {kind: none if kind in still else table for kind in sorted(set(config.layer_kinds))}
+    kinds = [LayerKind.parse(name) for name in sorted(set(config.layer_kinds))]
+    return {kind.name: table if kind.rotates and not kind.ordered else none for kind in kinds}
 
 
 def freqs_cis_by_window(

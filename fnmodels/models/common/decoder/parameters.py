@@ -5,7 +5,8 @@ from typing import Any
 
 from fnmodels.tree import Tree, flatten
 
-from ..registry import DecoderConfig, UsualConfig, family_of
+from ..family import DecoderConfig, UsualConfig
+from ..registry import family_of
 from ..spec import Leaf, decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from ..storage import TensorSlice, fuse
 

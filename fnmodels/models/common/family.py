@@ -1,0 +1,313 @@
+"""What a family and a Config are: their protocols, the traits that a family declares, and the kinds of its layers."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from torch import Tensor
+
+from fnmodels.ops.moe.router import RouterDtypes
+from fnmodels.ops.rotary import Rope
+from fnmodels.ops.torch_internals import traced_as_constant
+from fnmodels.options import Block
+from fnmodels.tree import Tree
+
+
+class DecoderConfig(Protocol):
+    """A frozen, hashable dataclass with these fields and those of the family; CONFIG_DEFAULTS lists optional ones.
+
+    `from_hf(values)` creates it from a config.json; `to_hf()` is the inverse.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def initializer_range(self) -> float: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def model_type(self) -> str: ...
+
+    def to_hf(self) -> dict[str, Any]: ...
+
+
+class UsualConfig(DecoderConfig, Protocol):
+    """The further fields that `decoder` and `spec` read: grouped-query attention and one rotary table."""
+
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def rope(self) -> Rope: ...
+    @property
+    def layer_kinds(self) -> tuple[str, ...]: ...
+
+
+class RMSNormConfig(UsualConfig, Protocol):
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class LayerNormConfig(UsualConfig, Protocol):
+    @property
+    def layer_norm_eps(self) -> float: ...
+
+
+class LatentConfig(DecoderConfig, Protocol):
+    """The widths of multi-head latent attention, see `ops.mla`."""
+
+    @property
+    def q_lora_rank(self) -> int | None: ...  # None: queries without a latent
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
+class TwoRopesConfig(UsualConfig, Protocol):
+    @property
+    def local_rope(self) -> Rope: ...  # of sliding-window layers
+
+
+# Optional fields of a Config and their defaults.
+CONFIG_DEFAULTS: dict[str, Any] = {
+    "sliding_window": None,
+    "attention_softcap": None,
+    "num_experts_per_tok": 0,
+    "num_nextn_predict_layers": 0,
+    "mrope_section": (),  # how many rotary frequencies read time, height and width
+    "mrope_interleaved": True,  # and not one section after the other
+    "head": "lm",  # see `common.heads`
+    "num_labels": 0,
+    "problem_type": "",  # what its labels are, see `common.heads.problem_of`
+    "first_position": 0,  # the row of the position table that a document's first token reads
+    "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
+    "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
+}
+
+
+class Family(Protocol):
+    """A module with these names; hf_names and Config.from_hf are needed only for checkpoints.
+
+    Optional are TRAITS (a `Traits`), MODEL_TYPES (the model types of config.json that it reads), PRESETS ({name:
+    config.json} of published models) and the functions of `function_of`.
+    """
+
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def Config(self) -> Any: ...
+    @property
+    def block(self) -> Block: ...  # made by `context.with_context`
+
+    def spec(self, config: Any, /) -> Tree: ...
+    def kinds(self, config: Any, /) -> tuple[str, ...]: ...
+    def attention_masks(
+        self, config: Any, positions: Tensor, segment_ids: Tensor, /, *, create: Any = None
+    ) -> dict[str, Any]: ...  # values: `MaskLike`
+    def freqs_cis(self, config: Any, positions: Tensor, /, *, length: int | Tensor | None = None) -> dict[str, Any]: ...
+    def embed(self, params: Tree, inputs: Any, /, *, config: Any) -> Tensor: ...
+    def unembed(self, params: Tree, x: Tensor, /, *, config: Any) -> Tensor: ...
+    def hf_names(self, config: Any, /) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the name of a kind of layers says. Its words are joined by "_": "sliding_nope_moe", "indexed_shared".
+
+    The names are the keys of masks and freqs_cis; nothing but `parse` reads them.
+    """
+
+    name: str
+    attends: str  # the first word: "full", "sliding", "chunked", "indexed", or what the layer does in its place
+    rotates: bool = True  # whether queries and keys have a rotary embedding: no word "nope"
+    routed: bool = False  # "moe": experts; see `is_routed`
+    first: bool = False  # "first": no norm before attention (ModernBERT)
+    source: str | None = None  # "reuse": the kind whose keys and values its layers read, the name without this word
+    shares_choice: bool = False  # "indexed_shared": the keys that the last indexer before it has chosen
+
+    @property
+    def slides(self) -> bool:
+        """Whether its attention has a sliding window."""
+        return self.attends == "sliding"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its layers read tokens in their order and not by position: recurrent layers and convolutions."""
+        return self.attends in ("linear", "conv")
+
+    @property
+    def indexed(self) -> bool:
+        """Whether its layers attend to a few keys that an indexer chooses (`Context.choose`)."""
+        return self.attends == "indexed"
+
+    @classmethod
+    def parse(cls, name: str) -> "LayerKind":
+        """The kind of this name. Words that it does not know belong to the family."""
+        kind = _PARSED.get(name)
+        if kind is None:
+            first, *words = name.split("_")
+            kind = _PARSED[name] = cls(
+                name,
+                attends=first,
+                rotates="nope" not in words,
+                routed="moe" in words,
+                first="first" in words,
+                source="_".join([first, *(w for w in words if w != "reuse")]) if "reuse" in words else None,
+                shares_choice=first == "indexed" and "shared" in words,
+            )
+        return kind
+
+
+# A dictionary, because torch.compile does not see the memory of functools.cache.
+_PARSED: dict[str, LayerKind] = {}
+
+
+def own_choices(kinds: Sequence[str]) -> list[int]:
+    """The layers with an indexer of their own."""
+    layers = enumerate(map(LayerKind.parse, kinds))
+    return [index for index, kind in layers if kind.indexed and not kind.shares_choice]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a family declares about its models: `TRAITS = Traits(...)` in its file.
+
+    A file that has the names of traits in capitals as constants of their own (`CAUSAL = False`) is read too.
+    """
+
+    kinds: tuple[str, ...] = ("full",)  # the kinds of its layers, the default first
+    heads: tuple[str, ...] = ("lm", "none", "classification", "tokens")  # of its Config, the default first, see `heads`
+    # or "patches": a vision tower, see `common.vision`; "latents": a diffusion model, see `fnmodels.diffusion`
+    inputs: str = "tokens"
+    causal: bool = True  # whether no token sees a later one, so that a model can generate
+    routed: bool = False  # whether kinds with the word "moe" are MoE layers
+    router: RouterDtypes | None = None  # the dtypes of its router
+    sinks: bool = False  # whether its attention has sink logits
+    biased: bool = False  # whether its attention has a `RelativeBias`
+    weights: str = "model"  # how the names of its files of tensors begin
+    # {key of params that files may lack, such as MTP heads: the Config field with its length}
+    optional: Mapping[str, str] = field(default_factory=dict)
+    leftovers: tuple[str, ...] = ()  # patterns of names in files that are not read, such as buffers
+    # {part that is not read: pattern of its names in files}, which loading refuses without drop=(part,)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    # {pattern of a name that transformers writes: the published name, with the pattern's groups}
+    resaved: Mapping[str, str] = field(default_factory=dict)
+    # names in a module, together, of tensors that transformers saves in equal parts of their sum
+    equal_parts: tuple[tuple[str, ...], ...] = ()
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """TypeError for a name that is no trait; dataclass makes `__init__`, which has the types."""
+        for name in named:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+                known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.__dataclass_fields__)}."
+                raise TypeError(f"Traits has no trait {name!r}; {known}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for trait in fields(self):
+            value, wanted = getattr(self, trait.name), _VALUES.get(trait.name, (bool, "True or False"))
+            if not isinstance(value, wanted[0]):
+                raise TypeError(f"The trait {trait.name} is {value!r}; it must be {wanted[1]}.")
+        if not self.kinds or not self.heads:
+            raise TypeError("The traits kinds and heads must name at least one kind of layers and one head.")
+        if self.inputs not in ("tokens", "patches", "latents"):
+            raise TypeError(f"The trait inputs is {self.inputs!r}; it must be 'tokens', 'patches' or 'latents'.")
+
+
+_VALUES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
+    **dict.fromkeys(("optional", "unread", "resaved"), (Mapping, "a dict")),
+    **dict.fromkeys(("inputs", "weights"), (str, "a string")),
+    "router": (RouterDtypes | None, "a RouterDtypes, or None"),
+}
+_PLAIN = Traits()
+
+
+@traced_as_constant  # dynamo cannot read an object of a module that is looked up by name
+def traits_of(family: Any) -> Traits:
+    """The traits of a family's module; TypeError if its TRAITS is no `Traits`."""
+    traits = getattr(family, "TRAITS", None)
+    if isinstance(traits, Traits):
+        return traits
+    if traits is not None:
+        raise TypeError(f"{family.__name__}.TRAITS is {traits!r}; it must be a Traits(...).")
+    constants = {name: getattr(family, name.upper()) for name in _NAMES if hasattr(family, name.upper())}
+    return Traits(**constants) if constants else _PLAIN
+
+
+_NAMES = tuple(trait.name for trait in fields(Traits))
+
+OptionalFunction = (
+    Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
+    | Literal["stacks", "batch_inputs", "hf_copies", "leftovers"]
+)
+_FUNCTIONS: dict[str, Callable[..., Any] | None] = {
+    # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
+    # reads beside the residual stream. x [B, S, D]: what `embed` returns.
+    "layer_inputs": None,
+    # (params, inputs, config=) -> a tree of tensors that every layer reads beside the residual stream: `Context.shared`
+    "shared": None,
+    # (config, positions [B, S]) -> inputs with "positions" as its masks read them and what `embed` and `shared` read,
+    # of a family that reads other inputs than token ids and patches
+    "example_inputs": None,
+    # (params, x, inputs, config=) -> what `forward` returns of hidden states x [B, S, D], of a model whose head reads
+    # inputs too; such a family has no `unembed`
+    "outputs": None,
+    # (params, x, documents, config=) -> [N, labels]: the head "classification" on hidden states x [B, S, D]; None: that
+    # of `decoder.classify`
+    "classify": None,
+    # (config) -> {"encoder": Config, "decoder": Config} of a model that has both, else {}; see `fnmodels.pairs`
+    "stacks": lambda config: {},
+    # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
+    "batch_inputs": lambda config, positions: {},
+    "hf_copies": lambda config: {},  # (config) -> {name on disk: path of the parameter that it duplicates}
+    "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
+}
+
+
+def function_of(family: Family, name: OptionalFunction) -> Any:
+    """The function of this name that the family has, or its default; None where the family does nothing of the kind."""
+    return getattr(family, name, _FUNCTIONS[name])
+
+
+def model_types(family: Any) -> tuple[str, ...]:
+    """The model types of config.json that a family's module says it reads."""
+    types: tuple[str, ...] = getattr(family, "MODEL_TYPES", ())
+    return types
+
+
+def parsed(kinds: Iterable[str]) -> list[LayerKind]:
+    """The kinds of these names."""
+    return [LayerKind.parse(kind) for kind in kinds]
+
+
+def is_routed(family: Family, kind: str) -> bool:
+    """Whether layers of this kind are MoE layers."""
+    return traits_of(family).routed and LayerKind.parse(kind).routed
+
+
+def field_of(config: Any, name: str) -> Any:
+    """A field of the config, or its default in CONFIG_DEFAULTS."""
+    return getattr(config, name, CONFIG_DEFAULTS[name])
