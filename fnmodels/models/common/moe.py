@@ -14,6 +14,7 @@ from fnmodels.tree import Tree
 
 from .config_json import Fields
 from .decoder import BaseConfig, check_sizes, decoder_name
+from .family import LayerKind
 from .spec import gated_mlp_leaves, moe_leaves
 from .storage import Stack, Stored, TensorSlice
 
@@ -209,10 +210,10 @@ def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
     return {path: name(path) for path in paths}
 
 
-def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
+def grouped_leaves(config: Any, kind: LayerKind, *, selection_bias: bool) -> Tree:
     """The parameters under "mlp" of a layer of this kind: a gated MLP, or a router, experts and the shared expert."""
     width, std = config.hidden_size, config.initializer_range
-    if kind == "full":
+    if not kind.routed:
         return gated_mlp_leaves(width, config.intermediate_size, std=std)
     experts, inner = config.n_routed_experts, config.moe_intermediate_size
     shared = config.n_shared_experts * inner

@@ -16,7 +16,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.common.family import Traits
+from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
@@ -94,7 +94,7 @@ def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     attention, biased = latent_attention_leaves(config), not config.softmax_scores
-    mlps = [mixture.grouped_leaves(config, kind, selection_bias=biased) for kind in config.layer_kinds]
+    mlps = [mixture.grouped_leaves(config, kind, selection_bias=biased) for kind in parsed(config.layer_kinds)]
     layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
     return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 

@@ -121,7 +121,7 @@ class Config(mixture.GroupedConfig):
         own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         own |= {"first_k_dense_replace": (*mlps, "sparse").index("sparse"), "mlp_layer_types": mlps}
         if self.model_type == "glm_moe_dsa":
-            own["indexer_types"] = ["shared" if "shared" in kind else "full" for kind in self.layer_kinds]
+            own["indexer_types"] = ["shared" if kind.shares_choice else "full" for kind in parsed(self.layer_kinds)]
         names = (*mla.NAMES, "index_n_heads", "index_head_dim", "index_topk", "num_nextn_predict_layers")
         architecture = "GlmMoeDsaForCausalLM" if self.model_type == "glm_moe_dsa" else "DeepseekV32ForCausalLM"
         return decoder.decoder_to_hf(self, architecture, *names, **own)
@@ -153,14 +153,12 @@ def spec(config: Config) -> Tree:
     attention = latent_attention_leaves(config)
     own = attention | {"indexer": _indexer_leaves(config)}
 
-    def layer(kind: str, attention: Tree) -> Tree:
-        mlp = mixture.grouped_leaves(
-            config, "full_moe" if LayerKind.parse(kind).routed else "full", selection_bias=True
-        )
+    def layer(kind: LayerKind, attention: Tree) -> Tree:
+        mlp = mixture.grouped_leaves(config, kind, selection_bias=True)
         return layer_leaves(config.hidden_size, attention, mlp)
 
-    layers = [layer(kind, attention if "shared" in kind else own) for kind in config.layer_kinds]
-    return decoder_leaves(config, layers) | mtp.heads(config, layer(config.layer_kinds[-1], own))
+    layers = [layer(kind, attention if kind.shares_choice else own) for kind in parsed(config.layer_kinds)]
+    return decoder_leaves(config, layers) | mtp.heads(config, layer(LayerKind.parse(config.layer_kinds[-1]), own))
 
 
 def _indexer_leaves(config: Config) -> Tree:

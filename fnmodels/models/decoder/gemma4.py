@@ -88,11 +88,9 @@ class Config(decoder.BaseConfig):
         object.__setattr__(self, "num_global_key_value_heads", heads)
         if self.num_attention_heads % heads:
             raise ConfigError(f"num_attention_heads {self.num_attention_heads} is not a multiple of {heads}.")
-        for index, kind in enumerate(self.layer_kinds):
-            if LayerKind.parse(kind).source and LayerKind.parse(kind).source not in self.layer_kinds[:index]:
-                raise ConfigError(
-                    f"Layer {index} is {kind!r}, and no layer before it is {LayerKind.parse(kind).source!r}."
-                )
+        for index, kind in enumerate(parsed(self.layer_kinds)):
+            if kind.source and kind.source not in self.layer_kinds[:index]:
+                raise ConfigError(f"Layer {index} is {kind.name!r}, and no layer before it is {kind.source!r}.")
         if any(kind.routed for kind in parsed(self.layer_kinds)):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
@@ -153,7 +151,7 @@ class Config(decoder.BaseConfig):
             return decoder.expressible(self, outer)
         names = ["global_head_dim", "attention_k_eq_v", "rms_norm_eps", "attention_bias", "sliding_window"]
         names += ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp"]
-        if sparse := self.layer_kinds[0].endswith("_moe"):
+        if sparse := LayerKind.parse(self.layer_kinds[0]).routed:
             names += ["num_experts", "moe_intermediate_size"]
         own: dict[str, Any] = {
             "hidden_activation": self.hidden_act,
@@ -201,7 +199,7 @@ def _rope(fields: Fields, layer_type: str, head_dim: int, sizes: Mapping[str, in
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
-    tree = decoder_leaves(config, [_layer(config, kind) for kind in config.layer_kinds])
+    tree = decoder_leaves(config, [_layer(config, kind) for kind in parsed(config.layer_kinds)])
     if P:
         width = P * config.num_hidden_layers
         table = embedding(config.vocab_size_per_layer_input, width, std)
@@ -211,20 +209,20 @@ def spec(config: Config) -> Tree:
     return tree
 
 
-def _layer(config: Config, kind: str) -> Tree:
+def _layer(config: Config, kind: LayerKind) -> Tree:
     D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
     heads, H, absent = config.num_key_value_heads, config.head_dim, list[str]()
-    if not LayerKind.parse(kind).slides:
+    if not kind.slides:
         heads, H = config.num_global_key_value_heads, config.global_head_dim
         absent = ["v_"] if config.attention_k_eq_v else []
-    if borrows := LayerKind.parse(kind).source is not None:
+    if borrows := kind.source is not None:
         absent = ["k_", "v_"]
     biased, inner = config.attention_bias, config.intermediate_size
     attention = attention_leaves(D, config.num_attention_heads, heads, H, std=std, qkv_bias=biased, o_bias=biased)
     attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
     mlp: Tree = gated_mlp_leaves(D, 2 * inner if borrows and config.use_double_wide_mlp else inner, std=std)
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    if LayerKind.parse(kind).routed:
+    if kind.routed:
         mlp |= moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std)
         mlp |= {"router_scale": norm(D, "embed"), "per_expert_scale": norm(config.num_experts, "router")}
         names += ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"]
@@ -244,7 +242,7 @@ def _prefix(config: Config) -> str:
 
 def leftovers(config: Config) -> tuple[str, ...]:
     """Other towers, and the keys and values of layers that read those of others, which files may hold."""
-    borrowing = "|".join(str(index) for index, kind in enumerate(config.layer_kinds) if LayerKind.parse(kind).source)
+    borrowing = "|".join(str(index) for index, kind in enumerate(parsed(config.layer_kinds)) if kind.source)
     unused = rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)"
     return unused, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
 
@@ -320,7 +318,7 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Confi
         return project_out(weights, ctx.attend_borrowed(q, mask, scale=1.0))
     v = rms_norm(heads.get("v", heads["k"]), None, **norms)
     k = apply_rotary(rms_norm_fp32_weight(heads["k"], weights["k_norm"], **norms), freqs)
-    lend = any(LayerKind.parse(other).source == kind for other in config.layer_kinds)
+    lend = any(other.source == kind for other in parsed(config.layer_kinds))
     return project_out(weights, ctx.attend(q, k, v, mask, scale=1.0, lend=lend))
 
 

@@ -17,7 +17,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.common.family import Traits
+from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
@@ -100,7 +100,7 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.o_bias)
     attention |= head_norms(config) if config.use_qk_norm else {}
-    mlps = [mixture.grouped_leaves(config, kind, selection_bias=True) for kind in config.layer_kinds]
+    mlps = [mixture.grouped_leaves(config, kind, selection_bias=True) for kind in parsed(config.layer_kinds)]
     layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
     return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 

@@ -168,14 +168,12 @@ def _dense_layers(fields: Fields, first: tuple[str, ...]) -> list[bool]:
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
 
-    def layer(kind: str) -> Tree:
-        attention = _delta_leaves(config) if LayerKind.parse(kind).ordered else latent_attention_leaves(config)
-        mlp = mixture.grouped_leaves(
-            config, "full_moe" if LayerKind.parse(kind).routed else "full", selection_bias=True
-        )
+    def layer(kind: LayerKind) -> Tree:
+        attention = _delta_leaves(config) if kind.ordered else latent_attention_leaves(config)
+        mlp = mixture.grouped_leaves(config, kind, selection_bias=True)
         return layer_leaves(config.hidden_size, attention, mlp)
 
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
 
 
 def _delta_leaves(config: Config) -> dict[str, Leaf]:

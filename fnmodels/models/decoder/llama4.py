@@ -102,8 +102,8 @@ class Config(decoder.BaseConfig):
         names += ["num_experts_per_tok"]
         chunked = [kind.attends == "chunked" for kind in parsed(self.layer_kinds)]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
-        own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: rotary embedding
-        own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if LayerKind.parse(kind).routed]
+        own["no_rope_layers"] = [int(kind.rotates) for kind in parsed(self.layer_kinds)]  # 1: rotary embedding
+        own["moe_layers"] = [i for i, kind in enumerate(parsed(self.layer_kinds)) if kind.routed]
         text = replace(self, model_type="llama4_text")
         inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
         if self.model_type == "llama4_text":
@@ -166,7 +166,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     still = {"table": no_rotation(positions)}
     if config.attn_temperature_tuning:
         still["temperature"] = query_temperature(positions + 1, beta=config.attn_scale, period=config.floor_scale)
-    return {kind: still if "nope" in kind else rotates for kind in sorted(set(config.layer_kinds))}
+    return {k: rotates if LayerKind.parse(k).rotates else still for k in sorted(set(config.layer_kinds))}
 
 
 @with_context

@@ -22,7 +22,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
-from fnmodels.models.common.family import Traits
+from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
@@ -105,7 +105,7 @@ class Config(decoder.BaseConfig):
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     attention = latent_attention_leaves(config)
-    mlps = (mixture.grouped_leaves(config, kind, selection_bias=False) for kind in config.layer_kinds)
+    mlps = (mixture.grouped_leaves(config, kind, selection_bias=False) for kind in parsed(config.layer_kinds))
     return decoder_leaves(config, [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps])
 
 

@@ -162,9 +162,7 @@ class Config(decoder.BaseConfig):
         own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
         if self.model_type == "qwen3_next":
             names.append("norm_topk_prob")
-            own |= {
-                "mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not LayerKind.parse(kind).routed]
-            }
+            own |= {"mlp_only_layers": [i for i, kind in enumerate(parsed(self.layer_kinds)) if not kind.routed]}
             own |= {"decoder_sparse_step": 1}
         elif self.mrope_section:
             sections = {"mrope_section": list(self.mrope_section), "mrope_interleaved": True}

@@ -106,7 +106,7 @@ class Config(decoder.BaseConfig):
         own: dict[str, Any] = {"qkv_bias" if second else "attention_bias": self.qkv_bias}
         names += ["clip_qkv"] if self.model_type == "olmoe" else ["moe_intermediate_size", "sliding_window"]
         if self.model_type != "olmoe":
-            dense = [i for i, kind in enumerate(self.layer_kinds) if not LayerKind.parse(kind).routed]
+            dense = [i for i, kind in enumerate(parsed(self.layer_kinds)) if not kind.routed]
             own |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": any(slides)}
         if second:
             names.append("shared_expert_intermediate_size")
@@ -138,7 +138,7 @@ def spec(config: Config) -> Tree:
         attention |= joint_head_norms(config) if config.qk_norm_full else head_norms(config)
     sparse = moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std, shared=shared)
     sparse |= {"shared_expert_gate": weight((1, D), ("one", "embed"), std)} if shared else {}
-    mlps = [sparse if LayerKind.parse(kind).routed else usual_mlp(config) for kind in config.layer_kinds]
+    mlps = [sparse if kind.routed else usual_mlp(config) for kind in parsed(config.layer_kinds)]
     return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
 

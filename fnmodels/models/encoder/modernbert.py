@@ -176,7 +176,7 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}: every token sees its document, in sliding layers the part of it that is near."""
     rules = {"full": Everything(), "sliding": BidirectionalWindow(config.sliding_window)}
-    chosen = {kind: rules[kind.removesuffix("_first")] for kind in set(config.layer_kinds)}
+    chosen = {kind: rules[LayerKind.parse(kind).attends] for kind in set(config.layer_kinds)}
     return masks_of(chosen, positions, segment_ids, create=create)
 
 
@@ -185,9 +185,9 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     ropes = {"full": config.rope, "sliding": config.local_rope}
     tables = {
         kind: rotary_table(ropes[kind], config.head_dim, positions, length)
-        for kind in sorted({kind.removesuffix("_first") for kind in config.layer_kinds})
+        for kind in sorted({kind.attends for kind in parsed(config.layer_kinds)})
     }
-    return {kind: tables[kind.removesuffix("_first")] for kind in sorted(set(config.layer_kinds))}
+    return {kind: tables[LayerKind.parse(kind).attends] for kind in sorted(set(config.layer_kinds))}
 
 
 def _norm(tree: Tree, name: str, x: Tensor, config: Config) -> Tensor:
