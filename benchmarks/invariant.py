@@ -21,7 +21,7 @@ from turns import give_back_memory, take_turns
 import params as P
 import train
 from fnmodels import tree
-from fnmodels.ops.attention.invariant import TILE
+from fnmodels.ops.invariant.attention import TILE
 
 KERNELS = ("auto", "invariant")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.invariant import elementwise, invariant_linear, invariant_rows, softmax
+from fnmodels.ops.invariant.rows import elementwise, invariant_linear, invariant_rows, softmax
 from fnmodels.ops.norm import rms_norm
 
 _WIDTHS = ((24, 40), (64, 200), (256, 768), (1536, 512))  # of products: in, out

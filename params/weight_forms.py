@@ -20,10 +20,9 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.huge_pages import move_to_huge_pages
-from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
+from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
+from fnmodels.ops.invariant.rows import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.linear import linear
-from fnmodels.ops.onednn import dense
 from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear
 from fnmodels.tree import Tree, static
 
@@ -75,7 +74,7 @@ class Packed(LinearOnly):
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
-            from fnmodels.ops.linear_op import packed_linear  # here, for it imports dynamo
+            from fnmodels.ops.cpu.linear_op import packed_linear  # here, for it imports dynamo
 
             return packed_linear(rows, self.layout, bias)
         if not rows_are_invariant() or len(rows) != 1:

@@ -74,7 +74,7 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
     """
     saved = costly_operators()
     if graph:
-        import fnmodels.ops.linear_op  # noqa: F401 - the operator; it imports dynamo
+        import fnmodels.ops.cpu.linear_op  # noqa: F401 - the operator; it imports dynamo
 
         saved.append(torch.ops.fnmodels.linear.default)
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)

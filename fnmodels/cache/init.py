@@ -13,7 +13,7 @@ from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
-from fnmodels.ops.huge_pages import advise_huge_pages
+from fnmodels.ops.cpu.huge_pages import advise_huge_pages
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree

@@ -18,8 +18,8 @@ from torch import Tensor
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask, MaskLike
 
-from .attention.invariant import dot_products
-from .invariant import pairwise_sum, rows_are_invariant
+from .invariant.attention import dot_products
+from .invariant.rows import pairwise_sum, rows_are_invariant
 from .linear import linear
 from .mla import Rotate
 from .norm import layer_norm, upcast

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 
-from .invariant import invariant_linear, rows_are_invariant
-from .onednn import dense, product, transposed
+from .cpu.onednn import dense, product, transposed
+from .invariant.rows import invariant_linear, rows_are_invariant
 from .torch_internals import alone, in_graph, no_view, onednn_linear
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not uses_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
-        from .linear_op import compiled_linear  # here, for it imports dynamo
+        from .cpu.linear_op import compiled_linear  # here, for it imports dynamo
 
         return compiled_linear(x, weight, bias)
     if not torch.is_grad_enabled():  # a Function's call takes as long as a small product
@@ -82,7 +82,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: 
 
 def _is_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` of these is one product of oneDNN in their dtype."""
-    from . import product_table  # here, for its import measures
+    from .cpu import product_table  # here, for its import measures
 
     if x.dtype is torch.bfloat16:
         return not product_table.WIDENS
@@ -148,7 +148,7 @@ def _gains(x: Tensor, weight: Tensor, biased: bool) -> bool:
     biased: with a bias, in eager mode, where torch first copies the bias into each row of a bf16 result, which takes up
     to half as long as the product with AMX.
     """
-    from . import product_table  # here, for its import measures
+    from .cpu import product_table  # here, for its import measures
 
     if x.dtype is torch.float32:
         return bool(product_table.ONEDNN)
@@ -169,7 +169,7 @@ def explain_products() -> dict[str, str]:
     The rates are read from a file of the machine, whose name is under "file", and measured if there is none, or if the
     machine was too busy when they were.
     """
-    from . import product_table
+    from .cpu import product_table
 
     return product_table.explained()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels.options import Tap, untapped
 
-from .invariant import elementwise, rows_are_invariant
+from .invariant.rows import elementwise, rows_are_invariant
 from .linear import linear, linear_gelu, linears
 from .norm import upcast
 

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.options import Tap
 
-from .blocks import Space, blocks, like
-from .invariant import rows_are_invariant
+from .cpu.blocks import Space, blocks, like
+from .invariant.rows import rows_are_invariant
 from .torch_internals import alone
 
 _WATCHED: ContextVar[tuple[dict[int, str], Tap] | None] = ContextVar("fnmodels_watched_norms", default=None)

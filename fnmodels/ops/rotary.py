@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import constants
 
-from .blocks import Space, like, rows_of_block
+from .cpu.blocks import Space, like, rows_of_block
 from .torch_internals import alone
 
 _MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates

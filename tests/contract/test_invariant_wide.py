@@ -19,9 +19,9 @@ import train
 from fnmodels import invariance, tree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal
-from fnmodels.ops import invariant
-from fnmodels.ops.attention import invariant as tiles
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.invariant import attention as tiles
+from fnmodels.ops.invariant import rows as invariant
 from fnmodels.ops.moe import router
 from tests.contract.test_invariant import (
     DTYPES,
@@ -229,7 +229,7 @@ def gradients_of_weights() -> list[Tensor]:
     """Sums over more rows than one thread takes, by MKL in fp32."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fnmodels.ops.product_table.ONEDNN", frozenset())
+        patch.setattr("fnmodels.ops.cpu.product_table.ONEDNN", frozenset())
         for dtype, rows, width in ((torch.float32, 4096, 128), (torch.float32, 8192, 64), (torch.bfloat16, 4096, 128)):
             x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(dtype)
             weight = x[:width].clone().requires_grad_()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fnmodels.ops import product_table
+from fnmodels.ops.cpu import product_table
 from tests.support.cases import (
     Case,
     batch_of,
@@ -21,11 +21,11 @@ from tests.support.cases import (
 
 # A bound of elements, or of multiplications, and one that every tensor of a tiny model is above.
 BOUNDS = {
-    "fnmodels.ops.blocks.ELEMENTS": 64,
+    "fnmodels.ops.cpu.blocks.ELEMENTS": 64,
     "fnmodels.ops.norm._MIN_ELEMENTS": 1,
     "fnmodels.ops.rotary._MIN_ELEMENTS": 1,
     "fnmodels.ops.linear._MIN_MULTIPLICATIONS": 1,
-    "fnmodels.ops.onednn._WIDENED": 64,
+    "fnmodels.ops.cpu.onednn._WIDENED": 64,
     "fnmodels.ops.recurrent.gated_norm._ELEMENTS": 64,
     "fnmodels.ops.recurrent.conv._ELEMENTS": 64,
     "fnmodels.ops.indexer._MOST": 64,
@@ -57,6 +57,6 @@ def test_results_are_those_of_the_paths_of_small_tensors(
     for name, bound in BOUNDS.items():
         monkeypatch.setattr(name, bound)
     monkeypatch.setattr("fnmodels.ops.linear._gains", lambda x, weight, biased: True)  # whatever is faster here
-    monkeypatch.setattr("fnmodels.ops.product_table.ONEDNN", frozenset(product_table.FORMS))
+    monkeypatch.setattr("fnmodels.ops.cpu.product_table.ONEDNN", frozenset(product_table.FORMS))
     found = results(case, taps=taps)
     assert off({str(i): part for i, part in enumerate(found)}, {str(i): part for i, part in enumerate(wanted)}) < 5e-5

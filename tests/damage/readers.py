@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import params as P
 import params.inspect
 from fnmodels.embedding import DenseLayer, Embedder
-from fnmodels.ops import product_table
+from fnmodels.ops.cpu import product_table
 from params import lora
 from train import checkpoint
 from train.commands.documents import pictures_of

@@ -35,9 +35,9 @@ OPENER = re.compile(
     "reserved_staging_path|cached|read_manifest"
 )
 RAW = {  # {place: why it needs no opener}
-    "fnmodels.ops.huge_pages._madvise": "a switch of the system",
-    "fnmodels.ops.product_table.machine": "/proc/cpuinfo",
-    "fnmodels.ops.product_table._alone_in": "the cache folder, to lock it",
+    "fnmodels.ops.cpu.huge_pages._madvise": "a switch of the system",
+    "fnmodels.ops.cpu.product_table.machine": "/proc/cpuinfo",
+    "fnmodels.ops.cpu.product_table._alone_in": "the cache folder, to lock it",
     "fnmodels.research.sae.harvest": "a new file that the caller names",
     "params.checkpoint.manifest.write_manifest": "a new file of the staging folder",
     "params.checkpoint.manifest.digest": "a descriptor of `open_regular`",
@@ -71,8 +71,8 @@ RAW = {  # {place: why it needs no opener}
 }
 # {place that uses an opener: the cases of the tables that damage what is read or written there}
 USES: dict[str, tuple[str, ...]] = {
-    "fnmodels.ops.product_table.read": ("rates of products",),
-    "fnmodels.ops.product_table.write": ("rates of products",),
+    "fnmodels.ops.cpu.product_table.read": ("rates of products",),
+    "fnmodels.ops.cpu.product_table.write": ("rates of products",),
     "params.checkpoint.config.read_config": ("a model",),
     "params.checkpoint.embedder.save_embedder.write": ("an embedder", "an embedder of other layers"),
     "params.checkpoint.embedder._modules": ("an embedder",),

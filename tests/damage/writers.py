@@ -13,7 +13,7 @@ import params as P
 from fnmodels import files, llama, tree
 from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.errors import UserError
-from fnmodels.ops import product_table
+from fnmodels.ops.cpu import product_table
 from params import lora
 from tests.support.cases import generic_params
 from train import checkpoint

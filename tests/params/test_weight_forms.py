@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.ops import torch_internals
-from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.linear import linears
 from params.lora import is_linear, map_leaves
 from params.weight_forms import GROUP, Int4, Int8, Joined, LinearOnly, Packed

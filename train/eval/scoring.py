@@ -13,7 +13,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
-from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
 from train.data.token_budget import rows_within, token_budget

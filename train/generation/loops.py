@@ -12,7 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import DecodingStep
 from fnmodels.models.common.family import DecoderConfig
-from fnmodels.ops.attention.invariant import TILE
+from fnmodels.ops.invariant.attention import TILE
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 

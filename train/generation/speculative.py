@@ -18,7 +18,7 @@ from fnmodels.cache.rows import is_recurrent
 from fnmodels.cache.step import logits_at, plan_step, step_on
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import text_config
-from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 

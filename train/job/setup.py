@@ -151,7 +151,7 @@ def fast_dtype() -> str:
     capabilities: Json = getattr(torch.cpu, "get_capabilities", dict)()  # missing in older supported versions of torch
     if not (capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")):
         return "float32"
-    from fnmodels.ops import product_table  # here, for its import measures
+    from fnmodels.ops.cpu import product_table  # here, for its import measures
 
     # A variable such as ONEDNN_MAX_CPU_ISA may keep the libraries from instructions that the CPU has.
     return "float32" if product_table.WIDENS else "bfloat16"

@@ -11,7 +11,7 @@ import fnmodels
 from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.family import DecoderConfig, field_of, parsed, traits_of
-from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree

@@ -25,11 +25,11 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.attention.invariant import plan_tiles
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of, keys_of_ranks
-from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.invariant.attention import plan_tiles
+from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.mla import (
     Rotate,
     Widths,

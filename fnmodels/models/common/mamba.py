@@ -18,7 +18,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.ops import ACTIVATIONS, split_heads, upcast
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.gated_norm import group_norm_then_silu, silu_then_group_norm

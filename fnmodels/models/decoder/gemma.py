@@ -23,7 +23,7 @@ from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, project_qkv
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 

@@ -36,7 +36,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, look_up, project_out, rotary_table, split_heads
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight

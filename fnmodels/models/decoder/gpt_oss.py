@@ -22,7 +22,7 @@ from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm_fp32_weight
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree
 

@@ -31,7 +31,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, split_heads, upcast
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid

@@ -32,7 +32,7 @@ from fnmodels.models.common.spec import (
     weight,
 )
 from fnmodels.models.common.storage import Stored, TensorSlice, fuse, renamed
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k

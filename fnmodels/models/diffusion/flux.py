@@ -35,7 +35,7 @@ from fnmodels.ops import (
     project_qkv,
     rms_norm,
 )
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree, flatten

@@ -21,11 +21,11 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
+from fnmodels.ops.cpu.tiled import causal_tiles, tiles_are_faster
 
 from .math import math_attention
 from .relative_bias import RelativeBias
 from .sdpa import sdpa_attention
-from .tiled import causal_tiles, tiles_are_faster
 
 Span = tuple[int, int]  # offset and count
 TOGETHER = 4096  # tokens of equal documents in one call, whose scores may be in memory together

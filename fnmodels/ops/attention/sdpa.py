@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.cpu.one_query import is_one_query, one_query_attention
 from fnmodels.ops.norm import upcast
-
-from .one_query import is_one_query, one_query_attention
 
 
 def sdpa_attention(

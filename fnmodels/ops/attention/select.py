@@ -28,12 +28,12 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.inputs.values import has_values, unwrapped
 from fnmodels.ops.autograd_guard import first_order
+from fnmodels.ops.invariant.attention import Tiles, invariant_attention, plan_tiles
 from fnmodels.ops.torch_internals import undisturbed
 from fnmodels.options import Kernel, Tap
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
-from .invariant import Tiles, invariant_attention, plan_tiles
 from .math import math_attention
 from .relative_bias import RelativeBias
 from .sdpa import sdpa_attention

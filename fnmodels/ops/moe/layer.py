@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import readable
-from fnmodels.ops.invariant import elementwise
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone

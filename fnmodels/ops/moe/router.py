@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fnmodels.ops.invariant import elementwise, softmax
+from fnmodels.ops.invariant.rows import elementwise, softmax
 from fnmodels.ops.norm import upcast
 
 Width = Literal["model", "wide"]

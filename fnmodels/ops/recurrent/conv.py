@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.invariant import elementwise, rows_are_invariant
+from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 

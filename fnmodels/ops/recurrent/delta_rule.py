@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
-from fnmodels.ops.invariant import rows_are_invariant
+from fnmodels.ops.cpu import delta_per_head
+from fnmodels.ops.cpu.chunks import Step
+from fnmodels.ops.cpu.scan import Output, scan
+from fnmodels.ops.decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from fnmodels.ops.invariant.by_token import by_token, delta_token
+from fnmodels.ops.invariant.rows import rows_are_invariant
 from fnmodels.ops.norm import upcast
 
-from . import delta_per_head
 from .before import Before, before_of
-from .by_token import by_token, delta_token
-from .chunks import Step
-from .decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
-from .scan import Output, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 

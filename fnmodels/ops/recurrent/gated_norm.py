@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.blocks import blocks, like
-from fnmodels.ops.invariant import elementwise, rows_are_invariant
+from fnmodels.ops.cpu.blocks import blocks, like
+from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
 from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.torch_internals import alone
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
-from fnmodels.ops.invariant import rows_are_invariant
+from fnmodels.ops.cpu import ssd_chunk
+from fnmodels.ops.cpu.scan import Output, scan
+from fnmodels.ops.cpu.ssd_chunk import of_groups, of_heads
+from fnmodels.ops.decay import decay_of
+from fnmodels.ops.invariant.by_token import by_token, ssd_token
+from fnmodels.ops.invariant.rows import rows_are_invariant
 from fnmodels.ops.norm import upcast
 
-from . import ssd_chunk
 from .before import Before, before_of
-from .by_token import by_token, ssd_token
-from .decay import decay_of
-from .scan import Output, scan
-from .ssd_chunk import of_groups, of_heads
 
 
 def ssd(

@@ -13,8 +13,8 @@ import fnmodels
 import params as P
 from fnmodels import llama, tree
 from fnmodels.cache import compiled, init
-from fnmodels.ops import huge_pages
-from fnmodels.ops.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
+from fnmodels.ops.cpu import huge_pages
+from fnmodels.ops.cpu.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
 from params import weight_forms
 
 SMALL = llama.Config(
@@ -28,7 +28,7 @@ SMALL = llama.Config(
 PROGRAM = """
 import re, sys
 import torch
-from fnmodels.ops.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
+from fnmodels.ops.cpu.huge_pages import PAGE, advise_huge_pages, move_to_huge_pages
 
 def held(t):
     start, found, inside = t.data_ptr(), 0, False

@@ -42,8 +42,8 @@ from fnmodels.apply import run_layers
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import SHORT, attention, materialize
-from fnmodels.ops.attention.tiled import tiles_are_faster
 from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
+from fnmodels.ops.cpu.tiled import tiles_are_faster
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 

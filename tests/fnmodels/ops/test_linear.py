@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
 from fnmodels.ops import linear as ops_linear
-from fnmodels.ops import onednn, product_table
+from fnmodels.ops.cpu import onednn, product_table
 from fnmodels.ops.linear import _Times, linear, linear_gelu
 from fnmodels.ops.torch_internals import onednn_layout, onednn_linear
 from params import weight_forms

@@ -12,9 +12,9 @@ from torch.func import grad, jvp, vmap
 
 from fnmodels import tree
 from fnmodels.models.common.spec import moe_leaves
+from fnmodels.ops.cpu.dispatch import combine_cpu, dispatch_cpu
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
-from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
 from fnmodels.ops.moe.experts import (
     _most_gathered,
     choose_experts,

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fnmodels.ops.attention import one_query, sdpa
+from fnmodels.ops.attention import sdpa
 from fnmodels.ops.attention.math import math_attention
+from fnmodels.ops.cpu import one_query
 
 ROWS, HEADS, GROUPS, WIDTH = 3, 4, 2, 8
 MASKS = {"none": None, "per row": (ROWS, 1), "for all rows": (1, 1), "per head": (ROWS, HEADS)}

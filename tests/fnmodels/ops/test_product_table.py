@@ -15,7 +15,7 @@ import torch
 
 import fnmodels
 from fnmodels import files
-from fnmodels.ops import product_table as table
+from fnmodels.ops.cpu import product_table as table
 
 TORCH, ONEDNN, BF16 = (
     {f"{dtype} {name} {by}": 100.0 for name in table.FORMS.values()}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fnmodels.ops import blocks, rotary
+from fnmodels.ops import rotary
+from fnmodels.ops.cpu import blocks
 from fnmodels.ops.rotary import (
     Rope,
     apply_rotary,

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import fnmodels
-from fnmodels.ops import product_table
-from fnmodels.ops.attention import tiled_kernel
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.attention.tiled import _Backward, causal_tiles, tiles_are_faster
+from fnmodels.ops.cpu import product_table, tiled_kernel
+from fnmodels.ops.cpu.tiled import _Backward, causal_tiles, tiles_are_faster
 
 SCALE = 0.3
 

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.values import aside, batched_gradient, has_values, readable, unwrapped
-from fnmodels.ops import product_table, torch_internals
-from fnmodels.ops.attention.tiled import causal_tiles
+from fnmodels.ops import torch_internals
+from fnmodels.ops.cpu import product_table
+from fnmodels.ops.cpu.tiled import causal_tiles
 from fnmodels.ops.float8 import cast
 from fnmodels.ops.float8 import product as eighths
 from fnmodels.ops.linear import linear

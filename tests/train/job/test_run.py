@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import params as P
-from fnmodels.ops import product_table
+from fnmodels.ops.cpu import product_table
 from train.checkpoint import saved_steps
 from train.cli import main
 from train.command_line import terminal_text

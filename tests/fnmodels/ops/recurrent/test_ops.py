@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from fnmodels.inputs import order
+from fnmodels.ops import decay
+from fnmodels.ops.cpu import scan
 from fnmodels.ops.norm import watched_norms
-from fnmodels.ops.recurrent import conv, conv_reads, decay, delta_rule, gated_norm, scan, ssd
+from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import has_values
-
-from .torch_internals import PRIVATE
+from fnmodels.ops.torch_internals import PRIVATE
 
 PAGE = 1 << 21  # bytes
 _WORTHWHILE = PAGE // 8  # bytes: a smaller tensor is not the reason to move the whole page that it lies in

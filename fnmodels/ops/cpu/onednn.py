@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .torch_internals import onednn_linear
+from fnmodels.ops.torch_internals import onednn_linear
 
 _WIDENED = 1 << 20  # elements of an argument in fp32 at a time: 4 MiB, which costs no time
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fnmodels.ops.blocks import Space
+from fnmodels.ops.cpu.blocks import Space
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]

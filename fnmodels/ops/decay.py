@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.blocks import Space
+from fnmodels.ops.cpu.blocks import Space
 
 
 def earlier_of_document(run: Tensor) -> Tensor:

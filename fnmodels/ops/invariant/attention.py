@@ -21,7 +21,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.invariant import SUMMED
+from fnmodels.ops.invariant.rows import SUMMED
 from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions

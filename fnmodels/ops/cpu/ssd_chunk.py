@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fnmodels.ops.blocks import Space
+from fnmodels.ops.cpu.blocks import Space
+from fnmodels.ops.decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
 from fnmodels.ops.norm import upcast
 
 from .chunks import ByHand, Given
-from .decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
 
 
 class _Parts(NamedTuple):

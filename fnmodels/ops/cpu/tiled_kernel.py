@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.ops.attention.sdpa import sdpa_attention
 from fnmodels.ops.torch_internals import MATRIX_TILES, SECOND_LEVEL_CACHE, softmax_backward
-
-from .sdpa import sdpa_attention
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 def _widens(q: Tensor) -> bool:
-    """Whether bf16 tiles are faster in fp32, see `ops.product_table`."""
-    from fnmodels.ops import product_table  # here, for its import measures
+    """Whether bf16 tiles are faster in fp32, see `ops.cpu.product_table`."""
+    from fnmodels.ops.cpu import product_table  # here, for its import measures
 
     return q.dtype is torch.bfloat16 and product_table.WIDENS
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnmodels.ops.blocks import Space
+from fnmodels.ops.cpu.blocks import Space
+from fnmodels.ops.decay import by_chunk, decay_between, decays, negligible
 from fnmodels.ops.norm import upcast
 
 from .chunks import ByHand, Given
-from .decay import by_chunk, decay_between, decays, negligible
 
 
 class _Chunks(NamedTuple):

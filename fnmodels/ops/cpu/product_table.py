@@ -34,8 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.files import private_folder, read_bytes, remove_abandoned, write_text
-
-from .torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
+from fnmodels.ops.torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
 
 Rates = dict[str, float]  # {name: GFLOP/s}
 Form = tuple[bool, bool]  # whether x and weight lie transposed in memory

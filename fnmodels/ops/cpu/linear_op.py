@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.ops.torch_internals import onednn_linear
+
 from .onednn import product
-from .torch_internals import onednn_linear
 
 # What `custom_op` adds to a call takes as long as the product of a few rows, and decoding has no use for it.
 torch.library.define("fnmodels::packed_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

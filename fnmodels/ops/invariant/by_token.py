@@ -11,10 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from fnmodels.ops.invariant import elementwise, invariant_rows, pairwise_sum
+from fnmodels.ops.cpu.chunks import Step
+from fnmodels.ops.invariant.rows import elementwise, invariant_rows, pairwise_sum
 from fnmodels.ops.norm import upcast
-
-from .chunks import Step
 
 
 def by_token(step: Step) -> Step:

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.values import readable
-
-from .torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
+from fnmodels.ops.torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
 BLOCK = 64  # elements
@@ -175,7 +174,7 @@ class _InvariantLinear(torch.autograd.Function):
 
 def _over_rows(grad_output: Tensor, x: Tensor) -> Tensor:
     """grad_output [rows, out] transposed times x [rows, in]. MKL, where it is faster, takes some rows at a time."""
-    from . import product_table  # here, for its import measures
+    from fnmodels.ops.cpu import product_table  # here, for its import measures
 
     if x.dtype is not torch.float32 or grad_output.dtype is not x.dtype or (True, True) in product_table.ONEDNN:
         return invariant_linear(grad_output.t(), x.t(), None)
