@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.ops.dtypes import upcast
 
 from .invariant.attention import dot_products
 from .invariant.rows import pairwise_sum, rows_are_invariant
 from .linear import linear
 from .mla import Rotate
-from .norm import layer_norm, upcast
+from .norm import layer_norm
 
 _NORM_EPS = 1e-6  # of the keys' LayerNorm, whatever eps the config sets for the others
 _MOST = 1 << 26  # scores of all heads that are in memory at once

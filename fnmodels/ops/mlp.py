@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import Tap, untapped
 
 from .invariant.rows import elementwise, rows_are_invariant
 from .linear import linear, linear_gelu, linears
-from .norm import upcast
 
 # By Hugging Face's names; further ones are added with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

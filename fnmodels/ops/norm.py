@@ -17,16 +17,12 @@ from fnmodels.inputs.values import batched_gradient
 from fnmodels.options import Tap
 
 from .cpu.blocks import Space, blocks, like
+from .dtypes import upcast
 from .invariant.rows import rows_are_invariant
 from .torch_internals import alone
 
 _WATCHED: ContextVar[tuple[dict[int, str], Tap] | None] = ContextVar("fnmodels_watched_norms", default=None)
 _MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
-
-
-def upcast(x: Tensor) -> Tensor:
-    """`x` in fp32, or its own dtype if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

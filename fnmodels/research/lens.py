@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels.apply import hidden
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.tree import Tree
 
 from .common import Prepared, differentiable, layer_count, names_of, valid_of

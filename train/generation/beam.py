@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.family import DecoderConfig
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 

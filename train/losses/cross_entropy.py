@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.inputs.values import has_values
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 
 from .vocab_parallel import Part
 

@@ -19,7 +19,7 @@ from fnmodels.inputs.values import readable
 from fnmodels.models.common import decoder
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import problem_of
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.batch import check_entries

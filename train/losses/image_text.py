@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.packing import IGNORE, Document
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 from train.batch import check_entries

@@ -17,7 +17,6 @@ from torch.overrides import BaseTorchFunctionMode
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.loss import Balance

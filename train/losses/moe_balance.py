@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.tree import Tree
 from train.loss import Adding, Balance
 

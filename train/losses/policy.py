@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 
 Sums = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.inputs.values import readable
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 
 FLOOR = -1e30  # lower bound of log p: exp of it is 0, and products with it stay finite
 BLOCK = 1 << 18  # elements of logits per block on a CPU: 1 MB in fp32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fnmodels.models.common.decoder import scores
 from fnmodels.models.common.family import DecoderConfig, field_of
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 

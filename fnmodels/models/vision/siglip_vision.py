@@ -20,9 +20,10 @@ from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
-from fnmodels.ops.norm import layer_norm, upcast
+from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 

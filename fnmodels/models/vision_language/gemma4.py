@@ -34,8 +34,9 @@ from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, norm, weight
 from fnmodels.models.vision import gemma4_vision
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
-from fnmodels.ops.norm import rms_norm, upcast
+from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.options import Tap
 
 

@@ -11,7 +11,7 @@ tokens on (0.8 times).
 In bf16 the scores are rounded to bf16 before the softmax (which is fp32 inside), as in most written-out
 implementations: the error against fp64 is 3.5e-3 where the fused kernel's is 2.0e-3. On CPUs with AMX the forward pass
 in bf16 is the fused kernel's, which takes half of the time of tiles there; its backward pass takes 1.5 times as long as
-theirs. Where `ops.cpu.product_table` found fp32 products to be the faster ones, bf16 tiles are computed in fp32 and rounded
+theirs. Where `product_table` measured fp32 products to be the faster ones, bf16 tiles are computed in fp32 and rounded
 once, which takes 0.7 of the time.
 """
 

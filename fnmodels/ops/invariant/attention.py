@@ -21,8 +21,8 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import SUMMED
-from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions
 WIDTH = 16  # a product has a multiple of so many columns

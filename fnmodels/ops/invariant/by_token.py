@@ -11,9 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from fnmodels.ops.cpu.chunks import Step
+from fnmodels.ops.cpu.recurrent.chunks import Step
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, invariant_rows, pairwise_sum
-from fnmodels.ops.norm import upcast
 
 
 def by_token(step: Step) -> Step:

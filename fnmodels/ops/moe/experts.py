@@ -11,7 +11,7 @@ its output is 0.
     grouped    sorted tokens, F.grouped_mm               rows of 16 n bytes, not fp64; first derivatives only
     loop       sorted tokens, a product per expert       any width and dtype; reads counts; first derivatives only
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
-    invariant  as loop, with `ops.invariant.rows`'s products  bits of a token that depend on it alone; first derivatives only
+    invariant  as loop, by `invariant_linear`            bits of a token that depend on it alone; first derivatives only
 
 "auto" has two more for few tokens without gradients on a CPU: `few_experts` in eager mode, and `gathered_experts` in
 compiled code.
@@ -29,8 +29,8 @@ from torch import Tensor
 from fnmodels.inputs.values import host_is_away, readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.cpu.dispatch import DispatchedCpu, combine_cpu, dispatch_cpu
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_linear
-from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, guarded_true, in_graph
 from fnmodels.options import Experts
 

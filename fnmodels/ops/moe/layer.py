@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import readable
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear, linears
-from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 from fnmodels.options import Experts, Tap, untapped
 from fnmodels.tree import Tree

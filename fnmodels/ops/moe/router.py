@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, softmax
-from fnmodels.ops.norm import upcast
 
 Width = Literal["model", "wide"]
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
-from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 
 from .before import before_of

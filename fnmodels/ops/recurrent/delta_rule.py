@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
-from fnmodels.ops.cpu import delta_per_head
-from fnmodels.ops.cpu.chunks import Step
-from fnmodels.ops.cpu.scan import Output, scan
+from fnmodels.ops.cpu.recurrent import delta_per_head
+from fnmodels.ops.cpu.recurrent.chunks import Step
+from fnmodels.ops.cpu.recurrent.scan import Output, scan
 from fnmodels.ops.decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.by_token import by_token, delta_token
 from fnmodels.ops.invariant.rows import rows_are_invariant
-from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
 

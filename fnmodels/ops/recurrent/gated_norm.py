@@ -16,8 +16,9 @@ from torch import Tensor
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.cpu.blocks import blocks, like
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
-from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight, upcast
+from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight
 from fnmodels.ops.torch_internals import alone
 
 Gated = Callable[[Tensor, Tensor], Tensor]

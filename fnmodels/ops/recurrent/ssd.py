@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.order import runs
-from fnmodels.ops.cpu import ssd_chunk
-from fnmodels.ops.cpu.scan import Output, scan
-from fnmodels.ops.cpu.ssd_chunk import of_groups, of_heads
-from fnmodels.ops.decay import decay_of
+from fnmodels.ops.cpu.recurrent import ssd_chunk
+from fnmodels.ops.cpu.recurrent.scan import Output, scan
+from fnmodels.ops.cpu.recurrent.ssd_chunk import by_group, of_groups, of_heads
+from fnmodels.ops.decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.by_token import by_token, ssd_token
 from fnmodels.ops.invariant.rows import rows_are_invariant
-from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
 
@@ -67,7 +67,7 @@ def ssd(
     if S == 1:
         return _token(state, along, constants)
     how: Any = {"chunk": chunk, "kernel": kernel, "by_hand": ssd_chunk.by_hand()}
-    return scan(ssd_chunk.chunk, state, along, constants, y=Output(0, dtype), **how)
+    return scan(_chunk, state, along, constants, y=Output(0, dtype), **how)
 
 
 def _continued(
@@ -84,6 +84,23 @@ def _continued(
     state = before.state(transition, own.flatten(2)[:, :, None]).view(own.shape)
     read = upcast(C).transpose(1, 2) @ of_groups(state, B.shape[2]).transpose(-1, -2)
     return y + of_heads(read, x.shape[3]) * since[..., None], transition * state + own
+
+
+def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """One chunk by torch's operations: (y [R, C, H, P], state)."""
+    (x, dt, B, C, run, before), (A, D) = along, constants
+    groups, x = B.shape[2], upcast(x)
+    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
+    same = earlier_of_document(run)
+    cum = decay_in_document(dt * A, same)  # [R, C, H]
+    since = decay_of(cum.to(x.dtype)).where((run == before[:, :1])[..., None], 0)[..., None]
+    until = decay_of((cum[:, -1:] - cum).to(x.dtype)).where((run == run[:, -1:])[..., None], 0)[..., None]
+    decay = decay_of_pairs(cum.transpose(1, 2).unflatten(1, (groups, -1)), same[:, None, None], x.dtype)
+    pairs, scaled = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2), x * dt[..., None]
+    read = of_heads(C @ of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
+    y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2) + read + D[:, None] * x
+    added = by_group(scaled * until, groups).transpose(-1, -2) @ B
+    return y, since[:, -1, :, :, None] * state + added.view(state.shape)
 
 
 def _token(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Kernel
 from train.comm import collectives

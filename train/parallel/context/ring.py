@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fnmodels.inputs.mask import Mask
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 from train.comm import collectives
 
 # The masks of blocks of local queries over the local keys, over those of the previous rank, and so on: bool

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fnmodels.ops.cpu import blocks, chunks, delta_per_head, ssd_chunk
+from fnmodels.ops.cpu import blocks
+from fnmodels.ops.cpu.recurrent import chunks, delta_per_head, ssd_chunk
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 from tests.fnmodels.ops.recurrent.test_ops import OPS, Op, call, close, weighted
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fnmodels.ops.cpu import scan_op
+from fnmodels.ops.cpu.recurrent import scan_op
 from tests.fnmodels.ops.recurrent.test_ops import OPS, Op, call, weighted
 
 FORMS = ("delta", "ssd")  # a decay per channel has no gradient by hand

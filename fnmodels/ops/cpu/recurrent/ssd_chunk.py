@@ -1,4 +1,4 @@
-"""Chunks of the recurrence of Mamba 2 and, by hand, their gradient; `ssd` has the maths.
+"""Chunks of the recurrence of Mamba 2 and their gradient, by hand; `ops.recurrent.ssd` has the maths.
 
 Sizes: R rows, n chunks of C tokens, H heads of width P, G groups of h heads, N numbers of state per channel.
 """
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fnmodels.ops.cpu.blocks import Space
-from fnmodels.ops.decay import decay_between, decay_in_document, decay_of, decay_of_pairs, decays, earlier_of_document
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.dtypes import upcast
 
 from .chunks import ByHand, Given
+from .decays import decay_between, decays
 
 
 class _Parts(NamedTuple):
@@ -41,26 +41,9 @@ def of_heads(x: Tensor, width: int) -> Tensor:
     return x.transpose(1, 2).flatten(2).unflatten(2, (-1, width))
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
+def by_group(x: Tensor, groups: int) -> Tensor:
     """[R, C, H, P] -> [R, G, C, h P]."""
     return x.flatten(2).unflatten(2, (groups, -1)).transpose(1, 2)
-
-
-def chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """One chunk by torch's operations: (y [R, C, H, P], state)."""
-    (x, dt, B, C, run, before), (A, D) = along, constants
-    groups, x = B.shape[2], upcast(x)
-    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
-    same = earlier_of_document(run)
-    cum = decay_in_document(dt * A, same)  # [R, C, H]
-    since = decay_of(cum.to(x.dtype)).where((run == before[:, :1])[..., None], 0)[..., None]
-    until = decay_of((cum[:, -1:] - cum).to(x.dtype)).where((run == run[:, -1:])[..., None], 0)[..., None]
-    decay = decay_of_pairs(cum.transpose(1, 2).unflatten(1, (groups, -1)), same[:, None, None], x.dtype)
-    pairs, scaled = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2), x * dt[..., None]
-    read = of_heads(C @ of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
-    y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2) + read + D[:, None] * x
-    added = _by_group(scaled * until, groups).transpose(-1, -2) @ B
-    return y, since[:, -1, :, :, None] * state + added.view(state.shape)
 
 
 def by_hand() -> ByHand:
@@ -110,7 +93,7 @@ def _step(state: Tensor, given: Given, after: Tensor, y: Tensor) -> None:
     if n == 1:
         write(state)  # here, because the state after may be written over the one before
     written = c.scaled.mul_(c.until) if n == 1 else c.scaled * c.until
-    written, B, ended = (t.unflatten(0, (-1, n)) for t in (_by_group(written, c.B.shape[1]), c.B, c.since[:, -1]))
+    written, B, ended = (t.unflatten(0, (-1, n)) for t in (by_group(written, c.B.shape[1]), c.B, c.since[:, -1]))
     befores = []
     for i in range(n):
         befores.append(state)
@@ -128,12 +111,12 @@ def _gradient(states: Tensor, given: Given, grad_y: Tensor, grad_state: Tensor, 
     dt, grad_y = (t.unflatten(1, (n, -1)).flatten(0, 1) for t in (slices[1], grad_y))
     read = torch.mul(_read(c, old, space), grad_y, out=space("of read", *c.x.shape)).sum(-1)
     # Backward along the sequence: the gradients of the states after each chunk.
-    d_read, ended = _by_group(grad_y * c.since, groups), c.since[:, -1, :, :, None]
+    d_read, ended = by_group(grad_y * c.since, groups), c.since[:, -1, :, :, None]
     news = _gradients_of_states(grad_state, n, d_read, c.C, ended)
     d_y = grad_y.transpose(1, 2)  # [R n, H, C, P]
     d_pairs = d_y @ c.scaled.permute(0, 2, 3, 1)
     d_products = torch.mul(d_pairs, c.decay, out=c.decay).unflatten(1, (groups, -1)).sum(2)  # [R n, G, C, C]
-    written, old_of, new_of = _by_group(c.scaled * c.until, groups), of_groups(old, groups), of_groups(news, groups)
+    written, old_of, new_of = by_group(c.scaled * c.until, groups), of_groups(old, groups), of_groups(news, groups)
     d_C = d_products @ c.B + d_read @ old_of
     d_B = d_products.transpose(-1, -2) @ c.C + written @ new_of
     d_written = of_heads(c.B @ new_of.transpose(-1, -2), width).mul_(c.until)

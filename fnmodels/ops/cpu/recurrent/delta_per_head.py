@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from fnmodels.ops.cpu.blocks import Space
-from fnmodels.ops.decay import by_chunk, decay_between, decays, negligible
-from fnmodels.ops.norm import upcast
+from fnmodels.ops.decay import negligible
+from fnmodels.ops.dtypes import upcast
 
 from .chunks import ByHand, Given
+from .decays import by_chunk, decay_between, decays
 
 
 class _Chunks(NamedTuple):
