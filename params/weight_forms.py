@@ -21,6 +21,7 @@ from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
+from fnmodels.ops.cpu.onednn import dense
 from fnmodels.ops.invariant.rows import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.linear import linear
 from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear

@@ -16,6 +16,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
