@@ -55,7 +55,7 @@ def build(config: llama.Config, dtype: torch.dtype, names: list[str]) -> dict[st
     def ours(wrap: Callable[[train.Optimizer], train.Optimizer]) -> tuple[Callable[[], Any], Any]:
         optimizer = wrap(train.adamw(1e-3, **HOW))
         state = train.init_state(start, optimizer)
-        assert optimizer.apply_ is not None
+        assert optimizer.bind is not None
         apply_ = optimizer.apply_
         return lambda: apply_(grads, state.opt_state, state.params), tree.leaves(state.params)
 

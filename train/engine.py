@@ -96,7 +96,7 @@ class Engine:
         self._updates: ShardedUpdate | None = None
         if mesh is not None:
             warn_of_group()
-            trainable = _none_trains if optimizer is None else optimizer.trainable
+            trainable = _none_trains if optimizer is None else optimizer.traits.trainable
             self._placed = place(mesh, self.state.params, config, strategy or Strategy(), trainable)
             if optimizer is not None:  # aux is made global by forward_backward
                 self._updates = dataclasses.replace(sharded_update(self._placed, optimizer), whole_aux=None)
@@ -120,7 +120,7 @@ class Engine:
         def updates() -> ShardedUpdate | None:
             params = local_tree(self.params)
             check_state(optimizer, local_tree(self.state))
-            ours, given = (trainable_mask(params, one.trainable) for one in (self._trains(), optimizer))
+            ours, given = (trainable_mask(params, one.traits.trainable) for one in (self._trains(), optimizer))
             if tree.flatten(ours) != tree.flatten(given):
                 raise ValueError(
                     "The new optimizer trains other parameters than the engine's: make a new Engine for it."
@@ -263,7 +263,7 @@ class Engine:
         if self._sums is None:
             raise RuntimeError("gradients come after forward_backward: there are none yet.")
         params = tree.flatten(self.state.params)
-        trains = tree.flatten(trainable_mask(local_tree(self.state.params), self._trains().trainable))
+        trains = tree.flatten(trainable_mask(local_tree(self.state.params), self._trains().traits.trainable))
         paths = [path for path in params if trains[path]]
         found = {path: placed_like(grad, params[path]) for path, grad in zip(paths, self._sums.grads, strict=True)}
         if full and self.mesh is not None:

@@ -42,17 +42,26 @@ def gradient_sums(
     """sums(params, microbatches, into=None) -> `Sums` over the microbatches, added to `into`, which is consumed.
 
     loss_fn, optimizer, remat, compile: as in `make_step`. counts: request the loss's aux with the experts' counts.
-    Gradients are summed in fp32 at least. divide (an argument of the result): a single microbatch's gradients are
-    divided by its count on the way, unless into is given. ValueError where no parameter is trainable, the loss does not
-    depend on any, or the loss function returns another form.
+    Gradients are summed in fp32 at least. Arguments of the result: divide: a single microbatch's gradients are divided
+    by its count on the way, unless into is given; trains: for each leaf of params, whether it is trained, where that is
+    known. ValueError where no parameter is trainable, the loss does not depend on any, or the loss function returns
+    another form.
     """
     call = caller(loss_fn, remat=remat, compile=compile, counts=counts)
 
-    def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = True) -> Sums:
-        train = trainable_mask(params, optimizer.trainable)
+    def sums(
+        params: Tree,
+        parts: Sequence[Batch],
+        into: Sums | None = None,
+        *,
+        divide: bool = True,
+        trains: list[bool] | None = None,
+    ) -> Sums:
+        if trains is None:
+            trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            total, count, aux, grads, unreached, outputs = _gradients(call, params, train, part, divide=lone)
+            total, count, aux, grads, unreached, outputs = _gradients(call, params, trains, part, divide=lone)
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
                 into = Sums(total, count, aux, wide, lone, unreached, outputs)
@@ -79,35 +88,39 @@ def joined(held: Tree, found: Tree) -> Tree:
 
 
 def _gradients(
-    call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
+    call: Callable[[Tree, Batch], Any], params: Tree, trains: list[bool], batch: Batch, *, divide: bool
 ) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str], list[Tree]]:
     """(sum, count, aux, gradients of the trainable parameters in storage of their own, `unreached`, `outputs`).
 
     divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
     """
     leaves: list[Tensor] = []
+    mask = iter(trains)
 
-    def leaf(param: Tensor, trains: bool) -> Tensor:
+    def leaf(param: Tensor) -> Tensor:
         fresh = param.detach()
-        if trains:
+        if next(mask):
             leaves.append(fresh.requires_grad_())
         return fresh
 
-    given = tree.map(leaf, params, train)
+    fresh = tree.map(leaf, params)
     if not leaves:
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
-    (total, count, *aux), outputs = loss_and_outputs(call(given, batch))
+    (total, count, *aux), outputs = loss_and_outputs(call(fresh, batch))
     scale = 1 / valid_count(total, count).to(total.dtype) if divide else None
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
         found = torch.autograd.grad(total, leaves, scale, allow_unused=True)
-    if all(grad is None for grad in found) and count > 0:  # with no valid tokens the loss may be constant
+    missing = [index for index, grad in enumerate(found) if grad is None]
+    if len(missing) == len(leaves) and count > 0:  # with no valid tokens the loss may be constant
         raise ValueError(
             "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
         )
-    paths = [path for path, trains in tree.flatten(train).items() if trains]
-    unreached = frozenset(path for path, grad in zip(paths, found, strict=True) if grad is None)
+    unreached = frozenset[str]()
+    if missing:
+        trained = list(itertools.compress(tree.flatten(params), trains))
+        unreached = frozenset(trained[index] for index in missing)
     grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
     sums = tree.map(Tensor.detach, aux[0]) if aux else None

@@ -78,8 +78,8 @@ def on_all_stages(prepare: Callable[[], T], optimizer: Optimizer, params: Tree) 
     for stage, fault in enumerate(faults):
         if fault:
             raise ValueError(f"Rank {stage} of the pipeline: {fault}") from failure
-    if optimizer.check_paths is not None and len(stages) > 1:
-        optimizer.check_paths(dict.fromkeys(path for paths, _ in stages for path in paths))
+    if optimizer.traits.check_paths is not None and len(stages) > 1:
+        optimizer.traits.check_paths(dict.fromkeys(path for paths, _ in stages for path in paths))
     return made
 
 

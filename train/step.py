@@ -8,7 +8,6 @@ A train step sums gradients over microbatches, divides once by the global count 
 also public: `train.gradients.gradient_sums` and `train.update.update`.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from train.parallel.step import make_step_over
 from .gradients import LossFn, gradient_sums, metrics_of, totals
 from .remat_budget import budget_of
 from .state import State
-from .update import Step, StepOptions, check_state, update
+from .update import Plans, Step, StepOptions, update
 
 
 def make_step(
@@ -74,7 +73,7 @@ def make_step(
     still advances. A microbatch without valid tokens adds nothing; a batch without any has loss 0 and gradient 0.
     Otherwise a ValueError names the trainable parameters that no microbatch's loss depends on, which would only decay;
     over a mesh steps are checked up to the first that reaches them all, see `train.parallel.reached`. With an optimizer
-    that has `apply_`, only the computation of a layout waits for the device.
+    that has `bind`, only the computation of a layout waits for the device.
     """
     options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
     check_optimizer(optimizer)
@@ -88,15 +87,15 @@ def make_step(
     if mesh is not None:
         return make_step_over(Parallelism(mesh, strategy or Strategy()), loss_fn, optimizer, options)
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
-    last: weakref.ref[State] | None = None
+    plans = Plans(optimizer)
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
-        nonlocal last
-        if last is None or last() is not state:  # a State that this step returned has the structure of a checked one
-            check_state(optimizer, state)
-        sums = sums_of(state.params, microbatches(batch, accumulate))
-        after, metrics = update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
-        last = weakref.ref(after)
+        plan = plans.of(state)
+        sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
+        after, metrics = update(
+            optimizer, state, sums, plan=plan, clip=clip, inplace=inplace, balance_rate=balance_rate
+        )
+        plans.keep(after, plan)
         return after, metrics
 
     return step

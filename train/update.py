@@ -1,6 +1,8 @@
 """One optimizer update from summed gradients: division by the count, clipping, update of params and state."""
 
 import functools
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -10,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.tree import Tree
 from train.batch import Batch
 from train.gradients import Sums, valid_count
 from train.losses.moe_balance import moved_biases
-from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
+from train.optim.base import InPlace, Optimizer, apply_updates, clip_factor, list_norm, trainable_mask, with_paths
 from train.state import State, consume
 
 
@@ -42,24 +43,80 @@ class StepOptions:
 Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is computed once for a State and its optimizer, as long as the State has these very tensors.
+
+    leaves: {path: tensor} of params. moments: the tensors of opt_state. trains: for each leaf of params, whether it is
+    trained. run: the optimizer's update in place, bound to these tensors; None: it has none.
+    """
+
+    leaves: dict[str, Tensor]
+    moments: list[Tensor]
+    trains: list[bool]
+    run: InPlace | None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, state: State) -> "Plan":
+        trains = tree.leaves(trainable_mask(state.params, optimizer.traits.trainable))
+        run = None if optimizer.bind is None else optimizer.bind(state.opt_state, state.params)
+        return cls(tree.flatten(state.params), tree.leaves(state.opt_state), trains, run)
+
+    def is_of(self, state: State) -> bool:
+        """Whether the State has these tensors, at these paths: a caller may replace entries of its dicts."""
+        leaves, moments = tree.flatten(state.params), tree.leaves(state.opt_state)
+        if list(leaves) != list(self.leaves) or len(moments) != len(self.moments):
+            return False
+        known = [*self.leaves.values(), *self.moments]
+        return all(map(operator.is_, [*leaves.values(), *moments], known))
+
+
+class Plans:
+    """`Plan`s of the States of one optimizer. It keeps the last one while the State that it belongs to is alive.
+
+    A State is checked unless it is the one that the last step returned, unchanged.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: tuple[weakref.ref[State], Plan] | None = None
+
+    def of(self, state: State) -> Plan:
+        """The plan of this State. ValueError for the State of another optimizer (`check_state`)."""
+        last, plan = self._last or (lambda: None, None)
+        if last() is not state:
+            check_state(self._optimizer, state)
+        elif plan is not None and plan.is_of(state):
+            return plan
+        return Plan.of(self._optimizer, state)
+
+    def keep(self, after: State, plan: Plan) -> None:
+        """Expects `after`, which an update with this plan made, as the next State."""
+        self._last = weakref.ref(after, self._forget), plan
+
+    def _forget(self, _: Any) -> None:
+        self._last = None
+
+
 @torch.no_grad()
 def update(
     optimizer: Optimizer,
     state: State,
     sums: Sums,
     *,
+    plan: Plan | None = None,
     divide_by: float | Tensor | None = None,
     clip: float | None = None,
     inplace: bool = True,
     balance_rate: float | None = None,
-    norm_of: Callable[[list[Tensor]], Tensor] = global_norm,
+    norm_of: Callable[[list[Tensor]], Tensor] = list_norm,
     biases_of: Callable[..., dict[str, Tensor]] = moved_biases,
 ) -> tuple[State, dict[str, Any]]:
     """(the State after one update with the gradients of `sums`, which are consumed; the metrics of `make_step`).
 
-    divide_by: divides the loss and the gradients; None: the count. norm_of: the global norm of the gradients, for
-    ranks that hold shards. biases_of: `moved_biases`, for ranks that hold the biases of some layers. ValueError where
-    the loss does not reach a trainable parameter.
+    plan: of this optimizer and State; None: one is made. divide_by: divides the loss and the gradients; None: the
+    count. norm_of: the global norm of the gradients, for ranks that hold shards. biases_of: `moved_biases`, for ranks
+    that hold the biases of some layers. ValueError where the loss does not reach a trainable parameter.
     """
     _check_reached(sums)
     divisor = valid_count(sums.total, sums.count if divide_by is None else torch.as_tensor(divide_by).to(sums.total))
@@ -73,19 +130,20 @@ def update(
         for grad in sums.grads:
             grad.mul_(scale)
     metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
-    metrics["lr"] = _as_rate(float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state))
-    if optimizer.rates is not None:
-        metrics["lr_of"] = {name: _as_rate(rate) for name, rate in optimizer.rates(state.opt_state).items()}
+    traits = optimizer.traits
+    metrics["lr"] = _as_rate(float("nan") if traits.lr is None else traits.lr(state.opt_state))
+    if traits.rates is not None:
+        metrics["lr_of"] = {name: _as_rate(rate) for name, rate in traits.rates(state.opt_state).items()}
     if sums.aux is not None:
         metrics["aux"] = sums.aux
-    train = trainable_mask(state.params, optimizer.trainable)
-    moved: dict[str, Tensor] = {}
+    plan = plan or Plan.of(optimizer, state)
+    skip, moved = ~finite, {}
     if balance_rate is not None:  # before any write, because it may raise
         counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
-        moved = biases_of(state.params, counts, balance_rate, ~finite)
+        moved = biases_of(state.params, counts, balance_rate, skip)
     values = iter(sums.grads)
-    grads = tree.map(lambda trains: next(values) if trains else None, train)
-    after = _update(optimizer, state, grads, ~finite, inplace)
+    grads = [next(values) if trains else None for trains in plan.trains]
+    after = _updated(optimizer, plan, state, grads, skip, inplace)
     if moved:
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
         after = State(after.step, params, after.opt_state)
@@ -137,23 +195,34 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inplace: bool) -> State:
-    if optimizer.apply_ is None:
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = apply_updates(state.params, updates)
-        keep = functools.partial(tree.map, lambda old, new: old if old is new else torch.where(skip, old, new))
-        after = State(state.step + 1, keep(state.params, params), keep(state.opt_state, opt_state))
+def _updated(
+    optimizer: Optimizer, plan: Plan, state: State, grads: list[Tensor | None], skip: Tensor, inplace: bool
+) -> State:
+    if plan.run is None:
+        after = _purely(optimizer, state, grads, skip)
         if inplace:
             consume(state)
         return after
     if inplace:
-        after = State(state.step, state.params, state.opt_state)
+        after, run = State(state.step, state.params, state.opt_state), plan.run
         consume(state)
     else:
+        assert optimizer.bind is not None
         after = tree.map(torch.clone, state)
-    optimizer.apply_(grads, after.opt_state, after.params, skip=skip)
+        run = optimizer.bind(after.opt_state, after.params)
+    run(grads, skip)
     after.step.add_(1)
     return after
+
+
+def _purely(optimizer: Optimizer, state: State, grads: list[Tensor | None], skip: Tensor) -> State:
+    """The update by `Optimizer.update`."""
+    values = iter(grads)
+    given = tree.map(lambda _: {} if (grad := next(values)) is None else grad, state.params)
+    updates, opt_state = optimizer.update(given, state.opt_state, state.params)
+    params = apply_updates(state.params, updates)
+    keep = functools.partial(tree.map, lambda old, new: old if old is new else torch.where(skip, old, new))
+    return State(state.step + 1, keep(state.params, params), keep(state.opt_state, opt_state))
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:

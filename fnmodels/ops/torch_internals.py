@@ -8,7 +8,7 @@ import functools
 import gc
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,6 +46,7 @@ PRIVATE: dict[str, Any] = {
         "_C._len_torch_dispatch_stack",
         "_C._len_torch_function_stack",
         "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+        "_foreach_norm",
         "_fused_adamw_",
         "_grouped_mm",
         "_scaled_mm",
@@ -271,6 +272,15 @@ def fused_adamw_(
     if isinstance(lr, Tensor):
         options["lr"] = lr.to(count.device)
     step(params, grads, firsts, seconds, [], [count] * len(params), grad_scale=None, **options)
+
+
+def vector_norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The Euclidean norm of each tensor, 0-d, computed in `dtype`; the tensors have one device and dtype."""
+    norms = PRIVATE["_foreach_norm"]
+    if norms is None:
+        return [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
+    found: Sequence[Tensor] = norms(tensors, dtype=dtype)
+    return found
 
 
 def is_grouped_product(function: Any) -> bool:

@@ -1,6 +1,5 @@
 """The engine equals the step: any split into microbatches and calls gives one big batch's update."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from train import (
     with_ema,
 )
 from train.engine import Engine
+from train.optim.base import with_traits
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")
 LOSS = functools.partial(next_token_loss, config=CONFIG)
@@ -233,7 +233,7 @@ def test_an_optimizer_of_another_state_or_of_other_parameters_is_refused() -> No
     frozen = tree.map(lambda _: False, PARAMS) | {"embed_tokens": True}
     engine = Engine(CONFIG, PARAMS, sgd(0.01))
     with pytest.raises(ValueError, match="trains other parameters"):
-        engine.optimizer = dataclasses.replace(sgd(0.01), trainable=frozen)
+        engine.optimizer = with_traits(sgd(0.01), trainable=frozen)
 
 
 def test_the_caller_may_divide() -> None:

@@ -1,13 +1,11 @@
 """Adafactor: second moments as a row and a column per matrix (arXiv 1804.04235)."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_numbers, remaker
+from .base import Optimizer, Rate, check_numbers, remaker, with_traits
 from .per_leaf import Slots, leafwise, zeros
 
 
@@ -59,7 +57,7 @@ def adafactor(
 
     rest = {"beta2_decay": beta2_decay, "eps": eps, "clip": clip, "spec": spec}
     again = remaker(adafactor, lr=lr, weight_decay=weight_decay, **rest)
-    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec), remake=again)
+    return with_traits(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec), remake=again)
 
 
 def _rms(tensor: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
 """AdamW and SGD: the pure update rules, and in place torch's fused kernels."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as fused_sgd
 
-from fnmodels import tree
 from fnmodels.ops.torch_internals import fused_adamw_
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, remaker, trainable_only
-from .per_leaf import Slots, leafwise, zeros
+from .base import InPlace, Optimizer, Rate, check_betas, check_numbers, count_up_, rate_of, remaker, with_traits
+from .per_leaf import Leaf, Slots, leafwise, leaves_of, zeros
 
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
 
@@ -56,7 +55,8 @@ def adamw(
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
     again = remaker(adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, spec=spec)
-    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True, remake=again)
+    made = replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
+    return with_traits(made, elementwise=True, remake=again)
 
 
 def sgd(
@@ -87,50 +87,79 @@ def sgd(
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
     again = remaker(sgd, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, spec=spec)
-    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True, remake=again)
+    made = replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
+    return with_traits(made, elementwise=True, remake=again)
 
 
-def _in_place(kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None) -> Callable[..., None]:
-    """`Optimizer.apply_` by a fused kernel: kernel(lists of params, gradients and states, step, **options)."""
-    trainable, decays = from_spec(spec)
+def _fused(
+    kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None
+) -> Callable[[Tree, Tree], InPlace]:
+    """`Optimizer.bind` by a fused kernel: kernel(lists of params, gradients and states, step, **options)."""
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step, given = opt_state["step"], trainable_only(grads, trainable)
-        rate = rate_of(lr, step + 1)
-        for decay, lists in _groups(given, opt_state, params, decays, weight_decay):
-            # found_inf is the kernels' flag for leaving everything unchanged.
-            found_inf = None if skip is None else skip.to(lists[0][0].device, torch.float32)
-            kernel(lists, step, lr=rate, weight_decay=decay, found_inf=found_inf)
-        step.add_(1 if skip is None else (~skip).to(step))
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        step, groups = opt_state["step"], _groups(leaves_of(opt_state, params, weight_decay, spec))
 
-    return apply_
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            rate = rate_of(lr, step + 1)
+            for group in groups:
+                lists, copies = group.lists(grads)
+                if lists[0]:
+                    # found_inf is the kernels' flag for leaving everything unchanged.
+                    found_inf = None if skip is None else skip.to(group.device, torch.float32)
+                    kernel(lists, step, lr=rate, weight_decay=group.decay, found_inf=found_inf)
+                for tensor, copy in copies:
+                    tensor.copy_(copy)
+            count_up_(step, skip)
+
+        return run
+
+    return bind
 
 
-def _groups(
-    grads: Tree, opt_state: Tree, params: Tree, decays: dict[str, bool] | None, weight_decay: float
-) -> Iterator[tuple[float, Lists]]:
-    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels require.
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Leaves of one device, dtype and decay, as fused kernels require: indices among the gradients, and tensors.
 
-    The kernels use one index for all tensors: same dtype, same memory layout. Tensors with another layout are passed as
-    copies, which are written back after the last group.
+    tensors: the parameters, and each state. The kernels use one index for all tensors of a leaf, so these need the same
+    memory layout. contiguous: whether all have the usual one; copies of others are passed, which are written back.
     """
-    flat = [tree.flatten(t) for t in (params, *(opt_state[name] for name in sorted(opt_state) if name != "step"))]
-    groups: dict[Any, list[list[Tensor]]] = {}
-    copies: list[tuple[Tensor, Tensor]] = []
-    for path, grad in tree.flatten(grads).items():
-        param, *rest = (t[path] for t in flat if t)
-        decay = weight_decay if decays is None or decays[path] else 0.0
-        lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(rest))])
-        lists[1].append(grad.to(param.dtype).contiguous())
-        for into, tensor in zip((lists[0], *lists[2:]), (param, *rest), strict=True):
-            into.append(tensor.contiguous())
-            if into[-1] is not tensor:
-                copies.append((tensor, into[-1]))
-    for (_, _, decay), lists in groups.items():
-        yield decay, tuple(lists)
-    for tensor, copy in copies:
-        tensor.copy_(copy)
+
+    device: torch.device
+    dtype: torch.dtype
+    decay: float
+    indices: list[int]
+    tensors: tuple[list[Tensor], ...]
+    contiguous: bool
+
+    def lists(self, grads: Sequence[Tensor | None]) -> tuple[Lists, list[tuple[Tensor, Tensor]]]:
+        """((parameters, gradients, each state) of the leaves that have a gradient, [(tensor, the copy of it)])."""
+        given = [grads[index] for index in self.indices]
+        present = [self._like_params(grad) for grad in given if grad is not None]
+        params, *states = self.tensors
+        if len(present) == len(given) and self.contiguous:
+            return (params, present, *states), []
+        chosen = [[t for t, grad in zip(row, given, strict=True) if grad is not None] for row in self.tensors]
+        params, *states = ([t.contiguous() for t in row] for row in chosen)
+        passed = zip(chosen, (params, *states), strict=True)
+        pairs = [pair for row, copies in passed for pair in zip(row, copies, strict=True) if pair[0] is not pair[1]]
+        return (params, present, *states), pairs
+
+    def _like_params(self, grad: Tensor) -> Tensor:
+        return grad if grad.dtype == self.dtype and grad.is_contiguous() else grad.to(self.dtype).contiguous()
+
+
+def _groups(leaves: list[Leaf]) -> list[_Group]:
+    together: dict[Any, list[Leaf]] = {}
+    for leaf in leaves:
+        together.setdefault((leaf.param.device, leaf.param.dtype, leaf.decay), []).append(leaf)
+    groups = []
+    for (device, dtype, decay), members in together.items():
+        names = sorted(members[0].state)
+        tensors = [leaf.param for leaf in members], *([leaf.state[name] for leaf in members] for name in names)
+        usual = all(tensor.is_contiguous() for row in tensors for tensor in row)
+        groups.append(_Group(device, dtype, decay, [leaf.number for leaf in members], tensors, usual))
+    return groups
 
 
 def _for_sgd(lists: Lists) -> Iterator[Lists]:

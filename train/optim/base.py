@@ -5,14 +5,15 @@
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
-`update` is compatible with vmap, grad and compile; `apply_` takes a fraction of the time. A frozen leaf has None in the
-moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets no update.
+`update` is compatible with vmap, grad and compile; the form in place takes a fraction of the time. A frozen leaf has an
+empty dict in the moments and in `updates`, whatever `grads` has for it, since vmap takes no None. A leaf with None or
+an empty dict in `grads` keeps its state and gets no update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -20,12 +21,44 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import vector_norms
 from fnmodels.tree import Tree
 
 Rate = float | Callable[[Tensor], "float | Tensor"]
 # on_full(path, function, x): x is a shard of the matrices [.., out, in] of the leaf at `path`; returns the same shard
 # of function(full matrices)
 OnFull = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
+InPlace = Callable[[Sequence[Tensor | None], Tensor | None], None]  # (gradients, skip), see `Optimizer.bind`
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a train step may know of an optimizer beside its functions; `combine` makes those of a wrapper.
+
+    lr(opt_state) -> the rate of the next update, for the metrics.
+    rates(opt_state) -> {name: rate} of its groups, if it has several.
+    trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf is
+        trainable.
+    elementwise: whether the update of an element depends on that element, its gradient and its state alone, so that a
+        shard of a leaf can be updated by itself.
+    per_leaf: whether the update of a leaf depends on that leaf alone (elementwise implies it), so that a pipeline stage
+        can update its own. An optimizer without it is refused over `pp`.
+    for_shards(on_full) -> the same optimizer for sharded leaves, if it needs functions of full matrices. An optimizer
+        that has none and is not elementwise is refused for sharded parameters.
+    remake(**values) -> the same optimizer for the same state, with other hyperparameters (see `remake`); None: it has
+        none that can be replaced.
+    check_paths(paths): ValueError for the paths of all leaves of a model which its patterns do not fit; None: it has no
+        patterns. `init` of a pipeline stage's params does not check them.
+    """
+
+    lr: Callable[[Tree], float | Tensor] | None = None
+    rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
+    trainable: Tree | Callable[[Tree], Tree] | None = None
+    elementwise: bool = False
+    per_leaf: bool = False
+    for_shards: Callable[[OnFull], Optimizer] | None = None
+    remake: Callable[..., Optimizer] | None = None
+    check_paths: Callable[[Iterable[str]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,40 +66,73 @@ class Optimizer:
     """An optimizer as train steps call it: one of your own is `train.Optimizer(init, update)`, two pure functions.
 
     def init(params): return {"sum": tree.map(torch.zeros_like, params)}
-    def update(grads, opt_state, params): ...           # None in grads: a parameter that does not train
+    def update(grads, opt_state, params): ...           # {} in grads: a parameter that is not trained
     step = train.make_step(loss_fn, train.Optimizer(init, update))
 
     init(params) -> opt_state, which keeps its structure through all updates.
     update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
-    apply_(grads, opt_state, params, *, skip=None): the same in place; if the 0-d bool tensor `skip` is True, every
+    bind(opt_state, params) -> run(grads, skip): the same in place, on these very tensors, as often as it is called.
+        grads: a gradient or None for each leaf of params, in their order. skip: if this 0-d bool tensor is True, every
         tensor keeps its bits, without a wait of the host. None: the step uses `update`.
-    lr(opt_state) -> the rate of the next update, for the metrics.
-    trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf is
-        trainable.
-    rates(opt_state) -> {name: rate} of its groups, if it has several.
-    elementwise: whether the update of an element depends on that element, its gradient and its state alone, so that a
-        shard of a leaf can be updated by itself.
-    remake(**values) -> the same optimizer for the same state, with other hyperparameters (see `remake`); None: it has
-        none that can be replaced.
-    per_leaf: whether the update of a leaf depends on that leaf alone (elementwise implies it), so that a pipeline stage
-        can update its own. An optimizer without it is refused over `pp`.
-    check_paths(paths): ValueError for the paths of all leaves of a model which its patterns do not fit; None: it has no
-        patterns. `init` of a pipeline stage's params does not check them.
-    for_shards(on_full) -> the same optimizer for sharded leaves, if it needs functions of full matrices. An optimizer
-        that has none and is not elementwise is refused for sharded parameters.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    apply_: Callable[..., None] | None = None
-    lr: Callable[[Tree], float | Tensor] | None = None
-    trainable: Tree | Callable[[Tree], Tree] | None = None
-    rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
-    elementwise: bool = False
-    for_shards: Callable[[OnFull], Optimizer] | None = None
-    remake: Callable[..., Optimizer] | None = None
-    per_leaf: bool = False
-    check_paths: Callable[[Iterable[str]], None] | None = None
+    bind: Callable[[Tree, Tree], InPlace] | None = None
+    traits: Traits = Traits()
+
+    def apply_(self, grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        """One update in place, of an optimizer that has `bind`; grads: a tree, as `update` takes it."""
+        assert self.bind is not None
+        flat = tree.flatten(grads)
+        self.bind(opt_state, params)([flat.get(path) for path in tree.flatten(params)], skip)
+
+
+def combine(
+    parts: Sequence[Optimizer],
+    main: int,
+    state_of: Callable[[Tree], Tree],
+    again: Callable[..., Optimizer] | None = None,
+) -> Traits:
+    """The traits of an optimizer made of others.
+
+    Args:
+        parts: the others.
+        main: the index of the one whose rates, trainable parameters and hyperparameters are those of the result.
+        state_of: opt_state of the result -> that of this one.
+        again: makes the same of other versions of the parts, with other hyperparameters or for shards; None: the result
+            has neither.
+    """
+    traits = [part.traits for part in parts]
+    chosen, before, after = traits[main], parts[:main], parts[main:][1:]
+
+    def check_paths(paths: Iterable[str]) -> None:
+        known = list(paths)
+        for one in traits:
+            if one.check_paths is not None:
+                one.check_paths(known)
+
+    def of_main(function: Callable[[Tree], Any] | None) -> Callable[[Tree], Any] | None:
+        return None if function is None else lambda opt_state: function(state_of(opt_state))
+
+    def for_shards(on_full: OnFull) -> Optimizer:
+        assert again is not None
+        return again(*(sharded_version(part, on_full) for part in parts))
+
+    def remade(**values: Any) -> Optimizer:
+        assert again is not None
+        return again(*before, remake(parts[main], **values), *after)
+
+    return Traits(
+        lr=of_main(chosen.lr),
+        rates=of_main(chosen.rates),
+        trainable=chosen.trainable,
+        elementwise=all(one.elementwise for one in traits),
+        per_leaf=all(one.elementwise or one.per_leaf for one in traits),
+        for_shards=for_shards if again is not None and all(map(supports_shards, parts)) else None,
+        remake=remade if again is not None and chosen.remake is not None else None,
+        check_paths=check_paths if any(one.check_paths is not None for one in traits) else None,
+    )
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -85,16 +151,16 @@ def remake(optimizer: Optimizer, /, **values: Any) -> Optimizer:
     """
     if not values:
         return optimizer
-    if optimizer.remake is None:
+    if optimizer.traits.remake is None:
         raise ValueError(
             f"This optimizer has no single {next(iter(values))} to replace (partition has one per group, and a custom "
             "train.Optimizer needs `remake`): assign engine.optimizer instead."
         )
-    return optimizer.remake(**values)
+    return optimizer.traits.remake(**values)
 
 
 def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Optimizer]:
-    """`Optimizer.remake` of the optimizer that `make` made from `values`, of which "spec" is no hyperparameter."""
+    """`Traits.remake` of the optimizer that `make` made from `values`, of which "spec" is no hyperparameter."""
     own = [name for name in values if name != "spec"]
 
     def again(**changes: Any) -> Optimizer:
@@ -105,15 +171,20 @@ def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Opti
     return again
 
 
+def with_traits(optimizer: Optimizer, **changes: Any) -> Optimizer:
+    """The optimizer with these `Traits` replaced."""
+    return replace(optimizer, traits=replace(optimizer.traits, **changes))
+
+
 def sharded_version(optimizer: Optimizer, on_full: OnFull) -> Optimizer | None:
     """The optimizer for sharded leaves; None if it supports full leaves only."""
-    if optimizer.elementwise:
+    if optimizer.traits.elementwise:
         return optimizer
-    return None if optimizer.for_shards is None else optimizer.for_shards(on_full)
+    return None if optimizer.traits.for_shards is None else optimizer.traits.for_shards(on_full)
 
 
 def supports_shards(optimizer: Optimizer) -> bool:
-    return optimizer.elementwise or optimizer.for_shards is not None
+    return optimizer.traits.elementwise or optimizer.traits.for_shards is not None
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
@@ -150,6 +221,15 @@ def global_norm(grads: Tree) -> Tensor:
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def list_norm(grads: Sequence[Tensor]) -> Tensor:
+    """`global_norm` of a list, in one call where all are alike; not for vmap, which has no rule for it."""
+    kinds = {(grad.device, grad.dtype) for grad in grads}
+    if len(kinds) != 1:
+        return global_norm(list(grads))
+    ((_, dtype),) = kinds
+    return torch.linalg.vector_norm(torch.stack(list(vector_norms(grads, wide_dtype(dtype)))))
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -218,16 +298,18 @@ def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
 
 
 def updates_tree(grads: Tree, flat: dict[str, Tensor]) -> Tree:
-    """A tree like `grads` of the updates in `flat`, None at the paths that have none."""
-    return with_paths(lambda path, _: flat.get(path), grads)
+    """A tree like `grads` of the updates in `flat`, an empty dict at the paths that have none."""
+    return with_paths(lambda path, _: flat.get(path, {}), grads)
 
 
-def trainable_only(grads: Tree, trainable: Tree | None) -> Tree:
-    """The gradients with None at frozen leaves, for which a caller may pass gradients that are not used."""
-    if trainable is None:
-        return grads
-    flat = tree.flatten(trainable)
-    return with_paths(lambda path, grad: grad if flat[path] else None, grads)
+def frozen_paths(trainable: Tree | None) -> frozenset[str]:
+    """The paths whose gradients are not used, whatever a caller passes; trainable: a tree of bools, None: none."""
+    return frozenset(path for path, trains in tree.flatten(trainable).items() if not trains)
+
+
+def count_up_(step: Tensor, skip: Tensor | None) -> None:
+    """step + 1 in place; unchanged where `skip` is True."""
+    step.add_(1 if skip is None else (~skip).to(step))
 
 
 def with_replaced(values: Tree, new: dict[str, Tensor]) -> Tree:

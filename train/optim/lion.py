@@ -1,12 +1,10 @@
 """Lion: the sign of an interpolated momentum (arXiv 2302.06675)."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_betas, remaker
+from .base import Optimizer, Rate, check_betas, remaker, with_traits
 from .per_leaf import Slots, leafwise, zeros
 
 
@@ -23,4 +21,4 @@ def lion(
 
     pure = leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec)
     again = remaker(lion, lr=lr, betas=betas, weight_decay=weight_decay, spec=spec)
-    return replace(pure, elementwise=True, remake=again)
+    return with_traits(pure, elementwise=True, remake=again)

@@ -1,14 +1,13 @@
 """Muon: momentum, orthogonalized, for hidden matrices (Keller Jordan et al., 2024; arXiv 2502.16982)."""
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_below_1, check_numbers, remaker
+from .base import Optimizer, Rate, check_below_1, check_numbers, remaker, with_traits
 from .per_leaf import Slots, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
@@ -60,7 +59,7 @@ def muon(
 
     rest = {"nesterov": nesterov, "steps": steps, "eps": eps, "match_adamw": match_adamw, "spec": spec}
     again = remaker(muon, lr=lr, momentum=momentum, weight_decay=weight_decay, **rest)
-    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled), remake=again)
+    return with_traits(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled), remake=again)
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:

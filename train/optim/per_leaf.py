@@ -1,6 +1,6 @@
 """`leafwise`: an Optimizer from an update rule for one leaf, for optimizers that treat leaves independently."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,21 +10,36 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from . import base
-from .base import OnFull, Optimizer, Rate
+from .base import InPlace, OnFull, Optimizer, Rate, Traits
 
 Slots = dict[str, Tensor]  # the optimizer state of one leaf
 # (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
 Rule = Callable[[Tensor, Slots, Tensor, Tensor, "float | Tensor"], tuple[Tensor, Slots]]
 
 
-class Change(NamedTuple):
-    """The update of one leaf."""
+class Leaf(NamedTuple):
+    """A trainable parameter, the leaf `number` of params, with its state and its weight decay."""
 
+    number: int
     path: str
-    change: Tensor
     param: Tensor
-    old: Slots
-    new: Slots
+    state: Slots
+    decay: float
+
+
+def leaves_of(opt_state: Tree, params: Tree, weight_decay: float, spec: Tree | None) -> list[Leaf]:
+    """The trainable parameters, in the order of `params`, with their entries of every state but "step"."""
+    states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
+    trainable, decays = base.from_spec(spec)
+    frozen = base.frozen_paths(trainable)
+    found = []
+    for number, (path, param) in enumerate(tree.flatten(params).items()):
+        if path in frozen or not param.is_floating_point():
+            continue
+        state = {name: values[path] for name, values in states.items() if path in values}
+        decay = weight_decay if decays is None or decays[path] else 0.0
+        found.append(Leaf(number, path, param, state, decay))
+    return found
 
 
 def leafwise(
@@ -44,75 +59,80 @@ def leafwise(
     decoupled: -rate x weight_decay x parameter is added to the rule's change; False: weight_decay x parameter is added
     to the gradient. lr, spec: as in `adamw`. of_matrix: turns the rule's result, a direction, into the change for a
     rate of -1, matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
-    `Optimizer.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, None where a leaf
-    has none}. An elementwise rule (`Optimizer`) is marked by `dataclasses.replace`.
+    `Traits.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, an empty dict where
+    a leaf has none}. An elementwise rule (`Traits`) is marked by `with_traits`.
     """
     base.check_rate(lr)
     base.check_numbers(weight_decay=weight_decay)
-    trainable, decays = base.from_spec(spec)
+    trainable, _ = base.from_spec(spec)
 
     def init(params: Tree) -> Tree:
         train = tree.flatten(base.trainable_mask(params, trainable))
         leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
         return {"step": base.first_step(params), **_by_name(leaves, params)}
 
-    def changes(grads: Tree, opt_state: Tree, params: Tree) -> Iterator[Change]:
-        step = opt_state["step"] + 1
-        rate = base.rate_of(lr, step)
-        states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
-        flat = tree.flatten(params)
-        for path, grad in tree.flatten(base.trainable_only(grads, trainable)).items():
-            wide = base.wide_dtype(flat[path].dtype)
-            old = {name: values[path] for name, values in states.items() if path in values}
-            param, grad = flat[path].to(wide), grad.to(wide)
-            decay = weight_decay if decays is None or decays[path] else 0.0
-            if decay and not decoupled:
-                grad = grad + decay * param
-            change, new = rule(grad, {name: s.to(wide) for name, s in old.items()}, param, step, rate)
-            if of_matrix is not None:
-                change = -rate * on_full(path, of_matrix, change).to(wide)
-            if decay and decoupled:
-                change = change - rate * decay * param
-            yield Change(path, change, flat[path], old, new)
+    def changed(leaf: Leaf, grad: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+        """(what is added to the parameter, the new state)."""
+        wide = base.wide_dtype(leaf.param.dtype)
+        param, grad = leaf.param.to(wide), grad.to(wide)
+        if leaf.decay and not decoupled:
+            grad = grad + leaf.decay * param
+        change, new = rule(grad, {name: s.to(wide) for name, s in leaf.state.items()}, param, step, rate)
+        if of_matrix is not None:
+            change = -rate * on_full(leaf.path, of_matrix, change).to(wide)
+        if leaf.decay and decoupled:
+            change = change - rate * leaf.decay * param
+        return change, new
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates: dict[str, Tensor] = {}
         states: dict[str, dict[str, Tensor]] = {name: {} for name in opt_state if name != "step"}
-        for made in changes(grads, opt_state, params):
-            updates[made.path] = made.change
-            for name, old in made.old.items():
-                states[name][made.path] = made.new[name].to(old.dtype)
+        step, given = opt_state["step"] + 1, tree.flatten(grads)
+        rate = base.rate_of(lr, step)
+        for leaf in leaves_of(opt_state, params, weight_decay, spec):
+            if leaf.path in given:
+                updates[leaf.path], made = changed(leaf, given[leaf.path], step, rate)
+                for name, old in leaf.state.items():
+                    states[name][leaf.path] = made[name].to(old.dtype)
         new = {name: base.with_replaced(opt_state[name], leaves) for name, leaves in states.items()}
-        return base.updates_tree(grads, updates), {"step": opt_state["step"] + 1, **new}
+        return base.updates_tree(grads, updates), {"step": step, **new}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        def write(into: Tensor, value: Tensor) -> None:
-            into.copy_(value if skip is None else torch.where(skip, into, value.to(into.dtype)))
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        leaves, count = leaves_of(opt_state, params, weight_decay, spec), opt_state["step"]
 
-        for made in changes(grads, opt_state, params):
-            write(made.param, made.param + made.change)
-            for name, state in made.old.items():
-                write(state, made.new[name])
-        opt_state["step"].add_(1 if skip is None else (~skip).to(opt_state["step"]))
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            def write(into: Tensor, value: Tensor) -> None:
+                into.copy_(value if skip is None else torch.where(skip, into, value.to(into.dtype)))
+
+            step = count + 1
+            rate = base.rate_of(lr, step)
+            for leaf in leaves:
+                grad = grads[leaf.number]
+                if grad is not None:
+                    change, new = changed(leaf, grad, step, rate)
+                    write(leaf.param, leaf.param + change)
+                    for name, state in leaf.state.items():
+                        write(state, new[name])
+            base.count_up_(count, skip)
+
+        return run
 
     def for_shards(on_full: OnFull) -> Optimizer:
         return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=of_matrix, on_full=on_full)
 
-    return Optimizer(
-        init,
-        update,
-        apply_,
-        lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
-        trainable,
+    traits = Traits(
+        lr=lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
+        trainable=trainable,
         for_shards=None if of_matrix is None else for_shards,
         per_leaf=True,
     )
+    return Optimizer(init, update, bind, traits)
 
 
 def _by_name(leaves: dict[str, Slots], params: Tree) -> dict[str, Tree]:
     names = sorted({name for state in leaves.values() for name in state})
-    return {name: base.with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n), params) for name in names}  # type: ignore[misc]
+    return {name: base.with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n, {}), params) for name in names}  # type: ignore[misc]
 
 
 def zeros(param: Tensor) -> Tensor:

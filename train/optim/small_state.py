@@ -1,7 +1,8 @@
 """Optimizer states in 16 or 8 bits: the moments of AdamW in a half or a quarter of their memory."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from fnmodels import tree
 from fnmodels.ops.float8 import scale_of
 from fnmodels.tree import Tree
 
-from .base import Optimizer, remake, updates_tree, with_replaced
+from .base import InPlace, Optimizer, count_up_, updates_tree, with_replaced, with_traits
 from .cache_chunks import cache_chunks
 from .stochastic_rounding import indices, key_of, noise, stochastic_round
 from .wrappers import around
@@ -31,56 +32,16 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
     random number is a function of (seed, number of the update, state, path, index), so a resumed run repeats it.
 
     The optimizer must treat elements independently (adamw, lion, sgd), and parameters may not be sharded. Wrap it in
-    `with_master` for bf16 parameters. State: {inner, scales}, None in scales where there are none.
+    `with_master` for bf16 parameters. State: {inner, scales}, an empty dict in scales where there are none.
     """
     if bits not in (8, 16):
         raise ValueError(f"bits is {bits!r}; a state takes 8 or 16 bits.")
-    if not optimizer.elementwise or optimizer.apply_ is None:
+    if not optimizer.traits.elementwise or optimizer.bind is None:
         raise ValueError(
             "with_small_state is for optimizers that treat elements independently: adamw, lion and sgd, inside of "
             "other wrappers."
         )
-    inner_apply = optimizer.apply_
-
-    def small(param: Tensor, state: Tensor) -> bool:
-        return param.dtype == state.dtype == torch.float32 and param.numel() >= _MIN_ELEMENTS
-
-    def stored(name: str, wide: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(a part of a state in `bits` bits, its scales); key, index: as in `noise`."""
-        value = wide.sqrt() if name.endswith("_sq") else wide
-        random = noise(key, index)
-        return (stochastic_round(value, random), None) if bits == 16 else to_blocks(value, random)
-
-    def key(name: str, path: str, step: Tensor) -> Tensor:
-        return key_of(seed, step, f"{name} {path}")
-
-    def read(name: str, state: Tensor, scales: Tensor | None) -> Tensor:
-        value = state.float() if scales is None else from_blocks(state, scales)
-        return value.square_() if name.endswith("_sq") else value
-
-    def wide_states(opt_state: Tree, params: Tree) -> Iterator[tuple[str, str, Tensor, bool]]:
-        """(name, path, state in its own dtype, whether it is kept small)."""
-        flat = tree.flatten(params)
-        for name, values in opt_state["inner"].items():
-            scales = tree.flatten(opt_state["scales"].get(name))
-            for path, state in tree.flatten(values).items() if name != "step" else ():
-                kept = state.dtype != flat[path].dtype
-                yield name, path, read(name, state, scales.get(path)) if kept else state, kept
-
-    def packed(inner: Tree, params: Tree) -> Tree:
-        flat, scales, states = tree.flatten(params), {}, {"step": inner["step"]}
-        for name, values in inner.items():
-            if name == "step":
-                continue
-            made = {
-                path: stored(name, state, key(name, path, inner["step"]), indices(state))
-                if small(flat[path], state)
-                else (state, None)
-                for path, state in tree.flatten(values).items()
-            }
-            states[name] = with_replaced(values, {path: state for path, (state, _) in made.items()})
-            scales[name] = updates_tree(values, {path: scale for path, (_, scale) in made.items() if scale is not None})
-        return {"inner": states, "scales": scales}
+    form = _Form(bits, seed)
 
     def init(params: Tree) -> Tree:
         inner = optimizer.init(params)
@@ -89,65 +50,151 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
                 "with_small_state packs the moments of one optimizer, such as adamw; put it inside of the groups of a "
                 "partition, and inside of with_ema, with_master and chain."
             )
-        return packed(inner, params)
+        return _packed(form, inner, params)
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        wide: dict[str, dict[str, Tensor]] = {}
-        for name, path, state, _ in wide_states(opt_state, params):
-            wide.setdefault(name, {})[path] = state
-        inner = {
-            name: values if name == "step" else with_replaced(values, wide.get(name, {}))
-            for name, values in opt_state["inner"].items()
-        }
-        updates, new = optimizer.update(grads, inner, params)
-        return updates, packed(new, params)
+        updates, new = optimizer.update(grads, _unpacked(form, opt_state, params), params)
+        return updates, _packed(form, new, params)
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step, flat, given = opt_state["inner"]["step"], tree.flatten(params), tree.flatten(grads)
-        names = [name for name in opt_state["inner"] if name != "step"]
-        states = {name: tree.flatten(opt_state["inner"][name]) for name in names}
-        scales = {name: tree.flatten(opt_state["scales"][name]) for name in names}
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        leaves, step = _small_leaves(opt_state, params), opt_state["inner"]["step"]
 
-        known: dict[int, Tensor] = {}  # most parts have one size
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            index_of = _Indices()
+            for leaf, grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    _update_leaf(optimizer, form, leaf, grad, step, skip, index_of)
+            count_up_(step, skip)
 
-        def index_like(part: Tensor) -> Tensor:
-            if part.ndim != 1 or not part.is_cpu:  # a whole leaf
-                return indices(part)
-            if part.numel() not in known:
-                known[part.numel()] = indices(part)
-            return known[part.numel()]
+        return run
 
-        def write(into: Tensor, value: Tensor) -> None:
-            into.copy_(value if skip is None else torch.where(skip, into, value))
-
-        for path, grad in given.items():
-            own = {name: values[path] for name, values in states.items() if path in values}
-            kept = {name: key(name, path, step + 1) for name in own if own[name].dtype != flat[path].dtype}
-            for first, (param, part, *parts) in cache_chunks(flat[path], grad, *own.values()):
-                held, blocks = dict(zip(own, parts, strict=True)), _blocks_of(first, param)
-                held_scales = {name: scales[name][path][blocks] for name in kept if path in scales[name]}
-                wide = {
-                    name: read(name, held[name], held_scales.get(name)) if name in kept else held[name] for name in own
-                }
-                one = {
-                    "step": step.clone(),
-                    **{name: _alone(path, wide[name]) if name in wide else {} for name in names},
-                }
-                inner_apply(_alone(path, part), one, _alone(path, param), skip=skip)
-                for name in kept:
-                    state, scale = stored(name, wide[name], kept[name] ^ first, index_like(param))
-                    write(held[name], state)
-                    if scale is not None:
-                        write(held_scales[name], scale)
-        step.add_(1 if skip is None else (~skip).to(step))
-
-    remade = None
-    if optimizer.remake is not None:
-        remade = lambda **values: with_small_state(remake(optimizer, **values), bits=bits, seed=seed)  # noqa: E731
+    made = around(optimizer, init, update, bind, lambda inner: with_small_state(inner, bits=bits, seed=seed))
     # random numbers depend on the index within the full leaf, which a shard does not know
-    made = around(optimizer, init, update, apply_)
-    return replace(made, elementwise=False, per_leaf=True, remake=remade)
+    return with_traits(made, elementwise=False, per_leaf=True, for_shards=None)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How states are kept: in `bits` bits, rounded by random numbers of this seed."""
+
+    bits: int
+    seed: int
+
+    def key(self, name: str, path: str, step: Tensor) -> Tensor:
+        return key_of(self.seed, step, f"{name} {path}")
+
+    def write(self, name: str, wide: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a part of the state `name` in `bits` bits, its scales); key, index: as in `noise`."""
+        value = wide.sqrt() if name.endswith("_sq") else wide
+        random = noise(key, index)
+        return (stochastic_round(value, random), None) if self.bits == 16 else to_blocks(value, random)
+
+    def read(self, name: str, state: Tensor, scales: Tensor | None) -> Tensor:
+        value = state.float() if scales is None else from_blocks(state, scales)
+        return value.square_() if name.endswith("_sq") else value
+
+
+def _is_small(param: Tensor, state: Tensor) -> bool:
+    """Whether a state in its optimizer's dtype is to be kept small."""
+    return param.dtype == state.dtype == torch.float32 and param.numel() >= _MIN_ELEMENTS
+
+
+def _packed(form: _Form, inner: Tree, params: Tree) -> Tree:
+    """{inner, scales} from the state of the optimizer inside."""
+    flat, scales, states = tree.flatten(params), {}, {"step": inner["step"]}
+    for name, values in inner.items():
+        if name == "step":
+            continue
+        made = {
+            path: form.write(name, state, form.key(name, path, inner["step"]), indices(state))
+            if _is_small(flat[path], state)
+            else (state, None)
+            for path, state in tree.flatten(values).items()
+        }
+        states[name] = with_replaced(values, {path: state for path, (state, _) in made.items()})
+        scales[name] = updates_tree(values, {path: scale for path, (_, scale) in made.items() if scale is not None})
+    return {"inner": states, "scales": scales}
+
+
+def _unpacked(form: _Form, opt_state: Tree, params: Tree) -> Tree:
+    """The inverse of `_packed`: the state of the optimizer inside, in its dtypes."""
+    wide: dict[str, dict[str, Tensor]] = {}
+    for leaf in _small_leaves(opt_state, params):
+        for name, state in leaf.states.items():
+            is_packed = state.dtype != leaf.param.dtype
+            read = form.read(name, state, leaf.scales.get(name)) if is_packed else state
+            wide.setdefault(name, {})[leaf.path] = read
+    return {
+        name: values if name == "step" else with_replaced(values, wide.get(name, {}))
+        for name, values in opt_state["inner"].items()
+    }
+
+
+class _SmallLeaf(NamedTuple):
+    """A parameter with its entries of each state and of the scales."""
+
+    path: str
+    param: Tensor
+    names: list[str]  # of all states, also of those in which it has no entry
+    states: dict[str, Tensor]
+    scales: dict[str, Tensor]
+
+
+def _small_leaves(opt_state: Tree, params: Tree) -> list[_SmallLeaf]:
+    names = [name for name in opt_state["inner"] if name != "step"]
+    states = {name: tree.flatten(opt_state["inner"][name]) for name in names}
+    scales = {name: tree.flatten(opt_state["scales"][name]) for name in names}
+
+    def at(path: str, values: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: flat[path] for name, flat in values.items() if path in flat}
+
+    return [_SmallLeaf(path, p, names, at(path, states), at(path, scales)) for path, p in tree.flatten(params).items()]
+
+
+class _Indices:
+    """`indices` of parts of leaves, most of which have one size, during one update."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}
+
+    def __call__(self, part: Tensor) -> Tensor:
+        if part.ndim != 1 or not part.is_cpu:  # a full leaf
+            return indices(part)
+        if part.numel() not in self._known:
+            self._known[part.numel()] = indices(part)
+        return self._known[part.numel()]
+
+
+def _update_leaf(
+    optimizer: Optimizer,
+    form: _Form,
+    leaf: _SmallLeaf,
+    grad: Tensor,
+    step: Tensor,
+    skip: Tensor | None,
+    index_of: _Indices,
+) -> None:
+    """The update of one leaf in place, in parts that stay in cache. step: the number of updates before this one."""
+
+    def copy(into: Tensor, value: Tensor) -> None:
+        into.copy_(value if skip is None else torch.where(skip, into, value))
+
+    path, states = leaf.path, leaf.states
+    keys = {name: form.key(name, path, step + 1) for name in states if states[name].dtype != leaf.param.dtype}
+    for first, (param, part, *parts) in cache_chunks(leaf.param, grad, *states.values()):
+        kept, blocks = dict(zip(states, parts, strict=True)), _blocks_of(first, param)
+        scales = {name: leaf.scales[name][blocks] for name in keys if name in leaf.scales}
+        wide = {
+            name: form.read(name, state, scales.get(name)) if name in keys else state for name, state in kept.items()
+        }
+        state = {name: _alone(path, wide[name]) if name in wide else {} for name in leaf.names}
+        optimizer.apply_(_alone(path, part), {"step": step.clone(), **state}, _alone(path, param), skip=skip)
+        for name in keys:
+            codes, scale = form.write(name, wide[name], keys[name] ^ first, index_of(param))
+            copy(kept[name], codes)
+            if scale is not None:
+                copy(scales[name], scale)
 
 
 def _alone(path: str, leaf: Tensor) -> Tree:

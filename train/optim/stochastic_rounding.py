@@ -1,7 +1,7 @@
 """Stochastic rounding: bf16 parameters that accumulate updates smaller than their last bit, without an fp32 copy."""
 
 import zlib
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import Optimizer, apply_updates, first_step, remake, with_paths
+from .base import InPlace, Optimizer, apply_updates, count_up_, first_step, with_paths, with_traits
 from .cache_chunks import cache_chunks
 from .wrappers import around, widened
 
@@ -46,25 +46,29 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
 
         return with_paths(rounded, changes), {"inner": inner, "step": step}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        assert optimizer.apply_ is not None
-        step, trained = opt_state["step"], tree.flatten(grads)
-        wide = with_paths(lambda path, leaf: widened(leaf) if path in trained else leaf, params)
-        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], wide, skip=skip)
-        new, old = tree.flatten(wide), tree.flatten(params)
-        for path in trained:
-            if old[path].dtype == torch.bfloat16:  # a skipped value is representable, so rounding keeps it
-                key = key_of(seed, step + 1, path)
-                for first, (into, wide_part) in cache_chunks(old[path], new[path]):
-                    into.copy_(stochastic_round(wide_part, noise(key ^ first, indices(into))))
-        step.add_(1 if skip is None else (~skip).to(step))
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        step, old = opt_state["step"], tree.flatten(params)
 
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            assert optimizer.bind is not None
+            trained = {path for path, grad in zip(old, grads, strict=True) if grad is not None}
+            wide = with_paths(lambda path, leaf: widened(leaf) if path in trained else leaf, params)
+            run_inner = optimizer.bind(opt_state["inner"], wide)  # on these copies, which exist during this update
+            run_inner([None if grad is None else widened(grad) for grad in grads], skip)
+            new = tree.flatten(wide)
+            for path in trained:
+                if old[path].dtype == torch.bfloat16:  # a skipped value is representable, so rounding keeps it
+                    key = key_of(seed, step + 1, path)
+                    for first, (into, wide_part) in cache_chunks(old[path], new[path]):
+                        into.copy_(stochastic_round(wide_part, noise(key ^ first, indices(into))))
+            count_up_(step, skip)
+
+        return run
+
+    made = around(optimizer, init, update, bind, lambda inner: with_stochastic_rounding(inner, seed=seed))
     # random numbers depend on the index within the full leaf, which a shard does not know
-    remade = None
-    if optimizer.remake is not None:
-        remade = lambda **values: with_stochastic_rounding(remake(optimizer, **values), seed=seed)  # noqa: E731
-    return replace(around(optimizer, init, update, apply_), elementwise=False, remake=remade)
+    return with_traits(made, elementwise=False, for_shards=None)
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:

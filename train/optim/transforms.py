@@ -1,7 +1,6 @@
 """Gradient transforms before an optimizer: `chain` passes the result of each to the next."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import is_stage_share
 
-from .base import OnFull, Optimizer, clip_by_global_norm, remake, sharded_version, supports_shards, with_paths
+from .base import InPlace, Optimizer, clip_by_global_norm, combine, with_paths, with_traits
 from .patterns import check_used, first_match
 
 
@@ -42,37 +41,24 @@ def chain(*transforms: Optimizer) -> Optimizer:
         updates, state = last.update(grads, opt_state[-1], params)
         return updates, [*states, state]
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        assert last.apply_ is not None
-        grads, states = transformed(grads, opt_state, params)
-        for old, new in zip(tree.leaves(opt_state[:-1]), tree.leaves(states), strict=True):
-            old.copy_(new if skip is None else torch.where(skip, old, new))
-        last.apply_(grads, opt_state[-1], params, skip=skip)
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        assert last.bind is not None
+        paths, states = list(tree.flatten(params)), tree.leaves(opt_state[:-1])
+        run_last = last.bind(opt_state[-1], params)
 
-    def for_shards(on_full: OnFull) -> Optimizer:
-        return chain(*(made for transform in transforms if (made := sharded_version(transform, on_full))))
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            values = iter(grads)
+            changed, after = transformed(tree.map(lambda _: next(values), params), opt_state, params)
+            for old, new in zip(states, tree.leaves(after), strict=True):
+                old.copy_(new if skip is None else torch.where(skip, old, new))
+            flat = tree.flatten(changed)
+            run_last([flat.get(path) for path in paths], skip)
 
-    def check_paths(paths: Iterable[str]) -> None:
-        known = list(paths)
-        for transform in transforms:
-            if transform.check_paths is not None:
-                transform.check_paths(known)
+        return run
 
-    lr, rates = last.lr, last.rates
-    return Optimizer(
-        init,
-        update,
-        apply_ if last.apply_ is not None else None,
-        None if lr is None else lambda opt_state: lr(opt_state[-1]),
-        last.trainable,
-        None if rates is None else lambda opt_state: rates(opt_state[-1]),
-        elementwise=all(transform.elementwise for transform in transforms),
-        per_leaf=all(transform.elementwise or transform.per_leaf for transform in transforms),
-        for_shards=for_shards if all(supports_shards(transform) for transform in transforms) else None,
-        remake=None if last.remake is None else lambda **values: chain(*before, remake(last, **values)),
-        check_paths=check_paths,
-    )
+    traits = combine(transforms, len(before), lambda opt_state: opt_state[-1], chain)
+    return Optimizer(init, update, None if last.bind is None else bind, traits)
 
 
 def clip_norm(limit: float) -> Optimizer:
@@ -84,7 +70,7 @@ def clip_norm(limit: float) -> Optimizer:
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
-    return Optimizer(lambda params: None, lambda grads, state, params: (clip_by_global_norm(grads, limit)[0], state))
+    return Optimizer(lambda params: {}, lambda grads, state, params: (clip_by_global_norm(grads, limit)[0], state))
 
 
 def masked(transform: Optimizer, *patterns: str) -> Optimizer:
@@ -92,16 +78,16 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
 
         optimizer = chain(masked(clip_norm(0.1), "embed_*", "lm_head"), adamw(3e-4))
 
-    A pattern without a leaf in the model is a ValueError. State: the transform's, None at other leaves. For leaves that
-    need another optimizer, or none, use `partition`: here their raw gradients would be added to them.
+    A pattern without a leaf in the model is a ValueError. State: the transform's, an empty dict at other leaves. For
+    leaves that need another optimizer, or none, use `partition`: here their raw gradients would be added to them.
     """
     if not patterns:
         raise ValueError("masked needs at least one pattern.")
-    if transform.lr is not None:
+    if transform.traits.lr is not None:
         raise ValueError("masked is for transforms before an optimizer; train.partition assigns optimizers to leaves.")
 
     def own(values: Tree) -> Tree:
-        return with_paths(lambda path, leaf: None if first_match(path, patterns) is None else leaf, values)
+        return with_paths(lambda path, leaf: {} if first_match(path, patterns) is None else leaf, values)
 
     def check_paths(paths: Iterable[str]) -> None:
         known = list(paths)
@@ -118,5 +104,5 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
         flat = tree.flatten(changed)
         return with_paths(lambda path, grad: flat.get(path, grad), grads), state
 
-    kinds: dict[str, Any] = {"elementwise": transform.elementwise, "per_leaf": transform.per_leaf}
-    return Optimizer(init, update, check_paths=check_paths, **kinds)
+    made = Optimizer(init, update, traits=combine([transform], 0, lambda opt_state: opt_state))
+    return with_traits(made, trainable=None, check_paths=check_paths)

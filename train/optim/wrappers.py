@@ -1,7 +1,8 @@
 """Wrappers around optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from fnmodels.tree import Tree
 from params.sharding import is_stage_share
 
 from . import base
-from .base import OnFull, Optimizer, with_paths
+from .base import InPlace, Optimizer, with_paths
 from .patterns import check_used, first_match
 
 
@@ -26,95 +27,108 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
     if not trained:
         raise ValueError("partition needs at least one optimizer.")
-
-    def assigned_to(paths: Iterable[str]) -> dict[str, str]:
-        found = {path: first_match(path, groups) for path in paths}
-        lost = [path for path, pattern in found.items() if pattern is None]
-        if lost:
-            raise ValueError(f"No pattern of {list(groups)} matches {lost[0]} ({len(lost)} such leaves).")
-        return {path: pattern for path, pattern in found.items() if pattern is not None}
-
-    def check_paths(paths: Iterable[str]) -> None:
-        assigned = assigned_to(paths)
-        check_used(groups, assigned.values(), assigned)
-        for pattern, optimizer in trained.items():
-            if optimizer.check_paths is not None:
-                optimizer.check_paths([path for path in assigned if assigned[path] == pattern])
-
-    def assign(params: Tree) -> dict[str, str]:
-        return assigned_to(tree.flatten(params))
-
-    def parts(values: Tree, assigned: dict[str, str]) -> dict[str, Tree]:
-        """The same tree once per optimizer, with None at the other optimizers' leaves."""
-        return {
-            p: with_paths(lambda path, leaf, p=p: leaf if assigned[path] == p else None, values)  # type: ignore[misc]
-            for p in trained
-        }
+    optimizers = list(trained.values())
 
     def init(params: Tree) -> Tree:
         if not is_stage_share(params):
-            check_paths(tree.flatten(params))
-        pruned = parts(params, assign(params))
+            _check_groups(groups, tree.flatten(params))
+        pruned = _parts(params, trained, _assigned(groups, params))
         with next(iter(tree.leaves(params))).device:  # for the step count of a group without a leaf on this stage
             return [optimizer.init(pruned[pattern]) for pattern, optimizer in trained.items()]
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        assigned = assign(params)
-        ours, given = parts(params, assigned), parts(grads, assigned)
+        assigned = _assigned(groups, params)
+        pruned, given = (_parts(values, trained, assigned) for values in (params, grads))
         updates: dict[str, Tensor] = {}
         states = []
         for (pattern, optimizer), state in zip(trained.items(), opt_state, strict=True):
-            change, state = optimizer.update(given[pattern], state, ours[pattern])
+            change, state = optimizer.update(given[pattern], state, pruned[pattern])
             updates |= tree.flatten(change)
             states.append(state)
         return base.updates_tree(grads, updates), states
 
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        assigned = assign(params)
-        ours, given = parts(params, assigned), parts(grads, assigned)
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        assigned = _assigned(groups, params)
+        pruned = _parts(params, trained, assigned)
+        runs: list[tuple[list[int], InPlace]] = []
         for (pattern, optimizer), state in zip(trained.items(), opt_state, strict=True):
-            assert optimizer.apply_ is not None
-            optimizer.apply_(given[pattern], state, ours[pattern], skip=skip)
+            assert optimizer.bind is not None
+            indices = [index for index, of in enumerate(assigned.values()) if of == pattern]
+            runs.append((indices, optimizer.bind(state, pruned[pattern])))
+
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            for indices, run_group in runs:
+                run_group([grads[index] for index in indices], skip)
+
+        return run
 
     def trainable(params: Tree) -> Tree:
-        found = dict.fromkeys(tree.flatten(params), False)
-        for pattern, part in parts(params, assign(params)).items():
-            found |= tree.flatten(base.trainable_mask(part, trained[pattern].trainable))
-        return with_paths(lambda path, _: found[path], params)
-
-    in_place = all(optimizer.apply_ is not None for optimizer in trained.values())
-    rate = next(iter(trained.values())).lr
-    lr = None if rate is None else lambda opt_state: rate(opt_state[0])
+        mask = dict.fromkeys(tree.flatten(params), False)
+        for pattern, part in _parts(params, trained, _assigned(groups, params)).items():
+            mask |= tree.flatten(base.trainable_mask(part, trained[pattern].traits.trainable))
+        return with_paths(lambda path, _: mask[path], params)
 
     def rates(opt_state: Tree) -> dict[str, float | Tensor]:
         pairs = zip(trained.items(), opt_state, strict=True)
-        return {pattern: optimizer.lr(state) for (pattern, optimizer), state in pairs if optimizer.lr is not None}
+        return {pattern: one.traits.lr(state) for (pattern, one), state in pairs if one.traits.lr is not None}
 
-    elementwise = all(optimizer.elementwise for optimizer in trained.values())
+    def again(*others: Optimizer) -> Optimizer:
+        return partition({**groups, **dict(zip(trained, others, strict=True))})
 
-    def for_shards(on_full: OnFull) -> Optimizer:
-        return partition({pattern: own and base.sharded_version(own, on_full) for pattern, own in groups.items()})
+    traits = replace(
+        base.combine(optimizers, 0, lambda opt_state: opt_state[0], again),
+        trainable=trainable,
+        rates=rates,
+        remake=None,
+        check_paths=functools.partial(_check_groups, groups),
+    )
+    in_place = all(optimizer.bind is not None for optimizer in optimizers)
+    return Optimizer(init, update, bind if in_place else None, traits)
 
-    parted = for_shards if all(base.supports_shards(optimizer) for optimizer in trained.values()) else None
-    own_leaf = all(optimizer.elementwise or optimizer.per_leaf for optimizer in trained.values())
-    own_apply = apply_ if in_place else None
-    kinds: dict[str, Any] = {"elementwise": elementwise, "per_leaf": own_leaf, "check_paths": check_paths}
-    return Optimizer(init, update, own_apply, lr, trainable, rates, for_shards=parted, **kinds)
+
+def _assigned_to(groups: Mapping[str, Optimizer | None], paths: Iterable[str]) -> dict[str, str]:
+    """{path: its pattern}. ValueError for a path without one."""
+    matches = {path: first_match(path, groups) for path in paths}
+    lost = [path for path, pattern in matches.items() if pattern is None]
+    if lost:
+        raise ValueError(f"No pattern of {list(groups)} matches {lost[0]} ({len(lost)} such leaves).")
+    return {path: pattern for path, pattern in matches.items() if pattern is not None}
+
+
+def _assigned(groups: Mapping[str, Optimizer | None], params: Tree) -> dict[str, str]:
+    return _assigned_to(groups, tree.flatten(params))
+
+
+def _check_groups(groups: Mapping[str, Optimizer | None], paths: Iterable[str]) -> None:
+    """`Traits.check_paths` of `partition`."""
+    assigned = _assigned_to(groups, paths)
+    check_used(groups, assigned.values(), assigned)
+    for pattern, optimizer in groups.items():
+        if optimizer is not None and optimizer.traits.check_paths is not None:
+            optimizer.traits.check_paths([path for path in assigned if assigned[path] == pattern])
+
+
+def _parts(values: Tree, patterns: Iterable[str], assigned: dict[str, str]) -> dict[str, Tree]:
+    """The same tree once per pattern, with an empty dict at the leaves of the other patterns."""
+    return {
+        p: with_paths(lambda path, leaf, p=p: leaf if assigned[path] == p else {}, values)  # type: ignore[misc]
+        for p in patterns
+    }
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """Keeps an exponential moving average (EMA) of the trainable weights: opt_state["ema"], fp32 at least.
 
     ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have
-    None there: `averaged` merges the two. State: {inner, ema}.
+    an empty dict there: `averaged` merges the two. State: {inner, ema}.
     """
     base.check_below_1(decay=decay)
 
     def init(params: Tree) -> Tree:
-        train = base.trainable_mask(params, optimizer.trainable)
+        train = base.trainable_mask(params, optimizer.traits.trainable)
         return {
             "inner": optimizer.init(params),
-            "ema": tree.map(lambda p, trains: _wide_copy(p) if trains else None, params, train),
+            "ema": tree.map(lambda p, trains: _wide_copy(p) if trains else {}, params, train),
         }
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -123,16 +137,20 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
         ema = with_paths(lambda path, e: e.lerp(new[path].to(e.dtype), 1 - decay), opt_state["ema"])
         return updates, {"inner": inner, "ema": ema}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        assert optimizer.apply_ is not None
-        optimizer.apply_(grads, opt_state["inner"], params, skip=skip)
-        new = tree.flatten(params)
-        for path, e in tree.flatten(opt_state["ema"]).items():
-            after = e.lerp(new[path].to(e.dtype), 1 - decay)
-            e.copy_(after if skip is None else torch.where(skip, e, after))  # a lerp by 0 would turn -0 into 0
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        run_inner, flat = _bound(optimizer, opt_state, params), tree.flatten(params)
+        pairs = [(e, flat[path]) for path, e in tree.flatten(opt_state["ema"]).items()]
 
-    return around(optimizer, init, update, apply_, lambda inner: with_ema(inner, decay))
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            run_inner(grads, skip)
+            for e, param in pairs:
+                after = e.lerp(param.to(e.dtype), 1 - decay)
+                e.copy_(after if skip is None else torch.where(skip, e, after))  # a lerp by 0 would turn -0 into 0
+
+        return run
+
+    return around(optimizer, init, update, bind, lambda inner: with_ema(inner, decay))
 
 
 def averaged(params: Tree, ema: Tree) -> Tree:
@@ -150,14 +168,14 @@ def with_master(optimizer: Optimizer) -> Optimizer:
     """Updates an fp32 copy of each trainable bf16 parameter; the parameter is that copy, rounded.
 
     bf16 has 8 bits: without the copy an update below 1/256 of a weight is lost. Moments are fp32 too. fp32 parameters
-    are updated directly, and frozen ones have no copy. State: {inner, master}, None in master where there is none.
+    are updated directly, and frozen ones have no copy. State: {inner, master}, an empty dict in master where none is.
     The pure update is rounded - parameter in fp32; adding it gives the rounded bits unless a parameter becomes 2^16
     times smaller at once.
     """
 
     def init(params: Tree) -> Tree:
-        train = base.trainable_mask(params, optimizer.trainable)
-        master = tree.map(lambda p, t: _wide_copy(p) if t and p.dtype != _wide(p) else None, params, train)
+        train = base.trainable_mask(params, optimizer.traits.trainable)
+        master = tree.map(lambda p, t: _wide_copy(p) if t and p.dtype != _wide(p) else {}, params, train)
         return {"inner": optimizer.init(_overlaid(params, master)), "master": master}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -172,38 +190,40 @@ def with_master(optimizer: Optimizer) -> Optimizer:
 
         return with_paths(rounded, changes), {"inner": inner, "master": with_paths(lambda path, _: new[path], kept)}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        assert optimizer.apply_ is not None
-        wide = _overlaid(params, opt_state["master"])
-        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], wide, skip=skip)
-        flat = tree.flatten(params)
-        for path, master in tree.flatten(opt_state["master"]).items():
-            flat[path].copy_(master)
+    def bind(opt_state: Tree, params: Tree) -> InPlace:
+        flat, masters = tree.flatten(params), tree.flatten(opt_state["master"])
+        run_inner = _bound(optimizer, opt_state, _overlaid(params, opt_state["master"]))
 
-    return around(optimizer, init, update, apply_, with_master)
+        @torch.no_grad()
+        def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
+            run_inner([None if grad is None else widened(grad) for grad in grads], skip)
+            for path, master in masters.items():
+                flat[path].copy_(master)
+
+        return run
+
+    return around(optimizer, init, update, bind, with_master)
 
 
 def around(
     optimizer: Optimizer,
     init: Callable[[Tree], Tree],
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
-    apply_: Callable[..., None],
-    again: Callable[[Optimizer], Optimizer] | None = None,
+    bind: Callable[[Tree, Tree], InPlace],
+    again: Callable[[Optimizer], Optimizer],
 ) -> Optimizer:
     """An optimizer around another, whose state is under "inner"; rates and trainable leaves are the other's.
 
-    again: puts the same wrapper around the version for shards; None: only full leaves are supported.
+    again: puts the same wrapper around another version of it.
     """
-    inner, inner_rates = optimizer.lr, optimizer.rates
-    lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
-    rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
-    own, other = apply_ if optimizer.apply_ is not None else None, optimizer.for_shards
-    parted = None if other is None or again is None else lambda on_full: again(other(on_full))
-    remade = None if again is None or optimizer.remake is None else lambda **v: again(base.remake(optimizer, **v))
-    kinds: dict[str, Any] = {"elementwise": optimizer.elementwise, "per_leaf": optimizer.per_leaf}
-    kinds["check_paths"] = optimizer.check_paths
-    return Optimizer(init, update, own, lr, optimizer.trainable, rates, for_shards=parted, remake=remade, **kinds)
+    traits = base.combine([optimizer], 0, lambda opt_state: opt_state["inner"], again)
+    return Optimizer(init, update, None if optimizer.bind is None else bind, traits)
+
+
+def _bound(optimizer: Optimizer, opt_state: Tree, params: Tree) -> InPlace:
+    """`Optimizer.bind` of the optimizer inside."""
+    assert optimizer.bind is not None
+    return optimizer.bind(opt_state["inner"], params)
 
 
 def _wide_copy(param: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
         if not known or not known[0][0].placed.is_of(state.params):
             # once: a step keeps the placement of its State
             check_state(optimizer, local_tree(state))
-            placed = placed_for(loss_fn, parallelism, state.params, batch, optimizer.trainable)
+            placed = placed_for(loss_fn, parallelism, state.params, batch, optimizer.traits.trainable)
             known[:] = [(sharded_update(placed, optimizer), sums_over(placed, loss_fn, optimizer, options))]
         updates, sums_of = known[0]
         local = local_tree(state.params)

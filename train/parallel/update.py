@@ -55,10 +55,10 @@ def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
 
 def optimizer_of_shards(placed: Placed, optimizer: Optimizer) -> Optimizer:
     """The optimizer for this rank's shards of this rank's layers. ValueError if it needs more than these."""
-    if placed.devices["pp"].size() > 1 and not (optimizer.elementwise or optimizer.per_leaf):
+    if placed.devices["pp"].size() > 1 and not (optimizer.traits.elementwise or optimizer.traits.per_leaf):
         raise ValueError(
             "The optimizer needs the gradients of all layers (clip_norm in a chain does, and a custom train.Optimizer "
-            "that is not marked per_leaf=True), and over pp each stage has its own layers alone: use the step's clip=, "
+            "without Traits(per_leaf=True)), and over pp each stage has its own layers alone: use the step's clip=, "
             "whose norm is global."
         )
     on_shards = sharded_version(optimizer, _on_matrices(placed.shards))

@@ -38,6 +38,7 @@ from fnmodels.ops.torch_internals import (
     quiet,
     softmax_backward,
     undisturbed,
+    vector_norms,
     version,
 )
 from tests.project.test_readme import ROOT
@@ -49,6 +50,7 @@ NAMES = {
     "_C._functorch.peek_interpreter_stack",
     "_C._len_torch_dispatch_stack",
     "_C._len_torch_function_stack",
+    "_foreach_norm",
     "_fused_adamw_",
     "_grouped_mm",
     "_scaled_mm",
@@ -262,6 +264,18 @@ def test_fused_adamw_equals_torchs_optimizer(missing: bool, monkeypatch: pytest.
         fused_adamw_(lists, torch.tensor(count), lr=0.01, found_inf=torch.tensor(1.0), **numbers)
         assert all(map(torch.equal, ours, kept))
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_vector_norms_with_and_without_the_private_name_have_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [torch.randn(shape).to(dtype) for shape in ((3, 700), (5,), (0,), ())]
+    wide = torch.promote_types(dtype, torch.float32)
+    at_once = vector_norms(tensors, wide)
+    monkeypatch.setitem(PRIVATE, "_foreach_norm", None)
+    assert all(map(torch.equal, at_once, vector_norms(tensors, wide)))
+    assert {norm.dtype for norm in at_once} == {wide}
 
 
 def test_an_undisturbed_call_is_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

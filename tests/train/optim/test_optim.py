@@ -143,7 +143,7 @@ def test_the_rate_is_a_function_of_the_update_counted_from_1(inplace):
 
     assert_close(ours, run_theirs(theirs, toy(), steps=5), rtol=1e-6, atol=1e-6)
     assert seen == pytest.approx([1e-2 / n for n in range(1, 6)])
-    assert float(optimizer.lr(state)) == pytest.approx(1e-2 / 6)
+    assert float(optimizer.traits.lr(state)) == pytest.approx(1e-2 / 6)
 
 
 def test_update_is_pure():
@@ -175,7 +175,7 @@ def test_frozen_leaves_have_no_state_and_do_not_move(name, inplace):
     spec = SPEC | {"embed": leaf(trainable=False)}
     params = toy() | {"table": torch.arange(4)}
     optimizer = OURS[name](spec=spec | {"table": leaf()})
-    mask = trainable_mask(params, optimizer.trainable)
+    mask = trainable_mask(params, optimizer.traits.trainable)
     assert [path for path, on in tree.flatten(mask).items() if not on] == ["embed", "table"]
     state = optimizer.init(params)
     grads = tree.map(lambda p, on: torch.ones_like(p) if on else None, params, mask)

@@ -40,7 +40,7 @@ def test_each_result_is_the_next_ones_gradient() -> None:
         theirs = tree.map(lambda p, b: p - 0.1 * b, theirs, buffer)
     assert float(norm) > 0.5  # clipping did something
     _assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert state[0] is None and int(state[-1]["step"]) == 50
+    assert state[0] == {} and int(state[-1]["step"]) == 50
     optimizer, held = chain(clip_norm(0.5), _heavy(0.9), sgd(0.1)), tree.map(torch.clone, params)
     kept = optimizer.init(held)
     for step in range(50):
@@ -79,7 +79,7 @@ def test_in_place_and_pure_agree_and_a_skipped_step_keeps_every_bit() -> None:
 
 def test_alone_it_is_the_optimizer() -> None:
     _assert_close(_ours(chain(adamw(0.01)), _params(), 5)[0], _ours(adamw(0.01), _params(), 5)[0], rtol=0, atol=0)
-    assert chain(adamw(0.01)).elementwise and not chain(clip_norm(1.0), adamw(0.01)).elementwise
+    assert chain(adamw(0.01)).traits.elementwise and not chain(clip_norm(1.0), adamw(0.01)).traits.elementwise
     updates, _ = clip_norm(1e9).update(_params(), None, _params())
     _assert_close(apply_updates(_params(), updates), tree.map(lambda p: 2 * p, _params()))
 
@@ -105,11 +105,14 @@ def test_a_masked_transform_sees_its_own_leaves_and_the_others_pass() -> None:
     _assert_close({name: ours[name] for name in named}, _ours(chain(clip_norm(0.1), sgd(0.1)), named)[0])
     _assert_close(ours["wide"], _ours(chain(_heavy(0.9), sgd(0.1)), {"wide": params["wide"]})[0]["wide"])
     assert list(tree.flatten(state[1])) == ["wide"]
-    assert not both.elementwise
+    assert not both.traits.elementwise
 
 
 def test_what_trains_and_the_rates_are_those_of_the_last() -> None:
     optimizer = chain(clip_norm(0.5), partition({"tall": None, "wide": sgd(0.1), "*": sgd(0.2)}))
     params = _params()
-    assert tree.flatten(trainable_mask(params, optimizer.trainable))["tall"] is False
-    assert optimizer.rates is not None and optimizer.rates(optimizer.init(params)) == {"wide": 0.1, "*": 0.2}
+    assert tree.flatten(trainable_mask(params, optimizer.traits.trainable))["tall"] is False
+    assert optimizer.traits.rates is not None and optimizer.traits.rates(optimizer.init(params)) == {
+        "wide": 0.1,
+        "*": 0.2,
+    }

@@ -78,7 +78,7 @@ def expected(loss: Any, config: Any, parts: list[Batch], **options: Any) -> tupl
 
 
 def trained(params: Any, optimizer: train.Optimizer) -> list[str]:
-    return [path for path, on in tree.flatten(train.trainable_mask(params, optimizer.trainable)).items() if on]
+    return [path for path, on in tree.flatten(train.trainable_mask(params, optimizer.traits.trainable)).items() if on]
 
 
 def differences(found: dict[str, Tensor], one: dict[str, Tensor]) -> dict[str, float]:

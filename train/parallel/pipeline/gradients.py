@@ -62,7 +62,7 @@ def gradient_sums(
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
-        train = tree.flatten(trainable_mask(params, optimizer.trainable))
+        train = tree.flatten(trainable_mask(params, optimizer.traits.trainable))
         paths = iter(train)
 
         def leaf(param: Tensor) -> Tensor:
