@@ -83,7 +83,8 @@ def test_every_module_of_towers_pairs_and_flows_has_a_setting() -> None:
     parts = [getattr(config, part, None) for config in configs for part in ("text", "vision", "encoder", "decoder")]
     used = {type(config).__module__ for config in (*configs, *parts)}
     packages = (diffusion, encoder_decoder, vision, vision_language)
-    names = {f"{p.__name__}.{module.name}" for p in packages for module in pkgutil.iter_modules(p.__path__)}
+    modules = (module for p in packages for module in pkgutil.iter_modules(p.__path__, f"{p.__name__}."))
+    names = {module.name for module in modules if not module.ispkg}
     assert names - used == {"fnmodels.models.encoder_decoder.cross_attention"}
 
 

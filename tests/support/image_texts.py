@@ -50,7 +50,7 @@ class ImageCase:
 def image_cases() -> list[ImageCase]:
     """Found by the folder of the families; the configs are those of tests/fnmodels/models/test_FAMILY.py."""
     found = []
-    for name in (module.name for module in pkgutil.iter_modules(vision_language.__path__)):
+    for name in (module.name for module in pkgutil.iter_modules(vision_language.__path__) if not module.ispkg):
         family = importlib.import_module(f"fnmodels.models.vision_language.{name}")
         tests = importlib.import_module(f"tests.fnmodels.models.test_{name}")
         for label, config in _configs(tests, family, name).items():

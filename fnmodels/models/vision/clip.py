@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import two_towers
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.spec import Constant, Leaf
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.tree import Tree
 
 from . import clip_text, clip_vision

@@ -14,9 +14,9 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.vision.common import position_table
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree

@@ -13,9 +13,9 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.vision.common import position_table
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")

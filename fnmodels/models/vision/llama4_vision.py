@@ -14,9 +14,9 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
+from fnmodels.models.vision.common import position_table
 from fnmodels.ops import project_out, project_qkv
 from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm

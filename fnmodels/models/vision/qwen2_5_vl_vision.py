@@ -2,7 +2,7 @@
 
 All layers but those of `full_layers` attend within squares of patches, counted from the image's corner. `forward`
 returns the hidden states [B, S, D] of the last layer, which have no norm. Images may have any size whose rows and
-columns of patches are multiples of `merge`; see `common.parts.qwen_tower` for the frames of a patch.
+columns of patches are multiples of `merge`; see `common.qwen_tower` for the frames of a patch.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import qwen_tower
-from fnmodels.models.common.parts.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves
+from fnmodels.models.vision.common import qwen_tower
+from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 

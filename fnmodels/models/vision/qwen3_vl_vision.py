@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL (arXiv 2511.21631) and Qwen3.5: LayerNorms, positions learned and rotary.
 
 `forward` returns the hidden states [B, S, D] of the last layer, which have no norm. Images may have any size whose rows
-and columns of patches are multiples of `merge`; see `common.parts.qwen_tower` for the frames of a patch.
+and columns of patches are multiples of `merge`; see `common.qwen_tower` for the frames of a patch.
 """
 
 import math
@@ -14,10 +14,10 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table, qwen_tower
-from fnmodels.models.common.parts.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.models.common.spec import bias, embedding
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
+from fnmodels.models.vision.common import position_table, qwen_tower
+from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision")

@@ -16,10 +16,10 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.vision.common import position_table
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp

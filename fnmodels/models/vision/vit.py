@@ -14,9 +14,9 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import position_table
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.vision.common import position_table
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 

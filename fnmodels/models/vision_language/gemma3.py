@@ -13,7 +13,6 @@ masks = gemma3.image_masks(config.text, positions, segment_ids, places)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -26,19 +25,21 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
-from fnmodels.models.common.parts.image_prompts import Name, Settings
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.models.common.storage import TensorSlice
 from fnmodels.models.vision import siglip_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import Name, Settings
+from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma3",)
+features_of = vision_language.features_by_config
 TRAITS = Traits(
     leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes the tower without the component that published files have.
@@ -165,13 +166,6 @@ def cell_side(config: Config) -> int:
     return config.pooled
 
 
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places, config=config),)
-
-
 def placeholder(config: Config, name: Name) -> tuple[str, str]:
     """The token that begins an image."""
     begin = name(image_prompts.kept_id(config, ("boi_token_index",), 255999))
@@ -179,7 +173,7 @@ def placeholder(config: Config, name: Name) -> tuple[str, str]:
 
 
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
-    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     image_prompts.refuse(settings, "do_pan_and_scan")
     edge = config.vision.image_size
     image_prompts.expect_side(settings, "size", "height", edge)

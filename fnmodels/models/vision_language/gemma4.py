@@ -28,18 +28,20 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import LayerKind, Traits, function_of
-from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
-from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, norm, weight
 from fnmodels.models.vision import gemma4_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4",)
+features_of = vision_language.features_by_config
 TRAITS = Traits(unread={"audio": r"model\.(audio_tower|embed_audio)\..*"})
 # Fields that text_config leaves out where they equal the defaults.
 _TEXT: dict[str, Any] = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
@@ -168,15 +170,8 @@ def cell_side(config: Config) -> int:
     return config.vision.pooled
 
 
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places, config=config),)
-
-
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
-    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     most = image_prompts.number(settings, "max_soft_tokens", "", 280, most=20_000)
     cell = config.vision.patch_size * config.vision.pooled
     found = image_prompts.resized(image, fit_patches(image, cell, most), settings)

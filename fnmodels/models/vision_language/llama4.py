@@ -12,7 +12,6 @@ inputs = llama4.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import Tensor
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import canvas, tiles
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
-from fnmodels.models.common.parts.image_prompts import Name, Settings
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import weight
 from fnmodels.models.vision import llama4_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import Name, Settings
+from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
@@ -102,25 +102,13 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     return linear(F.gelu(linear(inner, weights["out"])), weights["proj"])
 
 
-def cell_side(config: Config) -> int:
-    """The patches of a side of a cell, which is one feature."""
-    return config.vision.merge
-
-
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places),)
-
-
 def placeholder(config: Config, name: Name) -> tuple[str, str]:
     """The token before the tile that is the whole image; `config.image_token` is that of features."""
     return "<|image|>", "<|image|>"
 
 
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
-    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     image_prompts.refuse(settings, "resize_to_max_canvas")
     side = config.vision.image_size
     image_prompts.expect_side(settings, "size", "height", side)

@@ -22,11 +22,12 @@ from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F40
 from fnmodels.inputs.images import center_crop, shortest_edge
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
-from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.vision import clip_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
@@ -152,7 +153,7 @@ def features_of(
 
 
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
-    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     square, least = config.vision.image_size, 4 * min(image.shape[1:])
     edge = image_prompts.number(settings, "size", "shortest_edge", square, most=4096)
     image_prompts.expect_side(settings, "crop_size", "height", square)

@@ -12,7 +12,6 @@ inputs = mistral3.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +20,19 @@ from torch import Tensor
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import fit_edge
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import image_prompts, two_towers, vision_language
-from fnmodels.models.common.parts.image_prompts import Name, Settings, placeholder  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.models.vision import pixtral
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mistral3",)
+features_of = vision_language.features_by_config
 # Fields that text_config leaves out where they equal the defaults.
 _MISTRAL: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
 _MISTRAL |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -128,15 +129,8 @@ def cell_side(config: Config) -> int:
     return config.merge
 
 
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places, config=config),)
-
-
 def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
-    """(images for the tower, text in place of the placeholder), see `parts.image_prompts`."""
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     cell = config.vision.patch_size * config.merge
     edge = image_prompts.number(settings, "size", "longest_edge", 1540, most=5000)
     found = image_prompts.resized(image, fit_edge(image, cell, edge), settings)

@@ -15,7 +15,6 @@ The frames of a video are images of the tower, and one grid of the text, whose i
 frames in seconds times `config.vision.tokens_per_second`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +24,13 @@ from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
-from fnmodels.models.common.parts.qwen_vl import placeholder, read_image  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.common.spec import norm
 from fnmodels.models.vision import qwen2_5_vl_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import qwen_vl, vision_language
+from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
@@ -122,15 +122,3 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     weights = params["merger"]
     normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
     return qwen_vl.merged(weights, qwen_vl.joined(normed, places))
-
-
-def cell_side(config: Config) -> int:
-    """The patches of a side of a cell, which is one feature."""
-    return config.vision.merge
-
-
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places),)

@@ -14,7 +14,6 @@ inputs = qwen3_5.with_images(params, batch[0], features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +24,12 @@ from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
-from fnmodels.models.common.parts.qwen_vl import placeholder, read_image  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.vision import qwen3_vl_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import qwen_vl, vision_language
+from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
 from fnmodels.tree import Tree
 
 TRAITS = Traits(
@@ -113,15 +113,3 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
     """
     return qwen_vl.project(params["merger"], x, places)
-
-
-def cell_side(config: Config) -> int:
-    """The patches of a side of a cell, which is one feature."""
-    return config.vision.merge
-
-
-def features_of(
-    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
-) -> tuple[Tensor, ...]:
-    """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, x, places),)

@@ -26,11 +26,12 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.parts import qwen_vl, two_towers, vision_language
-from fnmodels.models.common.parts.qwen_vl import placeholder, read_image  # noqa: F401
-from fnmodels.models.common.parts.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.common.parts.vision_language import with_images  # noqa: F401
 from fnmodels.models.vision import qwen3_vl_vision
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import qwen_vl, vision_language
+from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import cell_side, with_images  # noqa: F401
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 
@@ -148,11 +149,6 @@ def deepstack(features: Sequence[Tensor], places: Tensor) -> dict[str, Edit]:
 
 def _added(value: Tensor, name: str, *, features: Tensor, places: Tensor) -> Tensor:
     return add_features(value, features, places)
-
-
-def cell_side(config: Config) -> int:
-    """The patches of a side of a cell, which is one feature."""
-    return config.vision.merge
 
 
 def features_of(

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.decoder import expressible
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.storage import renamed
 from fnmodels.tree import Tree
-
-from ..config_json import Fields
-from ..decoder import expressible
-from ..registry import family_of
-from ..storage import renamed
 
 _IGNORED = ("text_config_dict", "vision_config_dict", "initializer_factor", "projection_dim", "logit_scale_init_value")
 

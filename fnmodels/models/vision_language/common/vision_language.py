@@ -18,10 +18,9 @@ from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
-
-from .two_towers import towers, with_prefix
 
 
 def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any:
@@ -102,6 +101,28 @@ def mlp_leaves(narrow: int, wide: int, std: float, *, biases: bool) -> dict[str,
         "out": weight((wide, wide), ("embed", "projection"), std),
     }
     return leaves | ({"up_bias": bias(wide, "projection"), "out_bias": bias(wide, "embed")} if biases else {})
+
+
+def cell_side(config: Any) -> int:
+    """The patches of a side of a cell, which is one feature, of a tower that merges them."""
+    merge: int = config.vision.merge
+    return merge
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Any
+) -> tuple[Tensor, ...]:
+    """The family's `project(params, x, places)`, as a tuple whose first features replace embeddings."""
+    family: Any = family_of(config)
+    return (family.project(params, x, places),)
+
+
+def features_by_config(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Any
+) -> tuple[Tensor, ...]:
+    """As `features_of`, of a family whose `project` reads the config."""
+    family: Any = family_of(config)
+    return (family.project(params, x, places, config=config),)
 
 
 def with_images(

@@ -19,11 +19,12 @@ from fnmodels.models.common.registry import family_for
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
 from fnmodels.models.common.storage import Stored
 from fnmodels.models.common.vision import weight_and_bias
+from fnmodels.models.vision.common import two_towers
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
-from . import image_prompts, two_towers
+from . import image_prompts
 
 EPS = 1e-6  # of Qwen3-VL's LayerNorms before mergers, fixed in the reference
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
