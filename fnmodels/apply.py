@@ -20,13 +20,14 @@ from fnmodels.layer_checks import cleared, valid_of_masks
 from fnmodels.layer_loop import CacheStep, LayerInputs, run_stack
 from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
-from fnmodels.models.common.family import DecoderConfig, field_of, function_of, is_routed
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers, stack_configs
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry
 from fnmodels.preparation import prepare
+from fnmodels.stack_plan import plan_stack
 
 from .options import Edit, ForwardKwargs, ForwardOptions
 from .run_params import RunParams, with_run
@@ -233,8 +234,8 @@ def hidden_states(
         family = family_of(config)
         given = inputs if isinstance(inputs, Mapping) else {}
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
-        kinds = family.kinds(config)
-        if valid is None and any(is_routed(family, kind) for kind in kinds):
+        plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
+        if valid is None and plan.experts:
             raise ValueError(
                 "The model has layers with experts, which must know what is padding: pass the inputs that "
                 'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
@@ -245,9 +246,8 @@ def hidden_states(
             shared = function_of(family, "shared")
             common = None if shared is None else shared(params, given, config=config)
         batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
-        in_layers = _taps_in_layers(taps, config) if taps else ()
         ends = {"embed": x}
-        x, tapped, entries, _ = run_stack(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
+        x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x)
         return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
     except KeyError as error:
@@ -336,7 +336,7 @@ def run_layers(
     if isinstance(params, RunParams):
         freqs_cis, how = params.run.prepare(config, {}, masks, freqs_cis, how)
     batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
-    x, tapped, entries, passed = run_stack(params, x, batch, range(lo, hi), config, taps, how)
+    x, tapped, entries, passed = run_stack(params, x, batch, plan_stack(config, range(lo, hi), taps, how), how)
     found = _returned(x, tapped, entries, taps, cache)
     if carried is None:
         return found

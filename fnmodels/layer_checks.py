@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,18 +66,18 @@ def check_choices(choices: Tensor, x: Tensor, layers: int) -> None:
         )
 
 
-def check_layer_inputs(layer_inputs: Tensor | None, layers: range, total: int, config: DecoderConfig) -> None:
-    """ValueError unless layer_inputs [B, S, layers, P] are there where the model reads them, for all `layers`."""
+def check_layer_inputs(layer_inputs: Tensor | None, first: int, total: int, config: DecoderConfig) -> None:
+    """ValueError unless layer_inputs [B, S, layers, P] are there where the model reads them, from layer `first` on."""
     if layer_inputs is None:
         if field_of(config, "hidden_size_per_layer_input"):
             raise ValueError(
                 "Each layer of this model reads embeddings of the token ids beside the residual stream: pass "
                 "layer_inputs [B, S, layers, P], which the family's function of this name computes."
             )
-    elif not total - layers.start <= layer_inputs.shape[2] <= total:
+    elif not total - first <= layer_inputs.shape[2] <= total:
         raise ValueError(
             f"layer_inputs is {list(layer_inputs.shape)}: dimension 2 has the model's {total} layers, or those from "
-            f"layer {layers.start} to the last."
+            f"layer {first} to the last."
         )
 
 
@@ -87,7 +87,7 @@ def check_fit(
     masks: Mapping[str, MaskLike],
     freqs_cis: Mapping[str, Tensor],
     kinds: tuple[str, ...],
-    used: list[str],
+    used: Sequence[str],
     *,
     cached: bool,
 ) -> None:

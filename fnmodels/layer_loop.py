@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fnmodels.edits import BoundEdit, BoundEdits, edits_of_layers, missed
+from fnmodels.edits import BoundEdit, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
-from fnmodels.models.common.family import (
-    DecoderConfig,
-    Family,
-    LayerKind,
-    field_of,
-    function_of,
-    is_routed,
-    own_choices,
-    traits_of,
-)
+from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
-from fnmodels.taps import AROUND, check_tap_names, list_of_taps, wanted_taps
+from fnmodels.stack_plan import LayerPlan, StackPlan
+from fnmodels.taps import AROUND, check_tap_names, list_of_taps
 from fnmodels.tree import Tree
 
 LayerEdits = Mapping[str, tuple[BoundEdit, dict[str, Tensor]]]  # by tap of one layer
@@ -79,108 +69,116 @@ class LayerInputs:
     shared: Tree | None = None
     carried: Tree = field(default_factory=dict)
 
+    @property
+    def reads_beside(self) -> bool:
+        """Whether there is something that layers may read beside x, or a tensor that no layer reads."""
+        given = self.routing, self.choices, self.cache, self.layer_inputs, self.shared
+        return bool(self.carried) or any(tensor is not None for tensor in given)
+
 
 def run_stack(
     params: Tree,
     x: Tensor,
     batch: LayerInputs,
-    layers: range,
-    config: DecoderConfig,
-    taps: tuple[str, ...],
+    plan: StackPlan,
     options: ForwardOptions,
     ends: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry], tuple[Tensor | None, dict[str, Entry]]]:
     """(x, taps, entries of a cache, (the last choice of keys, keys and values that were lent)).
 
-    ends: the names of edits that are not of layers, which the caller applies.
+    options: those that the plan was made of. ends: the names of edits that are not of layers, which the caller applies.
     """
-    family = family_of(config)
-    kinds = family.kinds(config)
-    lo, hi, cache = layers.start, layers.stop, batch.cache
-    if not 0 <= lo <= hi <= len(kinds):
-        raise ValueError(f"lo is {lo} and hi is {hi}, but 0 <= lo <= hi must hold and the model has {len(kinds)}.")
-    wanted = wanted_taps(config, taps, len(kinds), layers)
-    used, cached = sorted(set(kinds[lo:hi])), cache is not None
-    check_fit(params["layers"], x, batch.masks, batch.freqs_cis, kinds, used, cached=cached)
-    own_options = {index: options.at(index) for index in layers}
-    masks = _masks_by_choice(family, config, batch.masks, kinds, own_options, options, x)
-    beside = _BesideX(batch, x, layers, family, config)
-    edits = edits_of_layers(options.edits, ends, len(kinds), layers) if options.edits else {}
-    bind = _Binding(family, config, tuple(sorted({name for _, name in wanted})), options, cache)
+    layers, wanted, cache = params["layers"], plan.wanted, batch.cache
+    check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, cached=cache is not None)
+    masks = _masks_by_choice(plan, batch.masks, options, x)
+    beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside else None
+    run = range(plan.first, plan.first + len(plan.layers))
+    edits = edits_of_layers(options.edits, ends, len(plan.kinds), run) if options.edits else {}
+    bind = _Binding(cache) if edits or cache is not None or options.layer_fn is not None else None
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
     applied: set[tuple[int, str]] = set()
-    for index in layers:
-        kind, own, here = kinds[index], own_options[index], edits.get(index, _NO_EDITS)
-        x = before = _around("input", x, here)
-        block, edit_tensors = bind(kind, own, here)
-        mask, freqs = masks[_chosen_by_layer(own, options)][kind], batch.freqs_cis[kind]
-        result = block(params["layers"][index], x, mask, freqs, **beside.tensors(index), **edit_tensors)
+    for layer in plan.layers:
+        index, kind, block = layer.index, layer.kind, layer.block
+        tensors = {} if beside is None else beside.tensors(layer)
+        own = edits.get(index, _NO_EDITS)
+        x = before = _around("input", x, own) if own else x
+        if bind is not None:
+            block = bind(layer, options.layer_fn, own, tensors)
+        result = block(layers[index], x, masks[layer.choice][kind], batch.freqs_cis[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
                 "of it, returns (x, aux)."
             )
         x, aux = result
-        x = _around("output", x, here)
-        beside.keep(kind, aux)
-        applied |= {(index, name) for name in (*here.keys() & set(AROUND), *aux.get("edited", ()))}
+        if own:
+            x = _around("output", x, own)
+            applied |= {(index, name) for name in (*own.keys() & set(AROUND), *aux.get("edited", ()))}
+        if beside is not None:
+            beside.keep(kind, aux)
         if cache is not None:
             entries[index] = aux.get("cache", {})
-        for name, value in (("input", before), ("output", x), *aux.items()):
-            if (index, name) in wanted:
-                tapped[f"layers.{index}.{name}"] = value
-    if unread := missed(taps, {(int(name.split(".", 2)[1]), name.split(".", 2)[2]) for name in tapped}):
-        check_tap_names(config, unread)
+        if wanted:
+            for name, value in (("input", before), ("output", x), *aux.items()):
+                if (index, name) in wanted:
+                    tapped[f"layers.{index}.{name}"] = value
+    if wanted:
+        _check_all_passed(plan, tapped)
     if options.edits and (unread := missed(options.edits, applied)):
-        raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(config)}.")
-    return x, tapped, entries, (beside.chosen, beside.lent)
+        raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(plan.config)}.")
+    return x, tapped, entries, (None, {}) if beside is None else (beside.chosen, beside.lent)
 
 
-class _BesideX:
+def _check_all_passed(plan: StackPlan, tapped: Mapping[str, Tensor]) -> None:
+    """ValueError for a tap that no layer passed, but for "layers.*.NAME" where only other layers pass it."""
+    passed = {(int(name.split(".", 2)[1]), name.split(".", 2)[2]) for name in tapped}
+    if unread := missed(plan.taps, passed):
+        check_tap_names(plan.config, unread)
+
+
+class LayerSideInputs:
     """Checks and hands out what layers read beside x: batch tensors, and what earlier layers chose or lent.
 
     Batch tensors are arguments of the call of a block: bound to it, they would cause a recompile for each batch.
     """
 
-    def __init__(self, batch: LayerInputs, x: Tensor, layers: range, family: Family, config: DecoderConfig) -> None:
-        self.batch, self.first, self.kinds = batch, layers.start, family.kinds(config)
-        self.sparse = [index for index, kind in enumerate(self.kinds) if is_routed(family, kind)]
-        self.indexed = own_choices(self.kinds)
+    def __init__(self, batch: LayerInputs, x: Tensor, plan: StackPlan) -> None:
+        self.batch, self.plan, self.valid = batch, plan, batch.valid
         self.lent: dict[str, Entry] = dict(batch.carried.get("kv", {}))
         self.chosen: Tensor | None = batch.carried.get("chosen")
-        self.valid = batch.valid
-        if any(index in layers for index in self.sparse):
-            used = sorted({self.kinds[index] for index in layers})
-            self.valid = valid_tokens(batch.valid, {kind: batch.masks[kind] for kind in used}, x)
+        if any(layer.expert_row is not None for layer in plan.layers):
+            self.valid = valid_tokens(batch.valid, {kind: batch.masks[kind] for kind in plan.used}, x)
         if batch.routing is not None:
-            check_routing(batch.routing, x, len(self.sparse), config)
+            check_routing(batch.routing, x, plan.experts, plan.config)
         if batch.choices is not None:
-            check_choices(batch.choices, x, len(self.indexed))
-        check_layer_inputs(batch.layer_inputs, layers, len(self.kinds), config)
-        if function_of(family, "shared") is not None and batch.shared is None:
+            check_choices(batch.choices, x, plan.indexers)
+        check_layer_inputs(batch.layer_inputs, plan.first, len(plan.kinds), plan.config)
+        if function_of(family_of(plan.config), "shared") is not None and batch.shared is None:
             raise ValueError(
                 "The layers of this model read tensors of the whole model beside the residual stream: pass shared=, "
                 "which the family's function of this name makes of the params and inputs."
             )
 
-    def tensors(self, index: int) -> dict[str, Any]:
+    def tensors(self, layer: LayerPlan) -> dict[str, Any]:
         """The keyword tensors of one layer's call."""
-        batch, kind = self.batch, self.kinds[index]
-        found: dict[str, Any] = {} if batch.cache is None else batch.cache.tensors(index, kind)
-        if index in self.sparse:
+        batch = self.batch
+        tensors: dict[str, Any] = {} if batch.cache is None else batch.cache.tensors(layer.index, layer.kind)
+        if layer.expert_row is not None:
             routing = batch.routing
-            chosen = None if routing is None else routing[:, :, self.sparse.index(index)]
-            found |= {"valid": self.valid, "routing": chosen}
-        if LayerKind.parse(kind).indexed:
-            found["choices"] = _choice(index, self.indexed, batch.choices, self.chosen)
+            tensors["valid"] = self.valid
+            tensors["routing"] = None if routing is None else routing[:, :, layer.expert_row]
+        if layer.choice_row is not None:
+            tensors["choices"] = None if layer.chooses else self.chosen
+            if batch.choices is not None:
+                tensors["choices"] = batch.choices[:, :, layer.choice_row]
         if batch.layer_inputs is not None:
-            found["layer_input"] = batch.layer_inputs[:, :, index - len(self.kinds)]
+            tensors["layer_input"] = batch.layer_inputs[:, :, layer.index - len(self.plan.kinds)]
         if batch.shared is not None:
-            found["shared"] = batch.shared
-        if source := LayerKind.parse(kind).source:
-            found["kv"] = _lent(self.lent, source, index, self.first)
-        return found
+            tensors["shared"] = batch.shared
+        if layer.source is not None:
+            tensors["kv"] = self._lent(layer, layer.source)
+        return tensors
 
     def keep(self, kind: str, aux: Mapping[str, Any]) -> None:
         """Remember what a layer of this kind leaves for later ones: a choice of keys, its keys and values."""
@@ -188,55 +186,35 @@ class _BesideX:
         if "kv" in aux:
             self.lent[kind] = aux["kv"]
 
-
-def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
-    """The keys that a layer takes: of a replay, or for a layer without an indexer those that the last one chose."""
-    if replay is not None:
-        return replay[:, :, bisect.bisect(indexed, index) - 1]
-    return None if index in indexed else chosen
-
-
-def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
-    """The keys and values of the last layer of the kind `source`; ValueError if none ran here."""
-    if source not in lent:
-        raise ValueError(
-            f"Layer {index} reads the keys and values of the last layer of kind {source!r}, which is before layer "
-            f"{lo}, the first that runs here: run both in one call, or pass `carried` of the layers before {lo}."
-        )
-    return lent[source]
-
-
-def _chosen_by_layer(own: ForwardOptions, options: ForwardOptions) -> tuple[Any, ...] | None:
-    """The choice of a `PerLayer` for one layer, as a key; None where there is none."""
-    return None if own is options else (own.kernel, own.layer_fn)
+    def _lent(self, layer: LayerPlan, source: str) -> Entry:
+        """The keys and values of the last layer of the kind `source`; ValueError if none ran here."""
+        if source not in self.lent:
+            first = self.plan.first
+            raise ValueError(
+                f"Layer {layer.index} reads the keys and values of the last layer of kind {source!r}, which is before "
+                f"layer {first}, the first that runs here: run both in one call, or pass `carried` of the layers "
+                f"before {first}."
+            )
+        return self.lent[source]
 
 
 def _masks_by_choice(
-    family: Family,
-    config: DecoderConfig,
-    masks: Mapping[str, MaskLike],
-    kinds: tuple[str, ...],
-    own_options: Mapping[int, ForwardOptions],
-    options: ForwardOptions,
-    x: Tensor,
+    plan: StackPlan, masks: Mapping[str, MaskLike], options: ForwardOptions, x: Tensor
 ) -> dict[Any, dict[str, MaskLike]]:
     """{what a `PerLayer` chose, or None: {kind: mask in the form that this kernel reads}}."""
-    kinds_of: dict[Any, tuple[ForwardOptions, set[str]]] = {}
-    for index, own in own_options.items():
-        kinds_of.setdefault(_chosen_by_layer(own, options), (own, set()))[1].add(kinds[index])
+    kinds_of: dict[Any, tuple[Any, set[str]]] = {}
+    for layer in plan.layers:
+        kinds_of.setdefault(layer.choice, (layer.options.kernel, set()))[1].add(layer.kind)
     return {
-        choice: _ready_masks(family, config, {kind: masks[kind] for kind in sorted(there)}, x, own)
-        for choice, (own, there) in kinds_of.items()
+        choice: _ready_masks({kind: masks[kind] for kind in sorted(kinds)}, kernel, options, plan, x)
+        for choice, (kernel, kinds) in kinds_of.items()
     }
 
 
 def _ready_masks(
-    family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
+    masks: Mapping[str, MaskLike], kernel: Any, options: ForwardOptions, plan: StackPlan, x: Tensor
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
-    softcap, sinks = field_of(config, "attention_softcap"), traits_of(family).sinks
-    asks: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": traits_of(family).biased}
-    form: Any = functools.partial(materialize, device=x.device, dtype=x.dtype, **asks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
         twin = next(
@@ -247,54 +225,37 @@ def _ready_masks(
         elif isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
             ready[kind] = mask  # no kernel reads what depends on order, and a choice of keys needs positions
         else:
-            ready[kind] = with_attention(mask, form(attention_part(mask), options.kernel, options.layout))
+            part = attention_part(mask)
+            scores: dict[str, Any] = {"softcap": plan.softcap, "sinks": plan.sinks, "bias": plan.bias}
+            form: Any = materialize(part, kernel, options.layout, device=x.device, dtype=x.dtype, **scores)
+            ready[kind] = with_attention(mask, form)
     return ready
 
 
 class _Binding:
-    """Makes callables (layer, x, mask, freqs, **tensors) -> (x, aux), with only hashable values bound.
+    """Binds what is of one call to the blocks of a plan: how a cache is used, edits, and layer_fn around them.
 
-    One per kind, and one more for each set of edits by functions and each choice by layer; layer_fn is called once for
-    each.
+    layer_fn is called once per kind, and once more for each set of edits by functions and each choice by layer.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        config: DecoderConfig,
-        taps: tuple[str, ...],
-        options: ForwardOptions,
-        cache: CacheStep | None,
-    ) -> None:
-        self.family, self.config, self.taps, self.options, self.cache = family, config, taps, options, cache
+    def __init__(self, cache: CacheStep | None) -> None:
+        self.cache = cache
         self.made: dict[Any, Block] = {}
 
-    def __call__(self, kind: str, own: ForwardOptions, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
-        """(block, the tensors of the edits as a keyword of its call)."""
+    def __call__(self, layer: LayerPlan, layer_fn: Any, edits: LayerEdits, tensors: dict[str, Any]) -> Block:
+        """The block; the tensors of the edits are added to `tensors`, the keywords of its call."""
         within = {tap: edits[tap] for tap in sorted(edits) if tap not in AROUND}
         statics = tuple(edit for edit, _ in within.values())
-        key = kind, _chosen_by_layer(own, self.options), statics
+        if within:
+            tensors["edit_tensors"] = {tap: values for tap, (_, values) in within.items()}
+        key = layer.kind, layer.choice, statics
         if key not in self.made:
-            self.made[key] = self._made(kind, own, statics)
-        tensors = {"edit_tensors": {tap: tensors for tap, (_, tensors) in within.items()}} if within else {}
-        return self.made[key], tensors
-
-    def _made(self, kind: str, options: ForwardOptions, edits: BoundEdits) -> Block:
-        names = AROUND if is_routed(self.family, kind) else (*AROUND, *MOE_TAPS)
-        more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
-        more |= {"edits": edits} if edits else {}
-        own = tuple(name for name in self.taps if name not in names)
-        # Ready masks need no layout, and a bound one would give compiled blocks a graph per layout.
-        layout = options.layout if callable(options.kernel) or LayerKind.parse(kind).indexed else None
-        bound = functools.partial(
-            self.family.block,
-            config=self.config,
-            kind=kind,
-            options=replace(options, layer_fn=None, edits=None, layout=layout),
-            taps=own,
-            **more,
-        )
-        return bound if options.layer_fn is None else options.layer_fn(bound)
+            bound: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(layer.kind)}
+            bound |= {"edits": statics} if statics else {}
+            block = functools.partial(layer.block, **bound) if bound else layer.block
+            wrap = layer_fn if layer.choice is None else layer.options.layer_fn
+            self.made[key] = block if wrap is None else wrap(block)
+        return self.made[key]
 
 
 def _around(tap: str, x: Tensor, edits: LayerEdits) -> Tensor:
