@@ -3,6 +3,7 @@
 Import it as `import params as P`, which leaves the name `params` free for a tree.
 
 initialize    `init`, `abstract` and `count`: trees from a family's `spec`
+axes          the logical axes of parameters: what shards each, and where a layer computes with it
 sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions, without torch.distributed
 lora          LoRA adapters as trees: init, merge, load and save
 weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4

@@ -20,9 +20,9 @@ from fnmodels import tree
 from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
 
+from .axes import KEYS, has_whole_heads
+
 Sizes = Mapping[str, int]
-KEY_HEADS = ("kv_heads", "linear_kv_heads")  # which may be fewer than the shards of the heads that read them
-HEADS = ("heads", "linear_heads", *KEY_HEADS)  # axes sharded at head boundaries only; a head has `Leaf.unit` elements
 
 
 @dataclass(frozen=True, init=False)
@@ -166,8 +166,8 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
     for dim, axis in enumerate(leaf.axes):
         names = table.get(axis, ())
         shards, size = math.prod(sizes[name] for name in names), leaf.shape[dim]
-        units = size // leaf.unit if axis in HEADS else size
-        if axis in KEY_HEADS and shards > units and shards % units == 0:
+        units = size // leaf.unit if has_whole_heads(axis) else size
+        if axis in KEYS and shards > units and shards % units == 0:
             continue
         if units % shards:
             kind = "" if units == size else f" heads of {leaf.unit}"

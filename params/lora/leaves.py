@@ -13,6 +13,7 @@ from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.tree import Tree
+from params.axes import RANK
 from params.io.safetensors_file import Box
 from params.sharding import sharding_of
 
@@ -61,8 +62,8 @@ def takes_adapter(path: str, leaf: Leaf) -> bool:
 def adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
     """The leaves (a, b) of an adapter of the weight `leaf`."""
     (*count, out_size, in_size), (*axis, out_axis, in_axis) = leaf.shape, leaf.axes
-    a = Leaf((*count, rank, in_size), leaf.dtype, (*axis, "rank", in_axis), Normal(1.0), unit=leaf.unit)
-    b = Leaf((*count, out_size, rank), leaf.dtype, (*axis, out_axis, "rank"), Constant(0.0), unit=leaf.unit)
+    a = Leaf((*count, rank, in_size), leaf.dtype, (*axis, RANK, in_axis), Normal(1.0), unit=leaf.unit)
+    b = Leaf((*count, out_size, rank), leaf.dtype, (*axis, out_axis, RANK), Constant(0.0), unit=leaf.unit)
     return a, b
 
 

@@ -10,6 +10,7 @@ import fnmodels
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.position_range import check_count, position_range
+from params.axes import POSITION
 
 from .decoder_traits import Decodes
 from .images import check_images, positions_less
@@ -64,7 +65,7 @@ def learned_positions(config: Any) -> int | None:
     """The number of positions that the model has a learned vector for; None where it computes them from any number."""
     text = text_config(config)
     leaves = [leaf for leaf in family_of(text).spec(text).values() if isinstance(leaf, Leaf)]
-    sizes = [leaf.shape[leaf.axes.index("position")] for leaf in leaves if "position" in leaf.axes]
+    sizes = [leaf.shape[leaf.axes.index(POSITION)] for leaf in leaves if POSITION in leaf.axes]
     return min(sizes, default=None)
 
 

@@ -16,6 +16,7 @@ import sys
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.tree import Tree
+from params.axes import EXPERT, HEADS
 
 TABLES = ("embed_tokens", "embed_positions", "embed_tokens_per_layer")
 
@@ -28,9 +29,9 @@ def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
     for path, leaf in leaves.items():
         if len(leaf.shape) < 2 or path in tables or path.endswith("_bias") or path.startswith("mtp."):
             continue
-        active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == "expert" else 1.0
+        active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == EXPERT else 1.0
         flops += (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
-        if path.endswith(".o_proj") and leaf.axes[1] == "heads":
+        if path.endswith(".o_proj") and leaf.axes[1] == HEADS:
             flops += 6 * length * leaf.shape[1]
     return flops
 

@@ -20,6 +20,7 @@ from fnmodels.inputs.values import readable
 from fnmodels.models.common.family import field_of, is_routed, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.moe.layer import check_range
+from params.axes import EMBED, POSITION
 from train.loss import ModelLoss
 
 from .cross_entropy import check_targets
@@ -185,9 +186,9 @@ def _of_text(config: Any) -> dict[str, Numbers]:
     if types := getattr(config, "type_vocab_size", 0):
         found["token_types"] = Numbers(types)
     table = family_of(config).spec(config).get("embed_positions")
-    if table is not None and table.axes == ("position", "embed") and traits_of(family_of(config)).inputs == "tokens":
+    if table is not None and table.axes == (POSITION, EMBED) and traits_of(family_of(config)).inputs == "tokens":
         found["positions"] = Numbers(table.shape[0] - field_of(config, "first_position"))
-    if table is not None and table.axes == ("axis", "position", "embed"):  # rows and columns of patches
+    if table is not None and table.axes == ("axis", POSITION, EMBED):  # rows and columns of patches
         found["positions"] = Numbers(table.shape[1], axes=2)
     return found
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from params.axes import sharded_by
 from params.sharding import Rules, Sharding, sharding_of
 from train.comm.dtensor import local_tree
 from train.optim.base import trainable_mask, with_paths
@@ -37,7 +38,7 @@ class Placed:
 
 def rules_of(mesh: Mesh, config: Any) -> Rules:
     """The sharding rules of this mesh: `tp` and `ep` by logical axis, and the rest spread over `fsdp`."""
-    experts = {"expert": "ep"} if mesh.ep > 1 else {}
+    experts = dict.fromkeys(sharded_by("ep"), "ep") if mesh.ep > 1 else {}
     return Rules((tensor_axes(config) if mesh.tp > 1 else {}) | experts, spread="fsdp")
 
 

@@ -19,6 +19,7 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.options import Block
 from fnmodels.tree import Tree
+from params.axes import KV_HEADS
 from params.sharding import Sharding
 from train.losses.lm_head import head_loss, head_name
 from train.losses.token_chunks import CHUNK
@@ -263,10 +264,6 @@ def _on_meta(leaf: Leaf, sharding: Sharding, *, dtype: torch.dtype) -> Tensor:
 def _in_layer(leaf: Leaf, sharding: Sharding, *, mesh: Mesh, dtype: torch.dtype) -> Tensor:
     """As `_on_meta`; if there are fewer KV heads than tp ranks, each holds all and computes with its own."""
     made = _on_meta(leaf, sharding, dtype=dtype)
-    if (
-        mesh.tp == 1
-        or "kv_heads" not in leaf.axes
-        or dict(zip(mesh.sizes, sharding.dims, strict=True))["tp"] is not None
-    ):
+    if mesh.tp == 1 or KV_HEADS not in leaf.axes or dict(zip(mesh.sizes, sharding.dims, strict=True))["tp"] is not None:
         return made
     return made[: max(1, leaf.shape[0] // leaf.unit // mesh.tp) * leaf.unit]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fnmodels.models.common.spec import Leaf
+from params.axes import EMBED, EXPERT, HEADS, regions_of
 from params.sharding import Sharding
 from train.parallel.mesh import DATA, Mesh
 
@@ -46,8 +47,8 @@ class LocalLeaf:
     def shared(self) -> bool:
         """Whether it is replicated over tp and used inside a sublayer, by each rank for its own heads or widths."""
         axes, dim = self.spec.axes, self.sharded_dim("tp")
-        inside = "expert" in axes or (axes[0] != "embed" and {"heads", "kv_heads", "latent", "head_dim"} & set(axes))
-        return self.spec.trainable and dim is None and bool(inside)
+        inside = EXPERT in axes or (axes[0] != EMBED and HEADS in regions_of(axes))
+        return self.spec.trainable and dim is None and inside
 
     @functools.cached_property
     def used(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
+from params.axes import EXPERT
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import LOOPED
 
@@ -73,7 +74,7 @@ def search(
 def _meshes(config: DecoderConfig, devices: int, work: Work, machine: Machine) -> Iterator[Mesh]:
     layers = len(fnmodels.family_of(config).kinds(config))
     spec = tree.leaves(fnmodels.family_of(config).spec(config))
-    experts = max((leaf.shape[0] for leaf in spec if leaf.axes[0] == "expert"), default=1)
+    experts = max((leaf.shape[0] for leaf in spec if leaf.axes[0] == EXPERT), default=1)
     limits = {"tp": machine.node, "cp": max(1, work.length // 4096), "ep": experts, "pp": layers}
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for tp, cp, ep, pp in itertools.product(*([d for d in divisors if d <= limits[name]] for name in limits)):

@@ -5,6 +5,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of, parsed
 from fnmodels.tree import Tree
+from params.axes import EXPERT, POSITION
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import check_microbatches, pipeline
 from train.parallel.pipeline.timeline import idle, order
@@ -68,8 +69,8 @@ def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
             'remat="selective" is not simulated: it keeps less than "none" and more than "full", which are.'
         )
     for path, leaf in tree.flatten(spec).items():
-        known = dict(zip(leaf.axes, leaf.shape, strict=True)).get("position")
+        known = dict(zip(leaf.axes, leaf.shape, strict=True)).get(POSITION)
         if known is not None and work.length > known:
             raise ValueError(f"Rows of {work.length} tokens are longer than the {known} positions of {path}.")
-    if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
+    if mesh.ep > 1 and not any(EXPERT in leaf.axes for leaf in tree.leaves(spec)):
         raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to shard.")

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from params.axes import EMBED
 from train.losses.token_chunks import automatic_chunk
 from train.parallel.pipeline import tree_split
 
@@ -89,7 +90,7 @@ def _over_tp(rank: PipelineRank) -> Iterable[Message]:
             tokens = math.prod(model.shape)
             chunk = automatic_chunk(model.config.vocab_size, torch.device("cpu"), model.work.dtype)
             chunks = -(-tokens // chunk)
-            for norm in (leaf for leaf in group if leaf.spec.axes == ("embed",)):
+            for norm in (leaf for leaf in group if leaf.spec.axes == (EMBED,)):
                 size = norm.whole * model.work.dtype.itemsize
                 yield _times("all_reduce", "tp", "shared leaves", size, parts)
             # per-token statistics of a cross entropy over a sharded vocabulary

@@ -33,6 +33,7 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
+from params.axes import EXPERT_MLP, HEADS, VOCAB
 from train.comm import collectives
 from train.comm.dtensor import is_dtensor
 from train.comm.region import Region
@@ -105,7 +106,7 @@ class TensorParallel:
         if gathered:
             made = taps.context(self.region, how["config"], how["kind"], gathered)
             how["options"] = dataclasses.replace(how["options"], context=made)
-        if "valid" in more and "expert_mlp" in self.sharded:
+        if "valid" in more and EXPERT_MLP in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
@@ -115,7 +116,7 @@ class TensorParallel:
 
     def key_heads(self, count: int) -> int:
         """How many of the `count` key heads of a layer this rank has: one at least, where query heads are sharded."""
-        return max(count // self.region.size, 1) if "heads" in self.sharded else count
+        return max(count // self.region.size, 1) if HEADS in self.sharded else count
 
     def cache(self, cache: Cache) -> Cache:
         """This rank's heads and channels of a cache of `fnmodels.init_cache`; latents, which all heads share, are
@@ -131,7 +132,7 @@ class TensorParallel:
                 made[name] = self.outside(leaf)
                 continue
             leaf = leaf if name == "layers" else tree.map(local, leaf)
-            if name in ("embed_tokens", "lm_head") and "vocab" in self.sharded:
+            if name in ("embed_tokens", "lm_head") and VOCAB in self.sharded:
                 if isinstance(leaf, lora.Lora):
                     raise ValueError(
                         f"{name} has an adapter, and over 'tp' the vocabulary is sharded, where adapters are "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.slots import Entry
+from params.axes import HEADS, KERNEL, LINEAR_HEADS
 from train.comm.region import Region
 
 from .leaf_roles import Use, path_in_layer
@@ -58,7 +59,7 @@ def cache_shards(
     channels: dict[int, list[Tensor]] = {}
     widths: dict[int, int] = {}
     for path, leaf in spec.items():
-        if not path.startswith("layers.") or "kernel" not in leaf.axes:
+        if not path.startswith("layers.") or KERNEL not in leaf.axes:
             continue
         layer, inner = int(path.split(".")[1]), path_in_layer(path)
         index = torch.arange(leaf.shape[0])
@@ -67,4 +68,4 @@ def cache_shards(
         channels.setdefault(layer, []).append(own + widths.get(layer, 0))
         widths[layer] = widths.get(layer, 0) + leaf.shape[0]
     indices = {layer: torch.cat(parts) for layer, parts in channels.items()}
-    return CacheShards(region, indices, "heads" in sharded, "linear_heads" in sharded)
+    return CacheShards(region, indices, HEADS in sharded, LINEAR_HEADS in sharded)

@@ -10,23 +10,26 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fnmodels.models.common.spec import Leaf
+from params.axes import (
+    AXES,
+    BUCKET,
+    EMBED,
+    EXPERT,
+    EXPERT_MLP,
+    HEAD_DIM,
+    HEADS,
+    KEYS,
+    KV_HEADS,
+    LINEAR_HEADS,
+    LINEAR_KV_HEADS,
+    VOCAB,
+    regions_of,
+    sharded_by,
+)
 from params.sharding import Sharding
 from train.comm.region import Region
 
-# {axis that makes a sharded region where it is sharded: further axes of parameters that act inside of it}
-_REGIONS = {
-    "heads": ("kv_heads", "latent", "head_dim"),
-    "mlp": ("activation",),
-    "linear_heads": ("linear_kv_heads", "linear_head_dim", "linear_latent"),
-    "conv": (),
-}
-# {axis of key heads, which may be fewer than the ranks: the axis of the heads that read them}
-_KEYS = {"kv_heads": "heads", "linear_kv_heads": "linear_heads"}
-SHARDED = (*_REGIONS, *_KEYS, "expert_mlp", "vocab")
-# All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
-# gradient might be partial.
-_KNOWN = {*SHARDED, *(axis for inside in _REGIONS.values() for axis in inside), "embed", "expert", "router"}
-_KNOWN |= {"moe_latent", "per_layer", "one", "kernel", "modulation"}
+SHARDED = sharded_by("tp")
 _LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
 
 
@@ -63,7 +66,7 @@ def uses_of(
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kind_of = dict(zip(layers, kinds, strict=True))
     found: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
-    normed = {"heads", "kv_heads"} | ({"linear_heads"} if _replicated_groups(spec, dims) else set())
+    normed = {HEADS, KV_HEADS} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
@@ -98,30 +101,32 @@ def sharded_dims(
             raise ValueError(
                 f"{path}: tensor parallelism shards {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
             )
-        if n is not None and leaf.axes[n] != "vocab" and path_in_layer(path) is None and "bucket" not in leaf.axes:
+        if n is not None and leaf.axes[n] != VOCAB and path_in_layer(path) is None and BUCKET not in leaf.axes:
             raise ValueError(
                 f"{path} is outside of the layers, where tensor parallelism shards vocabularies alone, and its "
                 f"{leaf.axes[n]} are sharded: give the leaf an axis of its own in the family's spec."
             )
-        strange = sorted(set(leaf.axes) - _KNOWN)
+        # A parameter with an unknown axis would be treated as acting on the residual stream, and its gradient might be
+        # partial.
+        strange = sorted(set(leaf.axes) - set(AXES))
         if strange and path_in_layer(path) is not None:
             raise ValueError(
                 f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
-                f"it knows {', '.join(sorted(_KNOWN))}."
+                f"it knows {', '.join(sorted(AXES))}."
             )
-        for keys, heads in _KEYS.items():
+        for keys, heads in KEYS.items():
             if heads in sharded:
                 _check_heads(path, leaf, keys, n is not None, sizes["tp"])
-    for keys, heads in _KEYS.items():
+    for keys, heads in KEYS.items():
         if keys in sharded and heads not in sharded:
             raise ValueError(f"The rules shard {keys} over 'tp' and not {heads}: name both.")
-    norms = [path for path, leaf in spec.items() if leaf.axes == ("linear_heads",) and path.endswith("norm")]
-    if "linear_heads" in sharded and norms and _replicated_groups(spec, dims) - {1}:
+    norms = [path for path, leaf in spec.items() if leaf.axes == (LINEAR_HEADS,) and path.endswith("norm")]
+    if LINEAR_HEADS in sharded and norms and _replicated_groups(spec, dims) - {1}:
         raise ValueError(
             f"{norms[0]} normalizes groups of heads, each of which would lie on some of the processes: their number "
             f"must be 1 or a multiple of {sizes['tp']}; leave linear_heads out of the rules."
         )
-    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - set(_KEYS)
+    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - set(KEYS)
     if sequence and axes - sharded:
         raise ValueError(f"sequence=True needs {min(axes - sharded)!r} sharded over 'tp' too: name it in the rules.")
     return dims, sharded
@@ -129,7 +134,7 @@ def sharded_dims(
 
 def _replicated_groups(spec: Mapping[str, Leaf], dims: Mapping[str, int | None]) -> set[int]:
     """The numbers of key heads, or groups of heads, of recurrent layers whose key heads every rank holds."""
-    leaves = [leaf for path, leaf in spec.items() if "linear_kv_heads" in leaf.axes and dims[path] is None]
+    leaves = [leaf for path, leaf in spec.items() if LINEAR_KV_HEADS in leaf.axes and dims[path] is None]
     return {leaf.shape[0] // leaf.unit for leaf in leaves}
 
 
@@ -139,7 +144,7 @@ def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> 
     keys: the axis of their key heads.
     """
     parts = (path_in_layer(path) or path).split(".")
-    if any(part.isdigit() for part in parts) and leaf.axes == ("head_dim",):
+    if any(part.isdigit() for part in parts) and leaf.axes == (HEAD_DIM,):
         raise ValueError(f"{path}: lists with a leaf for each head are not sharded; leave heads out of the rules.")
     if keys not in leaf.axes or is_part:
         return
@@ -168,25 +173,21 @@ def _use(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> 
 
 def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
     axes, sequence = leaf.axes, region.sequence
-    if "expert" in axes:
-        return Use("plain", not is_part and "expert_mlp" in sharded)
-    if not _is_inside(leaf, sharded):
+    if EXPERT in axes:
+        return Use("plain", not is_part and EXPERT_MLP in sharded)
+    if regions_of(axes).isdisjoint(sharded):
         return Use("plain", sequence)
-    if axes[0] == "embed":
+    if axes[0] == EMBED:
         return Use("write", False)
     rows = None
-    if not is_part and not _KEYS.keys().isdisjoint(axes):
+    if not is_part and not KEYS.keys().isdisjoint(axes):
         heads = leaf.shape[0] // leaf.unit
         first = region.rank * heads // region.size
         count = max(1, heads // region.size)
         rows = slice(first * leaf.unit, (first + count) * leaf.unit)
-    if axes[-1] == "embed":
+    if axes[-1] == EMBED:
         return Use("read", not is_part, rows)
     return Use("plain", not is_part, rows)
-
-
-def _is_inside(leaf: Leaf, sharded: frozenset[str]) -> bool:
-    return any(axis in sharded and not {axis, *inside}.isdisjoint(leaf.axes) for axis, inside in _REGIONS.items())
 
 
 def _adapted(leaf: Leaf, dim: int | None, use: Use, sharded: frozenset[str], region: Region) -> dict[str, Use]:
@@ -196,6 +197,6 @@ def _adapted(leaf: Leaf, dim: int | None, use: Use, sharded: frozenset[str], reg
     sharded is therefore partial, also where the weight itself has no gradient.
     """
     columns, rows = len(leaf.shape) - 1, len(leaf.shape) - 2
-    inside = "expert_mlp" in sharded if "expert" in leaf.axes else _is_inside(leaf, sharded)
+    inside = EXPERT_MLP in sharded if EXPERT in leaf.axes else not regions_of(leaf.axes).isdisjoint(sharded)
     a, b = (dim != columns, dim != rows) if inside else (region.sequence, region.sequence)
     return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}

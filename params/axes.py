@@ -1,0 +1,82 @@
+"""The logical axes of parameters: which mesh dimension may shard each, and where a layer computes with it.
+
+A `Leaf` names the axis of every dimension. `params.sharding` reads here which of them are heads, tensor parallelism in
+which region of a layer a parameter acts, simulation and adapters the names. An axis that is not in the table is never
+sharded by default, and tensor parallelism refuses a layer that has one.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+EMBED = "embed"  # the residual stream
+VOCAB = "vocab"
+POSITION = "position"  # of a learned table
+HEADS, KV_HEADS, HEAD_DIM, LATENT = "heads", "kv_heads", "head_dim", "latent"  # of attention
+LINEAR_HEADS, LINEAR_KV_HEADS = "linear_heads", "linear_kv_heads"  # of recurrent layers
+CONV, KERNEL = "conv", "kernel"  # channels and taps of a convolution
+MLP = "mlp"
+EXPERT, EXPERT_MLP = "expert", "expert_mlp"
+BUCKET = "bucket"  # of distances, in a table of relative biases
+RANK = "rank"  # of an adapter
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One logical axis of the parameters of layers.
+
+    mesh: the mesh dimension that shards it, or None.
+    region: the axis that makes a sharded region of the layer where it is sharded, in which parameters with this axis
+        act; None for parameters that act on the residual stream or have a region of their own (experts).
+    whole_heads: it is sharded between heads only; a head has `Leaf.unit` elements.
+    read_by: of key heads, which may be fewer than the shards: the axis of the heads that read them.
+    """
+
+    name: str
+    mesh: str | None = None
+    region: str | None = None
+    whole_heads: bool = False
+    read_by: str | None = None
+
+
+_TABLE = (
+    Axis(EMBED),
+    Axis(HEADS, "tp", HEADS, whole_heads=True),
+    Axis(KV_HEADS, "tp", HEADS, whole_heads=True, read_by=HEADS),
+    Axis(LATENT, region=HEADS),
+    Axis(HEAD_DIM, region=HEADS),
+    Axis(MLP, "tp", MLP),
+    Axis("activation", region=MLP),
+    Axis(LINEAR_HEADS, "tp", LINEAR_HEADS, whole_heads=True),
+    Axis(LINEAR_KV_HEADS, "tp", LINEAR_HEADS, whole_heads=True, read_by=LINEAR_HEADS),
+    Axis("linear_head_dim", region=LINEAR_HEADS),
+    Axis("linear_latent", region=LINEAR_HEADS),
+    Axis(CONV, "tp", CONV),
+    Axis(KERNEL),
+    Axis(EXPERT, "ep"),
+    Axis(EXPERT_MLP, "tp"),
+    Axis("router"),
+    Axis("moe_latent"),
+    Axis("per_layer"),
+    Axis("modulation"),
+    Axis("one"),
+    Axis(VOCAB, "tp"),
+)
+AXES = {axis.name: axis for axis in _TABLE}
+
+
+def sharded_by(mesh: str) -> tuple[str, ...]:
+    """The axes that this mesh dimension shards."""
+    return tuple(name for name, axis in AXES.items() if axis.mesh == mesh)
+
+
+KEYS = {name: axis.read_by for name, axis in AXES.items() if axis.read_by}  # {axis of key heads: that of their readers}
+
+
+def has_whole_heads(name: str) -> bool:
+    """Whether an axis is sharded between heads only."""
+    return name in AXES and AXES[name].whole_heads
+
+
+def regions_of(axes: Collection[str]) -> set[str]:
+    """The axes that make the regions in which a parameter with these axes acts."""
+    return {region for name in axes if name in AXES and (region := AXES[name].region)}
