@@ -47,7 +47,7 @@ def gradient_sums(
     known. ValueError where no parameter is trainable, the loss does not depend on any, or the loss function returns
     another form.
     """
-    call = caller(loss_fn, remat=remat, compile=compile, counts=counts)
+    loss = caller(loss_fn, remat=remat, compile=compile, counts=counts)
 
     def sums(
         params: Tree,
@@ -61,7 +61,12 @@ def gradient_sums(
             trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            total, count, aux, grads, unreached, outputs = _gradients(call, params, trains, part, divide=lone)
+            given, leaves = _fresh(params, trains)
+            entered = loss.entered(given)
+            result = loss.function(entered, part)
+            loss.check_reached(entered, given, part)
+            total, count, aux, grads, unreached, outputs = _gradients(result, leaves, params, trains, part, divide=lone)
+            del result, entered, given, leaves  # with what a graph may hold of activations
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
                 into = Sums(total, count, aux, wide, lone, unreached, outputs)
@@ -87,13 +92,8 @@ def joined(held: Tree, found: Tree) -> Tree:
     return tree.map(torch.add, held, found)
 
 
-def _gradients(
-    call: Callable[[Tree, Batch], Any], params: Tree, trains: list[bool], batch: Batch, *, divide: bool
-) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str], list[Tree]]:
-    """(sum, count, aux, gradients of the trainable parameters in storage of their own, `unreached`, `outputs`).
-
-    divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
-    """
+def _fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
+    """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
     leaves: list[Tensor] = []
     mask = iter(trains)
 
@@ -106,7 +106,17 @@ def _gradients(
     fresh = tree.map(leaf, params)
     if not leaves:
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
-    (total, count, *aux), outputs = loss_and_outputs(call(fresh, batch))
+    return fresh, leaves
+
+
+def _gradients(
+    result: Any, leaves: list[Tensor], params: Tree, trains: list[bool], batch: Batch, *, divide: bool
+) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str], list[Tree]]:
+    """(sum, count, aux, gradients of the leaves in storage of their own, `unreached`, `outputs`) of a loss's result.
+
+    divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
+    """
+    (total, count, *aux), outputs = loss_and_outputs(result)
     scale = 1 / valid_count(total, count).to(total.dtype) if divide else None
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:

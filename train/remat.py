@@ -60,11 +60,11 @@ def _every(block: Block, every: int) -> Block:
     """Checkpoints every Nth call of one forward: `layer_fn` is called once per forward, and layers run in order."""
     calls: Counter[str] = Counter()
 
-    def run(*args: Any, **more: Any) -> Any:
+    def recomputed(*args: Any, **more: Any) -> Any:
         calls["made"] += 1
         return block(*args, **more) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False, **more)
 
-    return run
+    return recomputed
 
 
 def _selective(block: Block, *, graph: bool = False) -> Block:

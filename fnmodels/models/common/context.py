@@ -315,7 +315,7 @@ def with_context(block: Callable[..., Tensor]) -> Block:
     """
 
     @functools.wraps(block)
-    def run(
+    def context(
         layer: Tree,
         x: Tensor,
         mask: Any,
@@ -337,4 +337,4 @@ def with_context(block: Callable[..., Tensor]) -> Block:
             x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux
 
-    return run
+    return context
