@@ -12,29 +12,66 @@ from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
-# Fields that change no output of a forward pass: bookkeeping, generation settings, settings of trainers.
+# Fields of PreTrainedConfig and of generation that change no output of a forward pass, whatever they say.
 _HARMLESS = """
-    _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size chunk_size_feed_forward
-    decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    initializer_range is_decoder is_llama_config label2id length_penalty mamba_chunk_size max_length min_length
-    model_max_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
-    sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    cache_implementation chunk_size chunk_size_feed_forward diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task generation_config id2label is_decoder
+    is_llama_config label2id length_penalty mamba_chunk_size max_length max_seq_len max_seq_length max_sequence_length
+    min_length min_p model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_past output_router_logits output_scores prefix pretraining_tp
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate seq_len seq_length
+    suppress_tokens task_specific_params temperature tie_encoder_decoder top_k top_p torch_dtype typical_p use_bfloat16
+    use_cache
 """
-# Dropout rates, under every published name. `forward` applies no dropout, as in evaluation mode.
+# Words in names of fields about training, initialization, tokens, kernels, and libraries: none is about the maths.
+# `forward` applies no dropout, as in evaluation mode.
+_BOOKKEEPING_WORDS = set(
+    """
+    autotrain axolotl checkpointing coreml deepspeed dropout dropouts flash flax flos fused gradient init initializer
+    jax layerdrop llamafactory loss megatron mergekit nemo onnx openvino optimum optimizer pdrop peft sdpa sglang tf
+    tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
+    """.split()
+)
+_TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
+# Defaults of PreTrainedConfig that files of transformers 4 state for models and parts that have no use for them.
+_PRETRAINED_DEFAULTS = {"tie_word_embeddings": True, "ignore_index": -100}
+# Names of one thing in files of different publishers.
+_SYNONYMS = """
+    hidden_size n_embd d_model dim model_dim embed_dim
+    intermediate_size n_inner d_ff ffn_dim ffn_hidden_size
+    num_hidden_layers num_layers n_layer n_layers depth
+    num_attention_heads num_heads n_head n_heads
+    num_key_value_heads num_kv_heads n_kv_heads n_head_kv multi_query_group_num
+    head_dim attention_head_dim kv_channels d_kv
+    max_position_embeddings n_positions n_ctx max_positions
+    vocab_size org_vocab_size padded_vocab_size
+    num_experts n_routed_experts num_local_experts moe_num_experts
+    num_experts_per_tok num_experts_per_token experts_per_token moe_k moe_topk top_k_experts
+    n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts
+    rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon rms_norm_epsilon
+    hidden_act hidden_activation activation_function act_fn activation
+    rope_theta rotary_emb_base rotary_base rope_base
+    partial_rotary_factor rotary_pct rope_percentage rope_percent
+    sliding_window sliding_window_size attention_window_size
+    image_token_id image_token_index
+"""
+_SYNONYM_GROUPS = [group.split() for group in _SYNONYMS.strip().splitlines()]
+# Pieces of words about what every model has. A switch of another part that is off says that there is no such part.
+_COMMON_PARTS = """
+    act attention attn bias caus decod direction embed encod final gate glu head linear mask mlp norm output parallel
+    pos qk regress resid rope rot scal softmax tie window
+"""
+_GENERIC_WORDS = set("config hidden is language layer layers model num size text type use vision".split())
+# Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
 _DROPOUTS = """
     attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout
     hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_pdrop residual_dropout seq_classif_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
-HARMLESS = frozenset((*_HARMLESS.split(), *DROPOUTS))
+HARMLESS = frozenset(_HARMLESS.split())
+# Where the fields that `ignore_fields` names are recorded, {name: value}, in what is saved; a list asks for it.
+IGNORED_FIELDS = "_ignored_fields"
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
 KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
@@ -71,17 +108,16 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{where} must hold a JSON object, not {shown(values)}.")
-        self.values, self.where, self.seen = values, where, set[str]()
+        self.values, self.where = values, where
+        self.read: dict[str, Any] = {}  # what counts: the value in the file, or the default
 
     def take(self, name: str, default: Any = _MISSING) -> Any:
         """The raw value; JSON's null counts as absent."""
-        self.seen.add(name)
         value = self.values.get(name)
-        if value is not None:
-            return value
-        if default is _MISSING:
+        if value is None and default is _MISSING:
             raise ConfigError(f"{self.where} has no {name!r}, which is needed.")
-        return default
+        self.read[name] = default if value is None else value
+        return self.read[name]
 
     def _wrong(self, name: str, value: Any, wanted: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name!r} is {shown(value)}, but must be {wanted}.")
@@ -127,18 +163,57 @@ class Fields:
             raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {wanted} is supported here.")
 
     def finish(self, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-        """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs."""
+        """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs.
+
+        A field is accepted unread if it is bookkeeping, restates what was read, says that a part which the family does
+        not have is off, or is among `ignored` or the file's IGNORED_FIELDS.
+        """
         self.expect("pruned_heads", {})  # pruned layers have fewer rows than the sizes imply
-        unknown = [n for n in self.values if n not in self.seen and n not in HARMLESS and n not in ignored]
-        unknown = [n for n in unknown if self.values[n] is not None]
-        if unknown:
-            listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}" for n in sorted(unknown)[:_SHOWN])
+        asked = self.values.get(IGNORED_FIELDS) or {}
+        unread = [n for n, value in self.values.items() if value is not None and n not in (*self.read, *ignored)]
+        unknown = [n for n in sorted(unread) if not (is_bookkeeping(n) or self._is_restated(n) or self._is_off(n))]
+        dropped = {n: self.values[n] for n in unknown if n in asked}
+        if unknown := [n for n in unknown if n not in dropped]:
+            listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}{self._beside(n)}" for n in unknown[:_SHOWN])
             listed += f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
             raise ConfigError(
-                f"{self.where} has fields this family does not know, which may change the maths: {listed}. "
-                "Remove them if they do not, or set them to null."
+                f"{self.where} has fields this family does not know, which may change the maths: {listed}. If they do "
+                f"not, ignore_fields=({', '.join(map(shown, unknown[:_SHOWN]))},) reads the file without them."
             )
-        return tuple((n, json.dumps(self.values[n], sort_keys=True)) for n in KEPT if self.values.get(n) is not None)
+        kept = {n: self.values[n] for n in KEPT if self.values.get(n) is not None}
+        if isinstance(asked, Mapping):  # those that were ignored when this file was written
+            dropped = {**asked, **dropped}
+        kept |= {IGNORED_FIELDS: dropped} if dropped else {}
+        return tuple((name, json.dumps(value, sort_keys=True)) for name, value in kept.items())
+
+    def _is_restated(self, name: str) -> bool:
+        """Whether the field says what is the case anyway: a default of transformers, or what was read in other words."""
+        same = [self.read[other] for other in self._synonyms(name)] + [_PRETRAINED_DEFAULTS.get(name, _MISSING)]
+        return any(value == self.values[name] for value in same)
+
+    def _synonyms(self, name: str) -> list[str]:
+        """The fields that were read and are the same thing in other files."""
+        group = next((group for group in _SYNONYM_GROUPS if name in group), [])
+        return [other for other in group if self.read.get(other) is not None]
+
+    def _beside(self, name: str) -> str:
+        """The contradiction, for a message."""
+        return "".join(f" (beside {other} = {shown(self.read[other])})" for other in self._synonyms(name)[:1])
+
+    def _is_off(self, name: str) -> bool:
+        """Whether the field is a switch that is off, of a part that neither every model has nor this family reads."""
+        off = [n.removeprefix("use_") + "_" for n in self.values if n.startswith("use_") and self.values[n] is False]
+        if name.startswith(tuple(off)):  # a setting of what is off
+            return True
+        own = {word for field in self.read for word in field.split("_")} - _GENERIC_WORDS
+        known = own & set(name.split("_")) or any(piece in name for piece in _COMMON_PARTS.split())
+        return self.values[name] is False and not known
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Whether a field of this name is about training, generation, tokens, kernels or a library."""
+    words = _BOOKKEEPING_WORDS & set(name.lower().split("_"))
+    return bool(words) or name in HARMLESS or "." in name or name.startswith("_") or name.endswith(_TOKEN_IDS)
 
 
 def renamed(fields: Fields, names: Mapping[str, str]) -> Fields:

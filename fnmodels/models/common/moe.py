@@ -172,6 +172,7 @@ def grouped_from_hf(
     """
     fields.expect("scoring_func", *scoring)
     fields.expect("topk_method", "noaux_tc")
+    fields.expect("moe_router_dtype", "float32", "fp32")
     heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
     return shared_from_hf(fields, layers, dense=dense, scale=scale, heads=heads) | {
         "n_group": fields.integer("n_group"),

@@ -36,9 +36,9 @@ def rope_values(fields: Fields) -> dict[str, Any]:
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{fields.where}: {name!r} is {shown(value)}, but must be an object or null.")
-    if new is not None and old is not None and dict(new) != dict(old):
+    if new is not None and old is not None and _scaling(new) != _scaling(old):
         raise ConfigError(f"{fields.where} has both 'rope_parameters' and 'rope_scaling', and they disagree.")
-    inner = dict(new or old or {})
+    inner = {**(old or {}), **(new or {})}
     for name in ("rope_theta", "partial_rotary_factor"):
         outer = fields.take(name, None)
         if outer is not None and inner.setdefault(name, outer) != outer:
@@ -46,6 +46,12 @@ def rope_values(fields: Fields) -> dict[str, Any]:
                 f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."
             )
     return inner
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What the older `rope_scaling` says of a rope object: all but what stands beside it in the older dialect."""
+    named = {"rope_type" if name == "type" else name: value for name, value in rope.items()}
+    return {name: value for name, value in named.items() if name not in ("rope_theta", "partial_rotary_factor")}
 
 
 def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields, tuple[int, ...], bool]:

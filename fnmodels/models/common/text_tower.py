@@ -79,6 +79,7 @@ def text_fields(
 ) -> dict[str, Any]:
     """The fields of TextConfig except projection, from a config.json. sizes: the defaults of the first six fields."""
     fields.expect("is_encoder_decoder", False)
+    fields.take("tie_word_embeddings", None)  # there is no head
     return {
         "model_type": fields.choice("model_type", model_types),
         **{name: fields.integer(name, size) for name, size in zip(_SIZES[:3], sizes, strict=False)},

@@ -137,6 +137,8 @@ def vision_fields(
     file has no such field.
     """
     fields.expect("is_encoder_decoder", False)
+    for name in ("vocab_size", "tie_word_embeddings"):  # in files of transformers 4; a tower has no tokens
+        fields.take(name, None)
     model_type = fields.choice("model_type", model_types)
     hidden = fields.integer("hidden_size", sizes[0])
     return {

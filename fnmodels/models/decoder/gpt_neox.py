@@ -78,10 +78,11 @@ def _rope(fields: Fields, **where: int) -> Rope:
     """The rope; older files have other names for its base and its fraction of the head."""
     older: dict[str, Any] = {}
     for usual, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
-        if fields.take(usual, None) is not None:
+        top, value = fields.take(usual, None), fields.take(own, None)
+        if top is not None and top != value:
             # for this family transformers does not read the common names at the top level: the value is ambiguous
             raise ConfigError(f"{fields.where}: {usual!r} must be in 'rope_parameters', or be called {own!r}.")
-        if (value := fields.take(own, None)) is not None:
+        if value is not None:
             older[usual] = value
     values = rope_values(fields)
     for usual, value in older.items():

@@ -21,6 +21,11 @@ from fnmodels.tree import Tree
 MODEL_TYPES = ("hunyuan_v1_dense",)
 
 
+# Settings of the publisher's code at the only values that the maths here has.
+_FIXED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms", "use_rotary_pos_emb": True}
+_FIXED |= {"num_experts": 1}
+
+
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
     """Sizes and switches."""
@@ -34,14 +39,14 @@ class Config(decoder.BaseConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, rope=_rope)
-        for name, value in {"attention_head_dim": usual["head_dim"], "use_qk_norm": True, "use_cla": False}.items():
+        for name, value in _FIXED.items():
             fields.expect(name, value)
         config = Config(
             **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
         )
-        return decoder.finished(config, fields, ignored=("eod_token_id",))
+        return decoder.finished(config, fields, ignored=("pool_type",))  # of heads for classes
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect, with the theta that results from `alpha` instead of `alpha`."""

@@ -120,7 +120,14 @@ class Config(decoder.BaseConfig):
         layers = usual["num_hidden_layers"]
         if experts:
             experts, chosen = mixture.experts_from_hf(fields, experts, chosen, layers)
-        sparse = mixture.sparse_layers(fields, layers) if text_type == "qwen3_next" else [experts > 0] * layers
+        sparse = [experts > 0] * layers
+        if text_type == "qwen3_next":
+            sparse = mixture.sparse_layers(fields, layers)
+        else:  # of Qwen3.5 all layers are of one kind
+            fields.expect("mlp_only_layers", [])
+            fields.expect("decoder_sparse_step", 1)
+            fields.expect("norm_topk_prob", True)
+            fields.expect("output_gate_type", "swish", "silu")
         wide = ("moe_intermediate_size", "shared_expert_intermediate_size") if experts else ()
         fields.expect("use_sliding_window", False)
         fields.expect("attn_output_gate", True)

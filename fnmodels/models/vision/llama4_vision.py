@@ -30,7 +30,7 @@ EPS = 1e-5  # of every norm, fixed in the reference
 _LAYER = {f"attention.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"}
 _LAYER |= {name: name for name in ("input_layernorm", "post_attention_layernorm")}
 _LAYER |= {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
-_FIXED = {"vision_feature_select_strategy": "default", "multi_modal_projector_bias": False}
+_FIXED = {"vision_feature_select_strategy": "default", "multi_modal_projector_bias": False, "vision_feature_layer": -1}
 
 
 @dataclass(frozen=True, kw_only=True)

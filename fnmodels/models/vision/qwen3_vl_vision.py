@@ -20,7 +20,10 @@ from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision")
+# Model types, and what the names of their classes begin with.
+_CLASSES = {"qwen3_vl_vision": "Qwen3VLVision", "qwen3_5_vision": "Qwen3_5Vision"}
+_CLASSES |= {"qwen3_5_moe_vision": "Qwen3_5MoeVision"}
+MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(inputs="patches", causal=False)
 
 _LAYER = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
@@ -58,7 +61,8 @@ class Config(qwen_tower.QwenTowerConfig):
         if math.isqrt(count) ** 2 != count:
             raise ConfigError(f"{fields.where}: 'num_position_embeddings' is {count}, but must be a square.")
         usual["image_size"] = math.isqrt(count) * usual["patch_size"]
-        layers = qwen_tower.layer_list(fields, "deepstack_visual_indexes", [8, 16, 24])
+        deep = [8, 16, 24] if usual["model_type"] == "qwen3_vl_vision" else []
+        layers = qwen_tower.layer_list(fields, "deepstack_visual_indexes", deep)
         width = fields.integer("out_hidden_size", 3584)
         config = Config(**usual, out_hidden_size=width, deepstack=tuple(layers))
         object.__setattr__(config, "extra", fields.finish())
@@ -68,7 +72,7 @@ class Config(qwen_tower.QwenTowerConfig):
         """A config.json in the current dialect."""
         own: dict[str, Any] = {"out_hidden_size": self.out_hidden_size, "num_position_embeddings": self.side**2}
         own["deepstack_visual_indexes"] = list(self.deepstack)
-        return qwen_tower.tower_to_hf(self, "Qwen3VLVision", **own)
+        return qwen_tower.tower_to_hf(self, _CLASSES[self.model_type], **own)
 
 
 def spec(config: Config) -> Tree:

@@ -73,7 +73,8 @@ class Config:
         outer.choice("model_type", MODEL_TYPES)
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_select_strategy", "default")
-        outer.expect("tie_word_embeddings", False)
+        outer.expect("tie_word_embeddings", False, True)  # transformers 4 writes its default, and reads the text's field
+        outer.take("vocab_size", None)  # nothing reads it: the text has its own
         # Old files leave out what equals the defaults of Llama.
         text = vision_language.text_config(outer, "llama", _LLAMA)
         if text.tie_word_embeddings:
@@ -86,8 +87,8 @@ class Config:
             feature_layers=_feature_layers(outer.take("vision_feature_layer", -2), vision.num_hidden_layers),
             projector_bias=outer.boolean("multimodal_projector_bias", True),
         )
-        # vocab_size repeats the text's; image_seq_length is for the processor
-        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("vocab_size", "image_seq_length")))
+        # image_seq_length is for the processor
+        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length",)))
         return config
 
     def to_hf(self) -> dict[str, Any]:

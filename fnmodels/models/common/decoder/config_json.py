@@ -100,7 +100,8 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     inner.expect("model_type", text_type)
     inner.expect("tie_word_embeddings", tied)  # duplicated in both objects
     outer.expect("is_encoder_decoder", False)
-    outer.finish(ignored)
+    repeated = [name for name in outer.values if name in text and outer.values[name] == text[name]]
+    outer.finish((*ignored, *repeated))
     return inner
 
 

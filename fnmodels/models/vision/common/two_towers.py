@@ -26,16 +26,17 @@ def tower_fields(outer: Fields, name: str, model_type: str, **more: Any) -> dict
     inner = outer.take(name, {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{outer.where}: {name!r} must be an object.")
-    # Files of old versions repeat the object under this name, where it wins.
-    twin = outer.take(f"{name}_dict", None)
-    if twin is not None and any(inner.get(key) != value for key, value in twin.items()):
+    # Files of old versions have the object or its repetition under this name, where it wins.
+    twin = outer.take(f"{name}_dict", {})
+    if not isinstance(twin, Mapping) or any(inner.get(key, value) != value for key, value in twin.items()):
         raise ConfigError(f"{outer.where}: {name!r} and '{name}_dict' disagree.")
-    return {"model_type": model_type, **inner, **more}
+    return {"model_type": model_type, **inner, **twin, **more}
 
 
 def finished(config: Any, outer: Fields) -> Any:
     """The config with the fields kept for saving."""
     outer.expect("is_encoder_decoder", False)
+    outer.take("tie_word_embeddings", None)  # there is no head
     object.__setattr__(config, "extra", outer.finish(_IGNORED))
     return config
 

@@ -24,7 +24,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
-from . import image_prompts
+from . import image_prompts, vision_language
 
 EPS = 1e-6  # of Qwen3-VL's LayerNorms before mergers, fixed in the reference
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
@@ -70,10 +70,14 @@ def text_config(
     """
     fields = Fields(values, f"{outer.where}, text_config")
     fields.choice("model_type", (text_type, outer.values["model_type"]), text_type)
-    values = {**defaults, **values, "model_type": plain, "architectures": None}
-    rope = {name: values.pop(name) for name in ("mrope_section", "rope_theta")}
-    given = [values.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
-    return family_for(plain).Config.from_hf(values | {"rope_parameters": rope | dict(given[0] or given[1] or {})})
+
+    def read(text: Mapping[str, Any]) -> Any:
+        own = {**defaults, **text, "model_type": plain, "architectures": None}
+        rope = {name: own.pop(name) for name in ("mrope_section", "rope_theta")}
+        given = [own.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
+        return family_for(plain).Config.from_hf(own | {"rope_parameters": rope | dict(given[0] or given[1] or {})})
+
+    return read(values) if outer.take("text_config", None) is None else vision_language.read_once(outer, values, read)
 
 
 def text_to_hf(config: Any, text_type: str, *unwritten: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The parameters are {"text", "vision"} of the parts (`two_towers.towers`), and wh
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,21 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import place
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import Fields, is_bookkeeping
 from fnmodels.models.common.decoder import expressible
+from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
+
+
+# Fields that `text_config` may leave out where they equal the defaults.
+_REPEATED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+_REPEATED |= {"head_dim", "hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps", "rope_scaling"}
+_REPEATED |= {"rope_theta", "sliding_window", "use_sliding_window", "vocab_size"}
 
 
 def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any:
@@ -35,7 +42,21 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
     if model_type not in families():
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
     known = defaults if model_type == default else {}
-    return family_for(model_type).Config.from_hf({**known, "model_type": model_type, **values})
+    family = family_for(model_type)
+    return read_once(outer, values, lambda own: family.Config.from_hf({**known, "model_type": model_type, **own}))
+
+
+def read_once(outer: Fields, values: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """`read(values)`, the Config of the object `text_config`, of which transformers 4.52 to 4.56 repeat the fields.
+
+    ConfigError where another model would result from the repeated fields.
+    """
+    config = read(values)
+    names = [n for n in outer.values if n in (*_REPEATED, *values) and n not in outer.read and not is_bookkeeping(n)]
+    repeated = {n: outer.take(n) for n in names if outer.values[n] is not None and n != "tie_word_embeddings"}
+    if repeated and read({**values, **repeated}) != config:
+        raise ConfigError(f"{outer.where} has {', '.join(sorted(repeated))} beside 'text_config', and they disagree.")
+    return config
 
 
 def with_tie(text: Any, tied: bool) -> Any:
@@ -49,6 +70,7 @@ def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tup
     """The entries of `extra`: those of `Fields.finish`, and the fields `names`, which mean nothing here."""
     own = tuple((name, json.dumps(value)) for name in names if (value := outer.take(name, None)) is not None)
     outer.expect("is_encoder_decoder", False)
+    quantization(outer)
     return outer.finish(ignored) + own
 
 

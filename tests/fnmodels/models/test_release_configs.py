@@ -1,0 +1,55 @@
+"""Every config.json that releases of transformers write for our model types is read, and as what it was written from."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fnmodels.models.common.registry import every_model, family_reading
+from tests.support.release_configs import releases, written_by
+
+RELEASES = ("4.16.2", "4.40.2", "4.57.6", "5.24.0")
+COUNTS = dict(zip(RELEASES, (112, 394, 852, 980), strict=True))
+# Fields of the Config whose default was another one in the release, whose files state it.
+OTHER_DEFAULTS = {"4.16.2": {"text.eos_token_id"}}  # of CLIP, with the same meaning: the highest id is the last
+
+
+def _config(values: dict[str, Any], part: str | None) -> Any:
+    return family_reading(values, part).Config.from_hf(values)
+
+
+def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    if type(one) is not type(other) or not dataclasses.is_dataclass(one):
+        yield from [path] if one != other else []
+        return
+    for field in dataclasses.fields(one):
+        if field.compare:
+            yield from _differing(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".strip("."))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_a_release_writes_is_read_as_what_it_was_written_from(release: str) -> None:
+    found, wrong = 0, {}
+    for label, forms in written_by(release).items():
+        wrapped = "text_config" in forms["minimal"]
+        part = "text" if wrapped and "vision_config" not in forms["minimal"] else None  # releases add a default tower
+        wanted = _config(forms["minimal"], part)
+        for form in ("full", "saved"):
+            try:
+                read = _config(forms[form], part)
+            except ValueError as error:
+                wrong[f"{label}, {form}"] = str(error)
+                continue
+            found += 1
+            if lost := set(_differing(wanted, read)) - OTHER_DEFAULTS.get(release, set()):
+                wrong[f"{label}, {form}"] = ", ".join(sorted(lost))
+    assert not wrong, "\n".join(f"{label}: {what}" for label, what in wrong.items())
+    assert found == COUNTS[release]
+
+
+def test_every_model_type_is_covered() -> None:
+    """But those that transformers does not know."""
+    assert releases() == sorted(RELEASES)
+    types = {forms["minimal"]["model_type"] for release in RELEASES for forms in written_by(release).values()}
+    assert every_model().keys() - types == {"kimi_k2", "FluxTransformer2DModel"}

@@ -1,0 +1,137 @@
+"""config.json files as releases of transformers write them, kept in tests/fnmodels/models/releases/RELEASE.json.xz.
+
+    python -m tests.support.release_configs 4.40.2 tokenizers=0.19.0 FOLDER...
+
+writes that file from the packages in the folders, which `pip install --no-deps --target FOLDER transformers==4.40.2`
+fills; older releases need requests, pyyaml and a huggingface_hub below 1 beside them. NAME=VERSION states the version of
+an installed package that the release would refuse. Without arguments it writes the file of the installed release.
+"""
+
+import copy
+import functools
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import fnmodels
+from fnmodels.models.common.registry import every_model
+from fnmodels.models.presets import published
+from tests.parity.test_config import published_dialect
+from tests.support.cases import cases, collected, family_modules, variants_of
+from tests.support.image_texts import image_cases
+from tests.variants import t5, vision, whisper
+
+FOLDER = Path(__file__).parents[1] / "fnmodels" / "models" / "releases"
+# Runs in the release: argument 1 is {label: config.json}, argument 2 the versions to state.
+_WRITE = """
+import importlib.metadata, json, logging, sys
+stated, version = json.loads(sys.argv[1]), importlib.metadata.version
+importlib.metadata.version = lambda name: stated.get(name) or version(name)
+logging.disable(logging.CRITICAL)
+from transformers import AutoConfig
+written = {}
+for label, values in json.load(sys.stdin).items():
+    try:
+        config = AutoConfig.for_model(**values)
+    except Exception:  # a model type or a field of later releases
+        continue
+    full, saved = (json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True))
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict) and name in full}
+    if all(full[name] == value for name, value in plain.items()):  # else the release replaces what it was given
+        written[label] = {"minimal": values, "full": full, "saved": saved}
+print(json.dumps(written, sort_keys=True))
+"""
+
+
+def releases() -> list[str]:
+    """The releases whose files are kept."""
+    return sorted(path.name.removesuffix(".json.xz") for path in FOLDER.glob("*.json.xz"))
+
+
+@functools.cache
+def written_by(release: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{label: {"minimal": what says all, "full": `to_dict()`, "saved": what `save_pretrained` writes}}."""
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes()))
+    return found
+
+
+def minimal_files(release: str) -> dict[str, dict[str, Any]]:
+    """{label: config.json} of every model type: tiny variants, presets, published files, and the parts of wrappers."""
+    found = {f"tiny/{case.name}": case.values for case in cases() if case.values is not None}
+    found |= {f"preset/{name}": values for name, values in published().items() if "model_type" in values}
+    found |= {f"published/{name}": values for name, values in collected("FILES").items()}
+    found |= {f"tiny/{name}": values for name, values in (vision.variants() | vision.pairs() | t5.variants()).items()}
+    found |= {"tiny/whisper": whisper.TINY} | {f"tiny/{case}_images": _values_of(case) for case in image_cases()}
+    found = {label: copy.deepcopy(values) for label, values in found.items()}
+    for label, values in list(found.items()):
+        for part in ("text", "vision"):
+            own = copy.deepcopy(values.get(f"{part}_config", {}))
+            own.setdefault("model_type", f"{values['model_type']}_{part}_model")
+            complete = "hidden_size" in own and (part == "vision" or "num_attention_heads" in own)
+            if own["model_type"] in every_model() and complete:
+                found[f"{label}/{part}"] = own
+    if not release.startswith("5."):
+        found = {label: _older(values, release) for label, values in found.items()}
+    return {label: values | {"transformers_version": release} for label, values in found.items()}
+
+
+def _values_of(case: Any) -> dict[str, Any]:
+    tests: Any = case.tests
+    if hasattr(tests, "CONFIG"):
+        return dict(tests.VALUES)
+    return dict(tests.VARIANTS[case.label] if hasattr(tests, "VARIANTS") else tests.values_of(case.label))
+
+
+def _older(values: dict[str, Any], release: str) -> dict[str, Any]:
+    """The form in which files of transformers 4 had it."""
+    values = published_dialect(values) if values["model_type"] in fnmodels.families() else _flat_rope(values)
+    for part in ("text_config", "vision_config"):
+        if isinstance(values.get(part), dict):
+            values[part] = _flat_rope(values[part])
+    if values["model_type"] == "qwen2_5_vl" and "text_config" in values:  # whose files had one level
+        text = {name: value for name, value in values.pop("text_config").items() if name != "model_type"}
+        values = text | values
+        if isinstance(values.get("rope_scaling"), dict):
+            values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
+    if release < "4.2" and values["model_type"] == "clip":  # whose parts had these names
+        values |= {f"{part}_dict": values.pop(part, None) for part in ("text_config", "vision_config")}
+    return values
+
+
+def _flat_rope(values: dict[str, Any]) -> dict[str, Any]:
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return values
+    flat = {name: value for name, value in values.items() if name != "rope_parameters"}
+    outside = ("rope_theta", "partial_rotary_factor")
+    scaling = {name: value for name, value in rope.items() if name not in outside}
+    flat |= {name: rope[name] for name in outside if name in rope}
+    return flat | ({"rope_scaling": scaling} if scaling.keys() - {"rope_type"} else {})
+
+
+def main(release: str = "", *rest: str) -> None:
+    """Write the file of a release, of the installed one by default."""
+    stated = dict(text.split("=") for text in rest if "=" in text)
+    folders = [os.path.abspath(folder) for folder in rest if "=" not in folder]
+    release = release or transformers.__version__
+    out = subprocess.run(
+        [sys.executable, "-c", _WRITE, json.dumps(stated)],
+        input=json.dumps(minimal_files(release)),
+        capture_output=True,
+        check=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+    ).stdout
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{release}.json.xz").write_bytes(lzma.compress(out.encode(), preset=9 | lzma.PRESET_EXTREME))
+    print(f"{len(json.loads(out))} of {len(minimal_files(release))} configurations are written by {release}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
