@@ -11,8 +11,9 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from fnmodels import family_of
@@ -45,6 +46,13 @@ def _parser() -> Parser:
     parser = Parser(prog=_name(), description="Report the contents of a checkpoint folder and every problem with it.")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
+    parser.add_argument(
+        "--ignore-fields",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAME,...",
+        help="fields of config.json that no family knows, without which it is read",
+    )
     return parser
 
 
@@ -53,7 +61,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         read_config(arguments.folder)  # raises, and there is nothing else to report
     problems = []
     print(printable(str(arguments.folder)))
-    for label, text in report(arguments.folder, verified=arguments.verify):
+    for label, text in report(arguments.folder, verified=arguments.verify, ignore_fields=arguments.ignore_fields):
         lines = text if label == "problem" else text.replace("\n", "\\n")
         print(f"  {label:<12}{printable(lines)}")
         problems += [text] if label == "problem" else []
@@ -63,13 +71,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def report(folder: Path, *, verified: bool = False) -> Lines:
+def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[str] = ()) -> Lines:
     """(label, value) of each line of the report, and ("problem", sentence) for everything that is wrong.
 
-    verified: read every tensor too, and compare with the checksums.
+    verified: read every tensor too, and compare with the checksums. ignore_fields: as in `load_pretrained`.
     """
     reported = set()
-    for section in (_model, _files, _tensors, _checksums, *([_bytes] if verified else [])):
+
+    def reading(section: Callable[..., Lines]) -> Callable[[Path], Lines]:
+        return partial(section, ignore_fields=ignore_fields)
+
+    sections = [reading(_model), _files, reading(_tensors), _checksums]
+    for section in [*sections, *([reading(_bytes)] if verified else [])]:
         try:
             yield from section(folder)
         except (CheckpointError, OSError) as error:
@@ -81,15 +94,17 @@ def report(folder: Path, *, verified: bool = False) -> Lines:
             return
 
 
-def _model(folder: Path) -> Lines:
+def _model(folder: Path, ignore_fields: Collection[str]) -> Lines:
     """Family, layers and parameters, from config.json."""
-    config, values = read_config(folder)
+    config, values = read_config(folder, ignore_fields=ignore_fields)
     yield "family", f"{family_of(config).__name__}, model type {model_type_of(values)}"
     kinds = Counter(family_of(config).kinds(config))
     yield "layers", f"{sum(kinds.values())}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     yield "parameters", f"{count(config):,}"
     if quantization := quantization_of(values):
         yield "quantized", quantization.method
+    if ignore_fields:
+        yield "without", f"the fields {', '.join(ignore_fields)} of config.json"
 
 
 def _files(folder: Path) -> Lines:
@@ -110,10 +125,10 @@ def _files(folder: Path) -> Lines:
             yield kind, f"{key}: {_counted(counts[key], 'tensor')}, {_size(sizes[key])}"
 
 
-def _tensors(folder: Path) -> Lines:
+def _tensors(folder: Path, ignore_fields: Collection[str]) -> Lines:
     """How the tensors in the files fit the model that config.json describes."""
     with ExitStack() as stack:
-        checked = check_folder(folder, stack)
+        checked = check_folder(folder, stack, ignore_fields=ignore_fields)
         tied = getattr(checked.config, "tie_word_embeddings", None)
         if tied is not None:
             beside = ", and in the file all the same" if any(name in checked.found for name in checked.tied) else ""
@@ -141,9 +156,9 @@ def _checksums(folder: Path) -> Lines:
         raise FormatError(f"{folder} is not what {MANIFEST} recorded: {'; '.join(faults)}.")
 
 
-def _bytes(folder: Path) -> Lines:
+def _bytes(folder: Path, ignore_fields: Collection[str]) -> Lines:
     """Reads every byte: tied heads must be equal, values finite, and checksums those of the manifest."""
-    load_pretrained(folder, check_finite=True)
+    load_pretrained(folder, check_finite=True, ignore_fields=ignore_fields)
     yield "values", "all finite"
     if os.path.lexists(folder / MANIFEST):
         verify(folder)

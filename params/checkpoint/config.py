@@ -7,11 +7,12 @@ here: the class it was saved from (architectures), the dtype, and the special to
 import errno
 import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
-from fnmodels.models.common.config_json import shown
+from fnmodels.models.common.config_json import IGNORED_FIELDS, IgnoreFields, shown
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
@@ -22,9 +23,11 @@ TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def load_config(path: str | os.PathLike[str], *, family: Any = None, part: str | None = None) -> Any:
-    """The Config of a checkpoint folder; family, part and errors as in `load_pretrained`."""
-    return part_of(read_config(path, family, part)[0], part, Path(path))
+def load_config(
+    path: str | os.PathLike[str], *, family: Any = None, part: str | None = None, ignore_fields: Collection[str] = ()
+) -> Any:
+    """The Config of a checkpoint folder; family, part, ignore_fields and errors as in `load_pretrained`."""
+    return part_of(read_config(path, family, part, ignore_fields)[0], part, Path(path))
 
 
 def part_of(config: Any, part: str | None, folder: Path) -> Any:
@@ -40,7 +43,7 @@ def part_of(config: Any, part: str | None, folder: Path) -> Any:
 
 
 def read_config(
-    path: str | os.PathLike[str], family: Any = None, part: str | None = None
+    path: str | os.PathLike[str], family: Any = None, part: str | None = None, ignore_fields: Collection[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
     """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by config.json."""
     folder = Path(path)
@@ -68,13 +71,27 @@ def read_config(
             raise ConfigError("'model_type' is not there, which is needed.")
         if not isinstance(model_type, str):
             raise ConfigError(f"'model_type' must be a string, not {shown(model_type)}.")
-        config = config_class(family or family_reading(values, part)).from_hf(values)
+        ignored = IgnoreFields(frozenset(ignore_fields))
+        read = config_class(family or family_reading(values, part)).from_hf
+        config = read(ignored.added_to(values) if ignored.names else values)
+        if unused := ignored.names - ignored.used - _ignored_earlier(values):
+            raise ConfigError(
+                f"ignore_fields has {', '.join(map(shown, sorted(unused)))}, which is no unknown field: it is read, or "
+                "known to change nothing, or not there."
+            )
         _check_dtype(values)
         _check_tokens(values)
         _check_architectures(values, to_hf(config).get("architectures"))
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values
+
+
+def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:
+    """The fields that were ignored when the file was written, in any object of a model."""
+    found = set(values.get(IGNORED_FIELDS) or {})
+    inner = (value for name, value in values.items() if name.endswith("_config") and isinstance(value, dict))
+    return found.union(*map(_ignored_earlier, inner))
 
 
 def _check_dtype(values: dict[str, Any]) -> None:

@@ -48,9 +48,10 @@ def check_folder(
     family: Any = None,
     head: str | None = None,
     part: str | None = None,
+    ignore_fields: Collection[str] = (),
 ) -> CheckedFolder:
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
-    declared, values = read_config(folder, family, part)
+    declared, values = read_config(folder, family, part, ignore_fields)
     config = declared if head is None else replace(declared, head=head, num_labels=0)
     opened = open_folder(folder, stack, traits_of(family_of(config)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())

@@ -58,6 +58,7 @@ def load_pretrained(
     drop: Collection[str] = (),
     head: Literal["none"] | None = None,
     part: str | None = None,
+    ignore_fields: Collection[str] = (),
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
@@ -83,6 +84,8 @@ def load_pretrained(
     files may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read
     with its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its
     Config, its params); all headers are checked, and only its tensors are read. A text model is its own part "text".
+    ignore_fields=("name",): reads config.json without fields of these names that no family knows, which is an error
+    otherwise; they are recorded in what is saved. A field that is read cannot be ignored.
     report: is called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
@@ -91,7 +94,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with memory_for(folder), ExitStack() as stack:
-        checked = check_folder(folder, stack, drop, family, head, part)
+        checked = check_folder(folder, stack, drop, family, head, part, ignore_fields)
         if part is None:
             tensor_map.refuse_unread(checked.config, checked.leftovers, drop, folder)
         plan, placements = _placed(plan, checked)

@@ -3,8 +3,8 @@
     python -m tests.support.release_configs 4.40.2 tokenizers=0.19.0 FOLDER...
 
 writes that file from the packages in the folders, which `pip install --no-deps --target FOLDER transformers==4.40.2`
-fills; older releases need requests, pyyaml and a huggingface_hub below 1 beside them. NAME=VERSION states the version of
-an installed package that the release would refuse. Without arguments it writes the file of the installed release.
+fills; older releases need requests, pyyaml and a huggingface_hub below 1 beside them. NAME=VERSION states another
+version of an installed package, which the release checks. Without arguments it is the installed release.
 """
 
 import copy
@@ -23,7 +23,7 @@ import fnmodels
 from fnmodels.models.common.registry import every_model
 from fnmodels.models.presets import published
 from tests.parity.test_config import published_dialect
-from tests.support.cases import cases, collected, family_modules, variants_of
+from tests.support.cases import cases, collected
 from tests.support.image_texts import image_cases
 from tests.variants import t5, vision, whisper
 
@@ -57,7 +57,9 @@ def releases() -> list[str]:
 @functools.cache
 def written_by(release: str) -> dict[str, dict[str, dict[str, Any]]]:
     """{label: {"minimal": what says all, "full": `to_dict()`, "saved": what `save_pretrained` writes}}."""
-    found: dict[str, dict[str, dict[str, Any]]] = json.loads(lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes()))
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(
+        lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes())
+    )
     return found
 
 

@@ -93,7 +93,8 @@ def from_checkpoint(source: Path, settings: Settings, *, on_meta: bool) -> Model
     if settings.lora:
         spec = P.lora.spec(config, params)
         weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
-    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, unused_parts(source), weights)
+    ends, unused = pretrained.end_ids(source), unused_parts(source, settings)
+    return Model(config, params, spec, tokenizer, ends, source, unused, weights)
 
 
 def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
@@ -103,7 +104,8 @@ def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
     if settings.lora and folder != source:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
     with ExitStack() as stack:
-        config = check_folder(folder, stack, unused_parts(source), part="text").config
+        known: Json = {"part": "text", "ignore_fields": settings.ignore_fields or ()}
+        config = check_folder(folder, stack, unused_parts(source, settings), **known).config
     if not traits_of(fnmodels.family_of(config)).causal:
         raise UserError(
             f"--init {source} is a {config.model_type}, whose tokens see later ones, and this job trains next-token "
@@ -117,7 +119,8 @@ def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) 
 
     plan: of shardings, loads only the local shards of its parameters.
     """
-    options: Json = {"copy": True, "drop": unused_parts(source), "plan": plan}
+    options: Json = {"copy": True, "drop": unused_parts(source, settings), "plan": plan}
+    options["ignore_fields"] = settings.ignore_fields or ()
     if settings.lora is None:
         return pretrained.load_model(source, merge=True, dtype=torch.float32, **options)
     config, params = P.load_pretrained(source, part="text", dtype=getattr(torch, str(settings.dtype)), **options)
@@ -181,9 +184,10 @@ def run_spec(config: DecoderConfig, settings: Settings) -> Tree:
     return P.lora.spec(config, params_without_storage(config, settings))
 
 
-def unused_parts(source: Path) -> tuple[str, ...]:
+def unused_parts(source: Path, settings: Settings) -> tuple[str, ...]:
     """Parts of the checkpoint that the loss does not use: MTP heads."""
-    config = P.load_config(pretrained.weights_folder(source), part="text")
+    folder = pretrained.weights_folder(source)
+    config = P.load_config(folder, part="text", ignore_fields=settings.ignore_fields or ())
     lengths = traits_of(fnmodels.family_of(config)).optional
     return tuple(part for part, length in lengths.items() if getattr(config, length))
 

@@ -163,6 +163,8 @@ def choose_settings(
             raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or {other}")
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in overrides.items()})
+    if settings.ignore_fields and settings.init is None:
+        raise UserError(f"--ignore-fields {','.join(settings.ignore_fields)} is for the checkpoint that --init names")
     if settings.lora is not None and settings.init is None:
         raise UserError(f"--lora {settings.lora}: adapters need the weights of a checkpoint: name one with --init")
     if settings.lora is not None and settings.optimizer == "muon":

@@ -92,6 +92,12 @@ REMAT = SettingType(
     ),
 )
 STRING = SettingType("a text", "TEXT", str, _is_text)
+NAMES = SettingType(
+    "names, separated by commas",
+    "NAME,...",
+    lambda text: tuple(text.split(",")),
+    lambda names: type(names) is tuple and len(names) > 0 and all(map(_is_text, names)),
+)
 DATA = SettingType("a path", "PATH[:WEIGHT],...", str, STRING.accepts)
 CHECKPOINT = SettingType("a path", "CHECKPOINT", str, STRING.accepts)
 LORA = SettingType(LORA_FORM, "r=R,...", str, is_lora)

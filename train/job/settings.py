@@ -26,6 +26,7 @@ from .setting_types import (
     FRACTION,
     FRACTION_BELOW_1,
     LORA,
+    NAMES,
     NUMBER,
     POSITIVE,
     REMAT,
@@ -66,6 +67,9 @@ class Settings:
     )
     broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
     init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")
+    ignore_fields: tuple[str, ...] | None = text(
+        None, NAMES, "fields of --init's config.json that no model knows, without which it is read"
+    )
     lora: str | None = text(
         None,
         LORA,

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
@@ -26,13 +27,11 @@ _HARMLESS = """
 """
 # Words in names of fields about training, initialization, tokens, kernels, and libraries: none is about the maths.
 # `forward` applies no dropout, as in evaluation mode.
-_BOOKKEEPING_WORDS = set(
-    """
+_BOOKKEEPING_WORDS = """
     autotrain axolotl checkpointing coreml deepspeed dropout dropouts flash flax flos fused gradient init initializer
     jax layerdrop llamafactory loss megatron mergekit nemo onnx openvino optimum optimizer pdrop peft sdpa sglang tf
     tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
-    """.split()
-)
+"""
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
 # Defaults of PreTrainedConfig that files of transformers 4 state for models and parts that have no use for them.
 _PRETRAINED_DEFAULTS = {"tie_word_embeddings": True, "ignore_index": -100}
@@ -62,7 +61,7 @@ _COMMON_PARTS = """
     act attention attn bias caus decod direction embed encod final gate glu head linear mask mlp norm output parallel
     pos qk regress resid rope rot scal softmax tie window
 """
-_GENERIC_WORDS = set("config hidden is language layer layers model num size text type use vision".split())
+_GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
 _DROPOUTS = """
     attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout
@@ -70,8 +69,9 @@ _DROPOUTS = """
 """
 DROPOUTS = tuple(_DROPOUTS.split())
 HARMLESS = frozenset(_HARMLESS.split())
-# Where the fields that `ignore_fields` names are recorded, {name: value}, in what is saved; a list asks for it.
+# Where the fields that `ignore_fields` named when a file was read are recorded in what is saved, {name: value}.
 IGNORED_FIELDS = "_ignored_fields"
+_IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
 KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
@@ -100,6 +100,28 @@ def strict_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict_json(one) for one in value]
     return {"__float__": "Infinity"} if value == math.inf else value
+
+
+@dataclass(frozen=True)
+class IgnoreFields:
+    """The caller's `ignore_fields`: names of fields that may stay unread; used: those that did, which `Fields` adds."""
+
+    names: frozenset[str]
+    used: set[str] = field(default_factory=set)
+
+    def added_to(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of config.json in which every object that `Fields` reads has this request.
+
+        No file can have it: it is no JSON.
+        """
+        inner = {n: v for n, v in values.items() if isinstance(v, Mapping) and (n.endswith("_config") or "rope" in n)}
+        nested = {n: self.added_to(v) for n, v in inner.items() if n.endswith("_config") or not _by_layer_type(v)}
+        nested |= {n: {t: self.added_to(one) for t, one in v.items()} for n, v in inner.items() if n not in nested}
+        return {**values, **nested, _IGNORE: self}
+
+
+def _by_layer_type(rope: Mapping[str, Any]) -> bool:
+    return bool(rope) and all(isinstance(one, Mapping) for one in rope.values())
 
 
 class Fields:
@@ -166,13 +188,16 @@ class Fields:
         """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs.
 
         A field is accepted unread if it is bookkeeping, restates what was read, says that a part which the family does
-        not have is off, or is among `ignored` or the file's IGNORED_FIELDS.
+        not have is off, or is named by `ignored` or by `IgnoreFields` in the object.
         """
         self.expect("pruned_heads", {})  # pruned layers have fewer rows than the sizes imply
-        asked = self.values.get(IGNORED_FIELDS) or {}
+        request = self.values.get(_IGNORE)
+        asked = request.names if isinstance(request, IgnoreFields) else frozenset()
         unread = [n for n, value in self.values.items() if value is not None and n not in (*self.read, *ignored)]
         unknown = [n for n in sorted(unread) if not (is_bookkeeping(n) or self._is_restated(n) or self._is_off(n))]
         dropped = {n: self.values[n] for n in unknown if n in asked}
+        if isinstance(request, IgnoreFields):
+            request.used.update(dropped)
         if unknown := [n for n in unknown if n not in dropped]:
             listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}{self._beside(n)}" for n in unknown[:_SHOWN])
             listed += f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
@@ -181,13 +206,13 @@ class Fields:
                 f"not, ignore_fields=({', '.join(map(shown, unknown[:_SHOWN]))},) reads the file without them."
             )
         kept = {n: self.values[n] for n in KEPT if self.values.get(n) is not None}
-        if isinstance(asked, Mapping):  # those that were ignored when this file was written
-            dropped = {**asked, **dropped}
+        earlier = self.values.get(IGNORED_FIELDS)
+        dropped = {**(earlier if isinstance(earlier, Mapping) else {}), **dropped}
         kept |= {IGNORED_FIELDS: dropped} if dropped else {}
         return tuple((name, json.dumps(value, sort_keys=True)) for name, value in kept.items())
 
     def _is_restated(self, name: str) -> bool:
-        """Whether the field says what is the case anyway: a default of transformers, or what was read in other words."""
+        """Whether the field says what is the case anyway: what was read, or a default of transformers."""
         same = [self.read[other] for other in self._synonyms(name)] + [_PRETRAINED_DEFAULTS.get(name, _MISSING)]
         return any(value == self.values[name] for value in same)
 
@@ -205,14 +230,14 @@ class Fields:
         off = [n.removeprefix("use_") + "_" for n in self.values if n.startswith("use_") and self.values[n] is False]
         if name.startswith(tuple(off)):  # a setting of what is off
             return True
-        own = {word for field in self.read for word in field.split("_")} - _GENERIC_WORDS
+        own = {word for field in self.read for word in field.split("_")} - set(_GENERIC_WORDS.split())
         known = own & set(name.split("_")) or any(piece in name for piece in _COMMON_PARTS.split())
         return self.values[name] is False and not known
 
 
 def is_bookkeeping(name: str) -> bool:
     """Whether a field of this name is about training, generation, tokens, kernels or a library."""
-    words = _BOOKKEEPING_WORDS & set(name.lower().split("_"))
+    words = set(_BOOKKEEPING_WORDS.split()) & set(name.lower().split("_"))
     return bool(words) or name in HARMLESS or "." in name or name.startswith("_") or name.endswith(_TOKEN_IDS)
 
 

@@ -55,9 +55,9 @@ class Config(encoder.EncoderConfig):
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of either dialect; raises ConfigError or UnsupportedError with the field's name."""
-        # transformers 5 writes its default beside the publisher's field
-        stale = "max_position_embeddings" if "n_positions" in values and values.get("max_position_embeddings") == 2048 else ""
-        fields = renamed(Fields({name: value for name, value in values.items() if name != stale}), _OLDER)
+        if "n_positions" in values and values.get("max_position_embeddings") == 2048:  # what transformers 5 adds
+            values = {name: value for name, value in values.items() if name != "max_position_embeddings"}
+        fields = renamed(Fields(values), _OLDER)
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name, value in _FIXED.items():
             fields.expect(name, value)

@@ -72,7 +72,7 @@ class Config(qwen_tower.QwenTowerConfig):
         """A config.json in the current dialect."""
         own: dict[str, Any] = {"out_hidden_size": self.out_hidden_size, "num_position_embeddings": self.side**2}
         own["deepstack_visual_indexes"] = list(self.deepstack)
-        return qwen_tower.tower_to_hf(self, _CLASSES[self.model_type], **own)
+        return qwen_tower.tower_to_hf(self, _CLASSES.get(self.model_type, "Qwen3VLVision"), **own)
 
 
 def spec(config: Config) -> Tree:

@@ -73,7 +73,7 @@ class Config:
         outer.choice("model_type", MODEL_TYPES)
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_select_strategy", "default")
-        outer.expect("tie_word_embeddings", False, True)  # transformers 4 writes its default, and reads the text's field
+        outer.expect("tie_word_embeddings", False, True)  # true is transformers 4's default, which reads the text's
         outer.take("vocab_size", None)  # nothing reads it: the text has its own
         # Old files leave out what equals the defaults of Llama.
         text = vision_language.text_config(outer, "llama", _LLAMA)

@@ -68,8 +68,9 @@ class Config:
         outer.expect("vision_feature_layer", -1, [-1])
         text = vision_language.text_config(outer, "mistral", _MISTRAL)
         # transformers 4 reads the inner field, whose default is false; 5 the outer one, whose default is true
-        old, tied = str(values.get("transformers_version", "5")).startswith("4."), outer.boolean("tie_word_embeddings", True)
-        tied = text.tie_word_embeddings if old else tied
+        old = str(values.get("transformers_version", "5")).startswith("4.")
+        outer_tied = outer.boolean("tie_word_embeddings", True)
+        tied = text.tie_word_embeddings if old else outer_tied
         config = Config(
             text=vision_language.with_tie(text, tied),
             vision=pixtral.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "pixtral")),

@@ -1,4 +1,4 @@
-"""Every config.json that releases of transformers write for our model types is read, and as what it was written from."""
+"""Every config.json that releases of transformers write for our model types is read as what it was written from."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,7 +25,9 @@ def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
         return
     for field in dataclasses.fields(one):
         if field.compare:
-            yield from _differing(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".strip("."))
+            yield from _differing(
+                getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".strip(".")
+            )
 
 
 @pytest.mark.parametrize("release", RELEASES)

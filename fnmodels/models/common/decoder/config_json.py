@@ -9,7 +9,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
-from ..config_json import LAYERS_LIMIT, Fields, shown
+from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, Fields, shown
 from ..family import field_of, traits_of
 from ..heads import decoder_head_to_hf, with_head
 from ..quantization import quantization
@@ -101,7 +101,8 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     inner.expect("tie_word_embeddings", tied)  # duplicated in both objects
     outer.expect("is_encoder_decoder", False)
     repeated = [name for name in outer.values if name in text and outer.values[name] == text[name]]
-    outer.finish((*ignored, *repeated))
+    record = dict(outer.finish((*ignored, *repeated))).get(IGNORED_FIELDS)
+    values |= {} if record is None else {IGNORED_FIELDS: json.loads(record) | dict(text.get(IGNORED_FIELDS) or {})}
     return inner
 
 
