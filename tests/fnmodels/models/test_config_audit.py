@@ -1,0 +1,114 @@
+"""Fields of config.json by kinds: bookkeeping, restated, off, repeated by a wrapper; and those that stay an error."""
+
+from typing import Any
+
+import pytest
+
+import fnmodels
+from fnmodels.models.common.registry import family_reading
+from fnmodels.models.presets import published
+from tests.support.release_configs import written_by
+
+LLAMA = {"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "rms_norm_eps": 1e-5}
+CLIP, LLAVA, MISTRAL = (
+    published()[name] for name in ("clip-vit-base-patch32", "llava-1.5-7b", "mistral-small-3.1-24b")
+)
+QWEN3, DEEPSEEK, BERT = (published()[name] for name in ("qwen3-0.6b", "deepseek-v3", "bert-base-uncased"))
+HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense"}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_FIVE = written_by("5.24.0")["tiny/qwen3_5_images"]["minimal"]
+FIVE_MOE = written_by("5.24.0")["tiny/qwen3_5_moe_images"]["minimal"]
+VL = published()["qwen2.5-vl-7b"]
+
+
+def read(values: dict[str, Any], part: str | None = None) -> Any:
+    return family_reading(values, part).Config.from_hf(values)
+
+
+def inside(values: dict[str, Any], part: str, **more: Any) -> dict[str, Any]:
+    """The file with more fields in its object `part`."""
+    return values | {part: {**values.get(part, {}), **more}}
+
+
+_TEXT_OF_FIVE = {"output_gate_type": "swish", "mlp_only_layers": [], "partial_rotary_factor": 0.5}
+_TEXT_OF_FIVE |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+
+
+CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LLAMA, {"transformers.js_config": {"kv_cache_dtype": {}}, "_attn_implementation": "eager"}),
+    (LLAMA, {"unsloth_fixed": True, "trl_version": "1.0", "axolotl_config": "a.yml", "use_flash_attn": False}),
+    (LLAMA, {"mask_token_id": 3, "im_start_id": 4, "seq_length": 8, "router_z_loss_coef": 0.1, "init_std": 0.1}),
+    (LLAMA, {"ignore_index": -100, "generation_config": {"top_p": 0.9}, "attention_dropout_prob": 0.1}),
+    (LLAMA, {"n_layer": 2, "n_embd": 32, "n_inner": 44, "layer_norm_eps": 1e-5, "kv_channels": 8}),
+    (LLAMA, {"use_cla": False, "cla_share_factor": 2, "language_model_only": False, "use_mla": False}),
+    (BERT, {"sentence_transformers": {"version": "4.1.0"}, "total_flos": 10**15, "gradient_checkpointing": True}),
+    (DEEPSEEK, {"num_experts": 256, "num_local_experts": 256, "moe_router_dtype": "float32"}),
+    (HUNYUAN, {"attention_head_dim": 8, "norm_type": "rms", "mlp_bias": False, "use_rotary_pos_emb": True}),
+    (CLIP, {"tie_word_embeddings": True}),
+    (CLIP, inside(CLIP, "text_config", tie_word_embeddings=True)),
+    (CLIP, inside(CLIP, "vision_config", tie_word_embeddings=True)),
+    (LLAVA, inside(LLAVA, "vision_config", vocab_size=32000) | {"ignore_index": -100, "vocab_size": 32064}),
+    (LLAVA, {"tie_word_embeddings": True}),
+    (_FIVE, inside(_FIVE, "text_config", **_TEXT_OF_FIVE) | {"language_model_only": False}),
+    (FIVE_MOE, inside(FIVE_MOE, "text_config", **_TEXT_OF_FIVE) | {"language_model_only": False}),
+    (_FIVE, inside(_FIVE, "text_config", output_gate_type="silu") | {"quantization_config": FP8}),
+    (MISTRAL, {"quantization_config": FP8}),
+    (VL, {"hidden_size": 3584, "num_attention_heads": 28, "sliding_window": 32768, "vocab_size": 152064}),
+]
+
+
+@pytest.mark.parametrize(("plain", "more"), CHANGES_NOTHING)
+def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any]) -> None:
+    for part in (None, "text"):
+        assert read(plain | more, part) == read(plain, part)
+
+
+@pytest.mark.parametrize(
+    ("plain", "more"),
+    [
+        (LLAMA, {"use_cla": True}),
+        (LLAMA, {"use_qk_norm": True}),
+        (LLAMA, {"use_rope": False}),  # off, of what every model here has
+        (LLAMA, {"is_causal": False}),
+        (LLAMA, {"causal": False}),
+        (LLAMA, {"final_norm": False}),
+        (LLAMA, {"scale_attention": False}),
+        (LLAMA, {"bidirectional": False}),  # as is every decoder, and by the same rule refused
+        (LLAMA, {"attn_logit_softcapping": 30.0}),
+        (LLAMA, {"residual_multiplier": 0.5}),
+        (LLAMA, {"logit_scale": 0.25}),
+        (LLAMA, {"num_experts": 8}),
+        (LLAMA, {"n_layer": 3}),  # disagrees with num_hidden_layers
+        (LLAMA, {"kv_channels": 16}),
+        (LLAMA, {"ignore_index": 0}),
+        (QWEN3, {"use_qk_norm": False}),
+        (QWEN3, {"attention_sinks": 4}),
+        (DEEPSEEK, {"num_experts": 128}),
+        (DEEPSEEK, {"moe_router_dtype": "bfloat16"}),
+        (BERT, {"use_causal_mask": False}),
+        (HUNYUAN, {"use_cla": True}),
+        (HUNYUAN, {"norm_type": "layer"}),
+    ],
+)
+def test_what_may_change_the_maths_is_refused(plain: dict[str, Any], more: dict[str, Any]) -> None:
+    read(plain)
+    with pytest.raises(fnmodels.CheckpointError, match=next(iter(more))):
+        read(plain | more)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (inside(_FIVE, "text_config", output_gate_type="sigmoid"), "'output_gate_type' is \"sigmoid\""),
+        (inside(_FIVE, "text_config", mlp_only_layers=[1]), "'mlp_only_layers' is"),
+        (inside(_FIVE, "vision_config", use_window=True), "use_window = true"),
+        (VL | {"rms_norm_eps": 1e-5}, "has rms_norm_eps beside 'text_config', and they disagree"),
+        (LLAVA | {"projection": "linear"}, "projection = "),
+        (LLAMA | {"n_layer": 3}, r"n_layer = 3 \(beside num_hidden_layers = 2\)"),
+        (LLAMA | {"b": 1, "a": 2}, r'a = 2, b = 1. If they do not, ignore_fields=\("a", "b",\) reads'),
+    ],
+)
+def test_the_reason_is_said(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(fnmodels.CheckpointError, match=said):
+        read(values)
