@@ -23,7 +23,6 @@ from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
-
 # Fields that `text_config` may leave out where they equal the defaults.
 _REPEATED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 _REPEATED |= {"head_dim", "hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps", "rope_scaling"}
