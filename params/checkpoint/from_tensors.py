@@ -12,14 +12,23 @@ from fnmodels.models.common.storage import extract_parameter
 from fnmodels.tree import Tree
 
 from .shard_index import as_lines
-from .tensor_map import Piece, by_name, dtype_class, is_leftover, stored_leaves, tied_names
+from .tensor_map import (
+    Piece,
+    by_name,
+    dtype_class,
+    is_leftover,
+    missing_prefix,
+    published_names,
+    stored_leaves,
+    tied_names,
+)
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
     """The params of `config` from (name on disk, tensor) pairs, the inverse of `export`.
 
     A model of transformers in memory: `revert_weight_conversion(model, model.state_dict()).items()`, which
-    transformers.core_model_loading has.
+    transformers.core_model_loading has; without it where the names alone are others, as in most vision-language models.
 
     A leaf that is one tensor, or rows of a fused one, is a detached view of it, not a copy; stacked experts are copied.
     Tied heads and duplicates may be there or not, and must equal their original. MismatchError lists every tensor that
@@ -31,11 +40,15 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
         if name in found:
             faults.append(f"{name}: given twice")
         found[name] = tensor.detach()
-    parameters, tied = stored_leaves(config), tied_names(config)
+    parameters = stored_leaves(config)
+    prefix = missing_prefix(parameters, found)
+    parameters, tied = stored_leaves(config, prefix), tied_names(config, prefix)
     expected = by_name(parameters)
+    found = dict(zip(published_names(config, {*expected, *tied}, found, prefix), found.values(), strict=True))
     for name, pieces in expected.items():
         faults += _faults(name, pieces[0], found) if name in found else [f"{name}: missing"]
-    unexpected = [name for name in found if name not in expected and name not in tied and not is_leftover(config, name)]
+    unexpected = [name for name in found if name not in expected and name not in tied]
+    unexpected = [name for name in unexpected if not is_leftover(config, prefix + name)]
     faults += [f"{name}: unexpected, {list(found[name].shape)}" for name in unexpected]
     for name, original in tied.items():
         if name in found and original in found and not _same(found[name], found[original]):

@@ -64,7 +64,7 @@ def check_folder(
     found = {name: value for name, value in found.items() if name not in dropped}
     tied = tensor_map.tied_names(config, prefix)
     expected = tensor_map.by_name(parameters)
-    published = tensor_map.published_names(config, expected, found, prefix)
+    published = tensor_map.published_names(config, {*expected, *tied}, found, prefix)
     found = dict(zip(published, found.values(), strict=True))
     buffer, unread = cast_buffer(), tensor_map.names_of_head(declared, config, found)
     leftovers = tuple(

@@ -9,7 +9,9 @@ from transformers.core_model_loading import revert_weight_conversion
 import fnmodels
 import params as P
 from fnmodels import tree
-from tests.support.cases import Case, richest
+from tests.fnmodels.models import test_vision
+from tests.support.cases import Case, is_routed, richest
+from tests.support.image_texts import ImageCase, image_cases
 from tests.support.oracle import model_of, params_of
 
 # Published files have other tensors than transformers writes: see `as_published` of their variants.
@@ -35,3 +37,24 @@ def test_names_of_memory_are_explained() -> None:
     case = next(case for case in CASES if case.family == "mixtral")
     with pytest.raises(P.MismatchError, match=r"transformers\.core_model_loading\.revert_weight_conversion"):
         P.from_tensors(case.config, model_of(case.values).state_dict().items())
+
+
+@pytest.mark.parametrize("case", image_cases(), ids=str)
+def test_wrappers_in_memory(case: ImageCase) -> None:
+    """By the names of files, and, where experts are no part, by those that the model has in memory."""
+    model, wanted = case.reference(), tree.flatten(case.params())
+    states = [revert_weight_conversion(model, model.state_dict())]
+    states += [] if is_routed(case.config.text) else [model.state_dict()]
+    for state in states:
+        params = tree.flatten(P.from_tensors(case.config, state.items()))
+        assert params.keys() == wanted.keys()
+        assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())
+
+
+@pytest.mark.parametrize("name", test_vision.EVERY)
+def test_towers_in_memory(name: str) -> None:
+    model, wanted = test_vision._reference(name), tree.flatten(test_vision._params(name))
+    state = revert_weight_conversion(model, model.state_dict())
+    params = tree.flatten(P.from_tensors(test_vision._config(name), state.items()))
+    assert params.keys() == wanted.keys()
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())

@@ -43,7 +43,7 @@ features_of = vision_language.features_by_config
 TRAITS = Traits(
     leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes the tower without the component that published files have.
-    resaved={r"vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1"},
+    resaved=vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
 )
 # Fields that text_config leaves out where they equal the defaults.
 _TEXT = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}

@@ -20,6 +20,7 @@ from torch import Tensor
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import fit_edge
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.models.vision import pixtral
 from fnmodels.models.vision.common import two_towers
@@ -32,6 +33,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mistral3",)
+TRAITS = Traits(resaved=vision_language.IN_MEMORY)
 features_of = vision_language.features_by_config
 # Fields that text_config leaves out where they equal the defaults.
 _MISTRAL: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}

@@ -24,6 +24,7 @@ from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm
 from fnmodels.models.vision import qwen2_5_vl_vision
 from fnmodels.models.vision.common import two_towers
@@ -35,6 +36,8 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("qwen2_5_vl",)
+# Names that transformers has in memory, and files that were saved from there.
+TRAITS = Traits(resaved={r"model\.language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"})
 _TEXT: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
 _TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _TEXT |= {"sliding_window": 4096, "rope_theta": 1e6, "mrope_section": [16, 24, 24]}

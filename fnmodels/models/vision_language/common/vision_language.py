@@ -23,6 +23,19 @@ from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
+# Names that transformers has in memory, and files that were saved from there: {pattern: the published name}.
+IN_MEMORY = {
+    r"model\.language_model\.(.*)": r"language_model.model.\1",
+    r"lm_head\.weight": "language_model.lm_head.weight",
+    r"model\.((?:vision_tower|multi_modal_projector)\..*)": r"\1",
+}
+# The same, where the tower's names have lost a component too.
+IN_MEMORY_WITHOUT_VISION_MODEL = {
+    r"(?:model\.)?vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1",
+    **IN_MEMORY,
+}
+
+
 # Fields that `text_config` may leave out where they equal the defaults.
 _REPEATED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 _REPEATED |= {"head_dim", "hidden_act", "max_position_embeddings", "max_window_layers", "rms_norm_eps", "rope_scaling"}
