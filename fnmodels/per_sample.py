@@ -24,7 +24,7 @@ from .tree import Tree
 
 # (per-row gradients [B, *shape] of a parameter, gradient of the operation's output, 0 to overwrite or 1 to accumulate)
 Write = Callable[[Tensor, Tensor, int], None]
-Rule = list[tuple[Tensor, Write]]
+LeafWrites = list[tuple[Tensor, Write]]
 
 
 def per_sample_gradients(
@@ -221,7 +221,7 @@ def _store(rows: Tensor, value: Tensor, accumulate: int) -> None:
 # The parameter names of the rules are torch's, because callers may pass them as keywords.
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> LeafWrites:
     x = input.detach()
 
     def write_weight(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
@@ -256,7 +256,7 @@ def _hooked_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return linear(input, weight, bias)
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Rule:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> LeafWrites:
     if padding_idx is not None or any(args) or any(v for k, v in kwargs.items() if k != "norm_type"):
         return []
 
@@ -270,7 +270,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
     return [(weight, write)]
 
 
-def _scaled(make: Callable[[], Tensor], weight: Tensor) -> Rule:
+def _scaled(make: Callable[[], Tensor], weight: Tensor) -> LeafWrites:
     """The rule of make() * weight, where weight has the last dimensions of the product, or 1 in their place."""
 
     def write(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
@@ -292,34 +292,36 @@ def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
     return (x, y) if y.ndim < x.ndim and fits else None
 
 
-def _product(input: Any, other: Any) -> Rule:
+def _product(input: Any, other: Any) -> LeafWrites:
     pair = _operands(input, other)
     return [] if pair is None else _scaled(pair[0].detach, pair[1])
 
 
-def _sum(input: Any, other: Any, *, alpha: float = 1) -> Rule:
+def _sum(input: Any, other: Any, *, alpha: float = 1) -> LeafWrites:
     pair = _operands(input, other)
     return [] if pair is None or alpha != 1 else _scaled(functools.partial(torch.ones_like, pair[0]), pair[1])
 
 
-def _product_added(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Rule:
+def _product_added(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> LeafWrites:
     return _product(tensor1, tensor2) if value == 1 else []
 
 
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Rule:
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> LeafWrites:
     x = input.detach()
     return [] if weight is None else _scaled(lambda: F.rms_norm(x, normalized_shape, None, eps), weight)
 
 
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Rule:
+) -> LeafWrites:
     x = input.detach()
     rule = [] if weight is None else _scaled(lambda: F.layer_norm(x, normalized_shape, None, None, eps), weight)
     return rule if bias is None else [*rule, *_scaled(lambda: torch.ones_like(x), bias)]
 
 
-RULES: dict[Any, Callable[..., Rule]] = {
+RULES: dict[Any, Callable[..., LeafWrites]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.rms_norm: _rms_norm,

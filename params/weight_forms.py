@@ -63,7 +63,7 @@ class LinearOnly:
 
 @tree.pytree
 @dataclass(frozen=True, eq=False)
-class Packed(LinearOnly):
+class PackedWeight(LinearOnly):
     """A weight in oneDNN's layout, which torch shows as an opaque tensor [out, in]."""
 
     layout: Tensor
@@ -109,13 +109,13 @@ class Joined(LinearOnly):
         return self.layout.dtype
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return _plus(Packed(self.layout).product(rows, None)[:, self.start : self.stop], bias)
+        return _plus(PackedWeight(self.layout).product(rows, None)[:, self.start : self.stop], bias)
 
     def linears(self, x: Tensor, given: list[tuple[Any, Tensor | None]]) -> tuple[Tensor, ...] | None:
         """The products of x with weights and biases, or None if these are not all of one layout."""
         if not all(isinstance(weight, Joined) and weight.layout is self.layout for weight, _ in given):
             return None
-        form: Any = Packed(self.layout)
+        form: Any = PackedWeight(self.layout)
         whole = linear(x, form)
         return tuple(_plus(whole[..., weight.start : weight.stop], bias) for weight, bias in given)
 
@@ -187,7 +187,7 @@ def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
             group = [path, *(parent + name for name in others)]
             if parent != path and weights.keys() >= set(group) and not _differ(parent, group, given):
                 forms |= _joined({member: weights[member] for member in group})
-    forms |= {path: Packed(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
+    forms |= {path: PackedWeight(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
     move_to_huge_pages(tree.leaves(list(forms.values())))
     return map_leaves(lambda path, leaf: forms.get(path, leaf), params)
 

@@ -21,7 +21,7 @@ Document = Tensor | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Report:
+class PackingReport:
     """Packing statistics: tokens == tokens_kept + tokens_dropped, rows * length == tokens_kept + pads."""
 
     rows: int
@@ -56,7 +56,7 @@ class Packed:
     labels: Tensor  # int64
     weights: Tensor | None  # fp32, 0 wherever labels is -100
     pieces: Tensor  # int64 [P,5]: document, offset in it, row, index in the row, length; sorted by row and index
-    report: Report = field(compare=False)
+    report: PackingReport = field(compare=False)
 
 
 def pack(
@@ -140,10 +140,10 @@ def _refuse_overlong(lengths: Tensor, too_long: Tensor, length: int) -> None:
     )
 
 
-def _report(lengths: Tensor, kept_lengths: Tensor, document: Tensor, row_tokens: Tensor, length: int) -> Report:
+def _report(lengths: Tensor, kept_lengths: Tensor, document: Tensor, row_tokens: Tensor, length: int) -> PackingReport:
     """lengths, kept_lengths [documents], the second 0 where one is dropped; document [pieces]; row_tokens [rows]."""
     rows, tokens, kept = len(row_tokens), int(lengths.sum()), int(kept_lengths.sum())
-    return Report(
+    return PackingReport(
         rows=rows,
         length=length,
         documents=len(lengths),

@@ -21,7 +21,7 @@ from fnmodels.tree import Tree
 
 from .common import ADDED, Prepared, along_sequence, differentiable, names_of
 from .continued import GivenRun, given_run
-from .progress import Report
+from .progress import OnProgress
 
 MEMORY = 1 << 28  # bytes
 Metric = Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ def patch_grid(
     read: Sequence[int] | None = None,
     chunk: int | None = None,
     memory: int = MEMORY,
-    progress: Report | None = None,
+    progress: OnProgress | None = None,
 ) -> Tensor:
     """[layers, positions]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
 
@@ -112,10 +112,10 @@ def _names_of(config: DecoderConfig, tap: str, layers: Sequence[int] | None) -> 
 
 _GROUPS = 8  # of positions that run together from the first of them on: more would run fewer tokens, in smaller batches
 _TOKENS = 256  # below which a run takes the time of reading the weights, whatever their number
-Run = Callable[[dict[str, Edit]], Tensor]  # logits by further edits
+EditedRun = Callable[[dict[str, Edit]], Tensor]  # logits by further edits
 
 
-def _patched(run: Run, metric: Metric, name: str, chosen: Tensor, *, value_there: Tensor) -> Tensor:
+def _patched(run: EditedRun, metric: Metric, name: str, chosen: Tensor, *, value_there: Tensor) -> Tensor:
     return metric(run({name: functools.partial(_put, chosen=chosen, value_there=value_there)}))
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Report = Callable[[int, int], None]  # of what is done and the total, after each part
+OnProgress = Callable[[int, int], None]  # of what is done and the total, after each part
 
 _WIDTH = 30
 _SECONDS = 10  # between lines where there is no terminal
 
 
-def progress_bar(what: str = "cells") -> Report:
+def progress_bar(what: str = "cells") -> OnProgress:
     """A function report(done, total) that shows how much is done and how long the rest takes. what: names the parts."""
     begin = time.monotonic()
     return _Bar(what, begin, begin)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.quantization import Quantization
-from params.io.safetensors_file import Box, Entry, TensorFile, box_shape, read_tensor, row_entries
+from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, read_tensor, row_entries
 
 from .integer_weights import FORMS, IntegerWeight, pair_integers, read_integer_weight
 from .shard_index import as_lines
@@ -41,17 +41,19 @@ class BlockScaled:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Entry
-    scales: Entry
+    values: TensorEntry
+    scales: TensorEntry
     scale_file: TensorFile
     block: tuple[int, int] | None
 
 
 Quantized = BlockScaled | IntegerWeight
-Found = dict[str, tuple[TensorFile, Entry | Quantized]]
+Found = dict[str, tuple[TensorFile, TensorEntry | Quantized]]
 
 
-def pair_scales(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization | None) -> Found:
+def pair_scales(
+    folder: Path, found: dict[str, tuple[TensorFile, TensorEntry]], quantization: Quantization | None
+) -> Found:
     """`found` with each quantized tensor and its scales as one `Quantized`.
 
     MismatchError names all tensors whose scales are missing or have the wrong shape or dtype.
@@ -66,7 +68,7 @@ def pair_scales(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quanti
     return paired  # may contain none: dequantized models often keep the quantization_config
 
 
-def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+def _fp8(found: dict[str, tuple[TensorFile, TensorEntry]], quantization: Quantization) -> tuple[Found, list[str]]:
     paired: Found = {**found}
     faults = []
     rows, columns = quantization.block
@@ -86,7 +88,7 @@ def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization)
     return paired, faults
 
 
-def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+def _mxfp4(found: dict[str, tuple[TensorFile, TensorEntry]], quantization: Quantization) -> tuple[Found, list[str]]:
     paired: Found = {**found}
     faults = []
     for blocks_name, (file, entry) in found.items():
@@ -114,13 +116,13 @@ def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantizatio
     return paired, faults
 
 
-def _integers(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+def _integers(found: dict[str, tuple[TensorFile, TensorEntry]], quantization: Quantization) -> tuple[Found, list[str]]:
     paired, faults = pair_integers(found, quantization)
     return {**paired}, faults
 
 
 def _scale_faults(
-    name: str, file: TensorFile, scales: Entry, shape: tuple[int, ...], *dtypes: torch.dtype
+    name: str, file: TensorFile, scales: TensorEntry, shape: tuple[int, ...], *dtypes: torch.dtype
 ) -> list[str]:
     if scales.shape == shape and scales.dtype in dtypes:
         return []
@@ -132,12 +134,12 @@ def _scale_faults(
 
 
 @overload
-def split_rows(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
+def split_rows(tensor: TensorEntry, rows: slice = ...) -> list[TensorEntry]: ...
 @overload
 def split_rows(tensor: BlockScaled, rows: slice = ...) -> list[BlockScaled]: ...
 @overload
 def split_rows(tensor: IntegerWeight, rows: slice = ...) -> NoReturn: ...
-def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[BlockScaled]:
+def split_rows(tensor: TensorEntry | Quantized, rows: slice = slice(None)) -> list[TensorEntry] | list[BlockScaled]:
     """One tensor per index of the first dimension, or of those in `rows`."""
     if isinstance(tensor, IntegerWeight):
         raise ValueError(f"{tensor.module}.weight has two dimensions: integers are a weight [out, in] each.")

@@ -14,7 +14,7 @@ from fnmodels.errors import MismatchError
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import family_of
-from params.io.safetensors_file import Entry, TensorFile, cast_buffer
+from params.io.safetensors_file import TensorEntry, TensorFile, cast_buffer
 
 from . import tensor_map
 from .config import part_of, read_config
@@ -124,7 +124,7 @@ def _compare(
         )
 
 
-def _faults(name: str, piece: Piece, file: TensorFile, entry: Entry | Quantized) -> list[str]:
+def _faults(name: str, piece: Piece, file: TensorFile, entry: TensorEntry | Quantized) -> list[str]:
     faults = []
     if entry.shape != piece.disk_shape:
         faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")

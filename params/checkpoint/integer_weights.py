@@ -21,14 +21,14 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.quantization import Quantization
-from params.io.safetensors_file import Box, Entry, TensorFile, read_tensor
+from params.io.safetensors_file import Box, TensorEntry, TensorFile, read_tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of 8 neighbours, the one in each 4 bits of a word, lowest first
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 CHUNK = 1 << 20  # elements dequantized at a time
 
-Located = tuple[TensorFile, Entry]
+Located = tuple[TensorFile, TensorEntry]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def is_zero_bias(found: Mapping[str, tuple[TensorFile, object]], name: str, buff
     module, _, last = name.rpartition(".")
     file, entry = found[name]
     weight = found.get(f"{module}.weight", (None, None))[1]
-    if last != "bias" or not isinstance(weight, IntegerWeight) or not isinstance(entry, Entry):
+    if last != "bias" or not isinstance(weight, IntegerWeight) or not isinstance(entry, TensorEntry):
         return False
     return entry.shape == weight.shape[:1] and not read_tensor(file, entry, None, buffer).any()
 

@@ -13,7 +13,7 @@ from fnmodels.models.common import storage
 from fnmodels.models.common.storage import Single, Stack, TensorSlice, disk_name
 from params.io.safetensors_file import (
     Box,
-    Entry,
+    TensorEntry,
     TensorFile,
     box_shape,
     contiguous_entry,
@@ -26,7 +26,7 @@ from params.io.safetensors_file import (
 from .dequantize import Found, Quantized, read_quantized, split_rows
 from .tensor_map import StoredLeaf
 
-Located = tuple[TensorFile, Entry | Quantized]
+Located = tuple[TensorFile, TensorEntry | Quantized]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_leaf(parameter: StoredLeaf, box: Box, source: Source, dtype: torch.dtyp
         sources = [(single, source.found[disk_name(single)]) for single in stored.tensors[box[0]]]
         return _stacked(sources, box, source, dtype), False
     file, entry = source.found[disk_name(stored)]
-    if isinstance(entry, Entry):
+    if isinstance(entry, TensorEntry):
         region = storage.disk_region(stored, box)
         contiguous = contiguous_entry(entry, region.box) if isinstance(region.stored, str) else None
         if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
@@ -95,7 +95,7 @@ def _stacked(sources: Sequence[tuple[Single, Located]], box: Box, source: Source
 def _fill(out: Tensor, stored: Single, box: Box, where: Located, dtype: torch.dtype | None, buffer: Tensor) -> None:
     """Read the shard `box` of what is one tensor on disk (or one slice of a batched one) into `out`."""
     region, (file, entry) = storage.disk_region(stored, box), where
-    if isinstance(region.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
+    if isinstance(region.stored, str) and isinstance(entry, TensorEntry) and out.device.type == "cpu":
         read_box(out, file, entry, region.box, buffer)
     else:
         storage.extract_into(out, region.stored, read_located(where, dtype, buffer, region.box), region.skip)

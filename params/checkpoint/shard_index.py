@@ -10,7 +10,7 @@ from typing import Any
 
 from fnmodels.errors import IndexFileError, UnsupportedError
 from params.io.files import plain_file, read_json
-from params.io.safetensors_file import Entry, TensorFile, open_tensor_files
+from params.io.safetensors_file import TensorEntry, TensorFile, open_tensor_files
 
 STEMS = ("model", "diffusion_pytorch_model")  # of files of tensors: in transformers, in diffusers
 
@@ -42,7 +42,7 @@ def stem_in(folder: Path) -> str:
     return next(found, STEMS[0])
 
 
-def open_folder(folder: Path, stack: ExitStack, stem: str = "model") -> dict[str, tuple[TensorFile, Entry]]:
+def open_folder(folder: Path, stack: ExitStack, stem: str = "model") -> dict[str, tuple[TensorFile, TensorEntry]]:
     """{tensor name: (its file, its entry)} with every header checked; `stack` closes the files.
 
     stem: the beginning of the files' names, the trait `weights` of the family.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.storage import Stack, disk_name
-from params.io.safetensors_file import Box, Entry, read_into
+from params.io.safetensors_file import Box, TensorEntry, read_into
 
 from .dequantize import Found, Quantized
 from .read_leaf import Located, read_located
@@ -49,7 +49,7 @@ def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) ->
         chunks = [half[:count] for half in halves]
         for chunk, source, tensor in ((chunks[0], file, entry), (chunks[1], other, twin)):
             start = tensor.start + begin
-            read_into(chunk, source, Entry(torch.uint8, (count,), start, start + count), buffer)
+            read_into(chunk, source, TensorEntry(torch.uint8, (count,), start, start + count), buffer)
         if not torch.equal(*chunks):
             return False
     return True

@@ -11,7 +11,7 @@ from fnmodels import forward, prepare, tap_names
 from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.tree import Tree
 
-from .batches import Batch
+from .batches import Arrangement
 from .reference import layers_of
 
 # Taps of what is added to the residual stream: {tap: the reference's field that multiplies what its module returns}.
@@ -39,7 +39,7 @@ _SUBLAYERS = (
 )
 
 
-def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Arrangement) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
     names = {name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")}
     taps = ("embed", "layers.*.output", *(f"layers.*.{name}" for name in _ADDED if name in names))
@@ -48,7 +48,7 @@ def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) 
     return {**tapped, "logits": logits}
 
 
-def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrangement) -> dict[str, Tensor]:
     """{tap: activation} of the reference, by hooks on its modules."""
     tapped: dict[str, Tensor] = {}
 

@@ -17,7 +17,7 @@ LENGTH, SHORTEST, SHIFT = 24, 4, 3
 
 
 @dataclass(frozen=True)
-class Batch:
+class Arrangement:
     """One arrangement ("plain", "padded", "packed", "shifted") of two rows; positions and segment_ids [2, S]."""
 
     form: str
@@ -25,7 +25,7 @@ class Batch:
     segment_ids: Tensor
 
 
-def batches_of(config: DecoderConfig, length: int) -> list[Batch]:
+def batches_of(config: DecoderConfig, length: int) -> list[Arrangement]:
     """The plain arrangement, then the others on which transformers is right.
 
     The first row always reaches the largest position, and the shifted arrangement is last: transformers' dynamic rope
@@ -37,9 +37,13 @@ def batches_of(config: DecoderConfig, length: int) -> list[Batch]:
     padding[1, boundary:], second[1, boundary:] = 0, 2
     restarted = positions.clone()
     restarted[1, boundary:] = torch.arange(length - boundary)
-    found = [Batch("plain", positions, ones), Batch("padded", positions, padding), Batch("packed", restarted, second)]
+    found = [
+        Arrangement("plain", positions, ones),
+        Arrangement("padded", positions, padding),
+        Arrangement("packed", restarted, second),
+    ]
     if length + SHIFT <= config.max_position_embeddings:
-        found.append(Batch("shifted", positions + SHIFT, ones))
+        found.append(Arrangement("shifted", positions + SHIFT, ones))
     return [batch for batch in found if batch.form not in their_mistakes(config)]
 
 

@@ -19,10 +19,10 @@ from params.checkpoint.shard_index import as_lines
 
 from ..command_line import Parser, program_name, run_command
 from .activations import our_taps, tap_order, their_taps
-from .batches import SHORTEST, Batch, batches_of, unreached
+from .batches import SHORTEST, Arrangement, batches_of, unreached
 from .leaves import leaf_faults, value_faults
 from .reference import as_published, load_reference, on_disk, transformers_if_installed
-from .table import Row, compared, conclusion, print_rows
+from .table import ComparedTap, compared, conclusion, print_rows
 
 LENGTH = 24
 
@@ -133,7 +133,7 @@ def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | 
         return {}, error
 
 
-def _runs_alone(folder: Path, config: Any, params: Tree, tokens: Tensor, batch: Batch) -> bool:
+def _runs_alone(folder: Path, config: Any, params: Tree, tokens: Tensor, batch: Arrangement) -> bool:
     """Prints what our model alone does; returns whether its logits are finite."""
     with torch.no_grad():
         logits = our_taps(config, params, tokens, batch)["logits"]
@@ -146,7 +146,7 @@ def _runs_alone(folder: Path, config: Any, params: Tree, tokens: Tensor, batch: 
     return finite
 
 
-def _rows(config: Any, params: Tree, reference: Any, tokens: Tensor, batch: Batch) -> list[Row]:
+def _rows(config: Any, params: Tree, reference: Any, tokens: Tensor, batch: Arrangement) -> list[ComparedTap]:
     """The activations that both models have in the plain arrangement, and the logits in the others."""
     with torch.no_grad():
         ours, theirs = our_taps(config, params, tokens, batch), their_taps(reference, config, tokens, batch)

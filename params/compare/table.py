@@ -10,7 +10,7 @@ BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5-1
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedTap:
     """The comparison of one activation: largest absolute difference (inf if shapes differ) and the allowed bound."""
 
     tap: str
@@ -22,9 +22,9 @@ class Row:
         return self.off <= self.bound  # False for NaN
 
 
-def compared(tap: str, ours: Tensor, theirs: Tensor) -> Row:
+def compared(tap: str, ours: Tensor, theirs: Tensor) -> ComparedTap:
     """The row of one activation of both models, of the same shape."""
-    return Row(tap, largest_difference(ours, theirs), BOUND * max(1.0, float(theirs.std())))
+    return ComparedTap(tap, largest_difference(ours, theirs), BOUND * max(1.0, float(theirs.std())))
 
 
 def largest_difference(one: Tensor, two: Tensor) -> float:
@@ -32,7 +32,7 @@ def largest_difference(one: Tensor, two: Tensor) -> float:
     return float((one - two).abs().max()) if one.shape == two.shape else math.inf
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[ComparedTap]) -> None:
     """Prints a line per activation."""
     width = max(len(row.tap) for row in rows)
     print(f"{'activation':{width}}  difference  allowed")
@@ -40,7 +40,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         print(f"{row.tap:{width}}  {row.off:10.1e}  {row.bound:7.1e}{'' if row.equal else '  differs'}")
 
 
-def conclusion(rows: Sequence[Row], values: Mapping[str, float]) -> str:
+def conclusion(rows: Sequence[ComparedTap], values: Mapping[str, float]) -> str:
     """The sentence that names the first difference; values: {path: difference} of leaves with other values."""
     leaves = ", ".join(f"{path} (by {off:.1e})" for path, off in list(values.items())[:5])
     leaves += f" and {len(values) - 5} more" if len(values) > 5 else ""

@@ -53,7 +53,7 @@ Box = tuple[slice, ...]  # a shard of a tensor: start and stop in each dimension
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its dtype and shape, and its byte range start <= i < stop in the file."""
 
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class TensorFile:
 
     path: Path
     handles: OpenFiles
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
 
 def open_tensors(path: Path, stack: ExitStack) -> TensorFile:
@@ -129,7 +129,7 @@ def open_tensor_files(paths: Iterable[Path], stack: ExitStack) -> list[TensorFil
     return [TensorFile(path, handles, _entries(path, handles)) for path in paths]
 
 
-def _entries(path: Path, handles: OpenFiles) -> dict[str, Entry]:
+def _entries(path: Path, handles: OpenFiles) -> dict[str, TensorEntry]:
     size = os.fstat(handles.get(path).fileno()).st_size
     if size < 8:
         raise FormatError(f"{path} has {size} bytes, less than the 8 that a safetensors file begins with.")
@@ -167,7 +167,7 @@ def _entries(path: Path, handles: OpenFiles) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
     def wrong(what: str) -> FormatError:
         return FormatError(f"{path}: the tensor {_short(name)} {what}.")
 
@@ -187,7 +187,7 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if size != offsets[1] - offsets[0]:
         raise wrong(f"takes {size:,} bytes as {dtype} {_short(shape)}, but spans {offsets[1] - offsets[0]:,}")
-    return Entry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+    return TensorEntry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def _naturals(value: Any) -> bool:
@@ -226,7 +226,7 @@ def map_file(file: TensorFile) -> memoryview:
     return mapped.numpy().data
 
 
-def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
+def mapped_tensor(mapping: memoryview, entry: TensorEntry) -> Tensor:
     """A tensor backed by the mapping, or a copy where its bytes are not aligned for its dtype.
 
     Each has its own storage: with slices of one storage, a deep copy of one leaf would copy the full file.
@@ -248,7 +248,7 @@ def cast_buffer() -> Tensor:
 
 
 def read_tensor(
-    file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
+    file: TensorFile, entry: TensorEntry, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
 ) -> Tensor:
     """A tensor, or its shard `box`, read into new memory and cast in chunks; dtype None: the file's dtype."""
     shape = entry.shape if box is None else box_shape(box)
@@ -260,7 +260,7 @@ def read_tensor(
     return out
 
 
-def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
+def read_into(out: Tensor, file: TensorFile, entry: TensorEntry, buffer: Tensor) -> None:
     """`read_tensor` into existing contiguous memory on the CPU."""
     if out.dtype == entry.dtype:
         file.handles.fill(file.path, _byte_view(out), entry.start)
@@ -278,7 +278,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(extent.stop - extent.start for extent in box)
 
 
-def contiguous_entry(entry: Entry, box: Box) -> Entry | None:
+def contiguous_entry(entry: TensorEntry, box: Box) -> TensorEntry | None:
     """The shard `box` as an entry of its own if its bytes are contiguous in the file, as full rows are; else None."""
     shape, lengths = entry.shape, box_shape(box)
     if lengths == shape:  # the full tensor, the usual case
@@ -288,17 +288,17 @@ def contiguous_entry(entry: Entry, box: Box) -> Entry | None:
         return None
     offset = sum(extent.start * math.prod(shape[dim + 1 :]) for dim, extent in enumerate(box))
     start = entry.start + offset * entry.dtype.itemsize
-    return Entry(entry.dtype, lengths, start, start + math.prod(lengths) * entry.dtype.itemsize)
+    return TensorEntry(entry.dtype, lengths, start, start + math.prod(lengths) * entry.dtype.itemsize)
 
 
-def row_entries(entry: Entry, rows: slice = slice(None)) -> list[Entry]:
+def row_entries(entry: TensorEntry, rows: slice = slice(None)) -> list[TensorEntry]:
     """One entry per index of the first dimension (those in `rows`), which are contiguous in the file."""
     size = (entry.stop - entry.start) // max(1, entry.shape[0])
     starts = [entry.start + index * size for index in range(entry.shape[0])[rows]]
-    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+    return [TensorEntry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
 
 
-def read_box(out: Tensor, file: TensorFile, entry: Entry, box: Box, buffer: Tensor) -> None:
+def read_box(out: Tensor, file: TensorFile, entry: TensorEntry, box: Box, buffer: Tensor) -> None:
     """`read_into` for the shard `box` of a tensor.
 
     A shard of rows is read exactly. For a shard of columns, the gap between the columns of two rows is read too where
@@ -309,7 +309,7 @@ def read_box(out: Tensor, file: TensorFile, entry: Entry, box: Box, buffer: Tens
         read_into(out, file, contiguous, buffer)
         return
     pitch = (entry.stop - entry.start) // entry.shape[0]
-    columns = contiguous_entry(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # within a row
+    columns = contiguous_entry(TensorEntry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # within a row
     width = columns.stop - columns.start if columns else 0
     row_bytes = width if pitch - width >= GAP else pitch  # read per row
     if columns is None or row_bytes > len(buffer):

@@ -15,7 +15,7 @@ from fnmodels.ops import torch_internals
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.linear import linears
 from params.lora import is_linear, map_leaves
-from params.weight_forms import GROUP, Int4, Int8, Joined, LinearOnly, Packed
+from params.weight_forms import GROUP, Int4, Int8, Joined, LinearOnly, PackedWeight
 from tests.support.cases import Case, batch_of, generic_params, off, richest, segments
 from tests.support.encoder_losses import SETTINGS, weights_of
 
@@ -53,7 +53,7 @@ def alone(*_: Any) -> Tensor:
 def test_packed_weights_are_the_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     params = generic_params(case.config)
     packed = P.packed(params)
-    assert any(isinstance(leaf, Packed) for leaf in _leaves(packed))
+    assert any(isinstance(leaf, PackedWeight) for leaf in _leaves(packed))
     assert off(logits(packed, case.config), logits(params, case.config)) < 2e-5
     monkeypatch.setattr(Joined, "product", alone)
     logits(packed, case.config)
@@ -99,7 +99,7 @@ def test_joined_weights_are_the_same_one_by_one() -> None:
         return dataclasses.replace(leaf, layout=leaf.layout.clone()) if isinstance(leaf, Joined) else leaf
 
     skipping = P.packed(params, skip=("*.k_proj",))
-    assert isinstance(skipping["layers"][0]["attention"]["q_proj"], Packed)
+    assert isinstance(skipping["layers"][0]["attention"]["q_proj"], PackedWeight)
     for given in (map_leaves(copied, packed), skipping):
         assert off(logits(given, WIDE), logits(packed, WIDE)) < 2e-6
 

@@ -27,7 +27,7 @@ FEW_DOCUMENTS = 100  # with fewer, the tail of each document is held out instead
 
 
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """A text, or a conversation: `messages`, with their canonical JSON as `text` for comparison and hashing."""
 
     name: str
@@ -40,8 +40,8 @@ class Document:
 class Corpus:
     """Train and held-out documents. skipped: "name (reason)" per unreadable file, "name, line 3 (reason)"."""
 
-    train: tuple[Document, ...]
-    heldout: tuple[Document, ...]
+    train: tuple[CorpusDocument, ...]
+    heldout: tuple[CorpusDocument, ...]
     skipped: tuple[str, ...] = ()
     duplicates: int = 0  # documents removed because another one is equal
 
@@ -143,9 +143,9 @@ def read_text_file(path: Path) -> Record:
     return Record("", fault="binary") if "\0" in text else Record("", text=text)
 
 
-def deduplicate(named_records: Iterable[tuple[str, Record]]) -> tuple[list[Document], tuple[str, ...], int]:
+def deduplicate(named_records: Iterable[tuple[str, Record]]) -> tuple[list[CorpusDocument], tuple[str, ...], int]:
     """(distinct documents, skipped records, number of duplicates), so that no text is both train and held out."""
-    documents: dict[str, Document] = {}
+    documents: dict[str, CorpusDocument] = {}
     skipped: list[str] = []
     duplicates = 0
     for file, record in named_records:
@@ -154,7 +154,7 @@ def deduplicate(named_records: Iterable[tuple[str, Record]]) -> tuple[list[Docum
         if text is None:
             skipped.append(printable(f"{name} ({record.fault})").replace("\n", "\\n"))
         elif text.strip():  # an empty file is neither a document nor a fault
-            document = Document(name, text, record.messages, record.tools)
+            document = CorpusDocument(name, text, record.messages, record.tools)
             duplicates += documents.setdefault(text_digest(text), document) is not document
     return list(documents.values()), tuple(skipped), duplicates
 
@@ -163,7 +163,7 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def split_heldout(documents: list[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def split_heldout(documents: list[CorpusDocument]) -> tuple[tuple[CorpusDocument, ...], tuple[CorpusDocument, ...]]:
     """(train, held-out): holds out the documents with the smallest hashes, independent of order and names.
 
     With fewer than FEW_DOCUMENTS texts the tail of each is held out. A conversation has no tail: then one is held out.
@@ -183,13 +183,13 @@ def split_heldout(documents: list[Document]) -> tuple[tuple[Document, ...], tupl
     )
 
 
-def split_tail(document: Document) -> tuple[Document, Document]:
+def split_tail(document: CorpusDocument) -> tuple[CorpusDocument, CorpusDocument]:
     """Head and tail of one document, split at a line end where there is one."""
     at = int(len(document.text) * (1 - 2 * HELDOUT_FRACTION))
     at = document.text.rfind("\n", 0, at) + 1 or at
     return (
-        Document(f"{document.name} (head)", document.text[:at]),
-        Document(f"{document.name} (tail)", document.text[at:]),
+        CorpusDocument(f"{document.name} (head)", document.text[:at]),
+        CorpusDocument(f"{document.name} (tail)", document.text[at:]),
     )
 
 
@@ -203,6 +203,6 @@ def fingerprint(corpus: Corpus) -> str:
     return result.hexdigest()
 
 
-def concatenated_bytes(documents: tuple[Document, ...]) -> bytes:
+def concatenated_bytes(documents: tuple[CorpusDocument, ...]) -> bytes:
     """The UTF-8 bytes of all documents, concatenated."""
     return b"".join(document.text.encode("utf-8") for document in documents)

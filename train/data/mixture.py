@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import Batch, Rows, document_indices, make_batch
+from train.batch import Batch
+
+from .rows import Rows, document_indices, make_batch
 from .sampling import rank_slice, sample_rows
 
 

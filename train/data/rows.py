@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE, pack
-
-Batch = dict[str, Tensor]
+from train.batch import Batch as Batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,7 @@ class DataSources:
         return sum(text.duplicates for _, text in self._texts())
 
     @property
-    def train(self) -> tuple[corpus.Document, ...]:
+    def train(self) -> tuple[corpus.CorpusDocument, ...]:
         """All train documents, from which a new tokenizer is trained; without sources of token ids."""
         return tuple(document for _, text in self._texts() for document in text.train)
 

@@ -15,16 +15,17 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from fnmodels.errors import UserError
+from train.batch import Batch
 from train.command_line import check_installed
 
 from . import token_shards
 from .cache import cached
 from .chat import Template, no_targets_message, read_template, render_examples
-from .corpus import Corpus, Document, concatenated_bytes, fingerprint
+from .corpus import Corpus, CorpusDocument, concatenated_bytes, fingerprint
 from .encoder import RenderedChat
 from .encoder_pool import PoolOptions, encode, encode_chats
 from .mixture import Mixture
-from .rows import Batch, Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
+from .rows import Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
 from .sources import DataSources, Source, combine
 
 
@@ -226,7 +227,11 @@ def tokenize_chats(
 
 
 def encode_conversations(
-    documents: tuple[Document, ...], tokenizer: Tokenizer, template: Template, length: int, **pool: Unpack[PoolOptions]
+    documents: tuple[CorpusDocument, ...],
+    tokenizer: Tokenizer,
+    template: Template,
+    length: int,
+    **pool: Unpack[PoolOptions],
 ) -> tuple[Tokens, list[str]]:
     """Conversations truncated to `length` tokens, and "name (reason)" of each one left without a target."""
     skipped: list[str] = []

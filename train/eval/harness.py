@@ -27,7 +27,7 @@ from train.generation.stop import text_of
 
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
-from .text_ids import Pair, TextIds
+from .text_ids import ContextPair, TextIds
 
 # the names that tasks use for the maximal length of an answer; the first one that is set counts
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -74,12 +74,12 @@ class Checkpoint(LM):
         pairs = [self._ids.pair(*request.args) for request in requests]
         return self._score(pairs)
 
-    def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
+    def _score(self, pairs: list[ContextPair]) -> list[tuple[float, bool]]:
         return score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens, kernel=self.kernel)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of full texts, each token predicted once, in windows of the model's length."""
-        pairs, owners = list[Pair](), list[int]()
+        pairs, owners = list[ContextPair](), list[int]()
         for index, request in enumerate(requests):
             (text,) = request.args
             windows = self._ids.windows(text, self.config.max_position_embeddings)

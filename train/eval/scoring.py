@@ -22,8 +22,8 @@ from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores
 from train.losses.token_chunks import chunk_of, per_token
 
-Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
-Row = tuple[list[int], int]  # the ids of a pair that fit, the number of continuation tokens
+ContextPair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
+ScoredRow = tuple[list[int], int]  # the ids of a pair that fit, the number of continuation tokens
 
 ROW_TOKENS = 4096  # tokens of a batch, padding included
 PLACED = 1024  # sequences that are placed in packed rows at once: the time of that grows with their square
@@ -34,7 +34,7 @@ SHARED_NEW = 32  # tokens of the longest continuation for which pairs share the 
 def score_continuations(
     params: Tree,
     config: DecoderConfig,
-    pairs: Sequence[Pair],
+    pairs: Sequence[ContextPair],
     *,
     batch_tokens: int = ROW_TOKENS,
     kernel: Kernel = "auto",
@@ -62,7 +62,7 @@ def score_continuations(
     return found
 
 
-def _by_context(rows: list[Row]) -> tuple[list[int], list[int]]:
+def _by_context(rows: list[ScoredRow]) -> tuple[list[int], list[int]]:
     """Indices of rows to score alone, and of those whose context others share, which stand side by side.
 
     Rows without a continuation are in neither. The longest are first: running out of memory happens at the start.
@@ -78,7 +78,7 @@ def _by_context(rows: list[Row]) -> tuple[list[int], list[int]]:
     return alone, [i for c, own in longest if c in worth for i in own]
 
 
-def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
+def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> ScoredRow:
     """(the ids that fit, the number of continuation tokens)."""
     if not context:
         raise ValueError("A context is empty: it needs at least one token, such as the one that begins a text.")
@@ -87,7 +87,7 @@ def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> R
     return [*context, *continuation][-(longest + 1) :], len(continuation)
 
 
-def _batches(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
+def _batches(rows: list[ScoredRow], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
     """The indices `order` of rows in batches of at most `batch_tokens`, padding included, or of one row."""
     while order:
         size, longest = 1, len(rows[order[0]][0])
@@ -98,14 +98,14 @@ def _batches(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[l
         order = order[size:]
 
 
-def _tables_depend_on_length(config: DecoderConfig, rows: list[Row]) -> bool:
+def _tables_depend_on_length(config: DecoderConfig, rows: list[ScoredRow]) -> bool:
     """Whether rotary tables of these lengths differ, so that a packed row would need several."""
     tokens, longest = torch.zeros(1, 2, dtype=torch.int64), max((len(row) for row, _ in rows), default=1)
     short, long = (fnmodels.tree.leaves(fnmodels.prepare(config, tokens, length=n)[2]) for n in (1, longest))
     return not all(map(torch.equal, short, long))
 
 
-def _budgeted(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
+def _budgeted(rows: list[ScoredRow], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
     """The indices `order` of rows, those of a packed row together: at most `batch_tokens` tokens, or one sequence."""
     for start in range(0, len(order), PLACED):
         some = order[start : start + PLACED]
@@ -115,7 +115,7 @@ def _budgeted(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[
 
 
 def _score_packed(
-    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+    params: Tree, config: DecoderConfig, rows: list[ScoredRow], options: ForwardOptions
 ) -> tuple[Tensor, Tensor]:
     """All in one packed row."""
     ids = [torch.tensor(tokens) for tokens, _ in rows]
@@ -127,7 +127,7 @@ def _score_packed(
 
 
 def _score_batch(
-    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+    params: Tree, config: DecoderConfig, rows: list[ScoredRow], options: ForwardOptions
 ) -> tuple[Tensor, Tensor]:
     """Each in a row of its own."""
     width = max(len(tokens) for tokens, _ in rows) - 1
@@ -177,7 +177,7 @@ def _scored(
 
 
 def _score_shared(
-    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+    params: Tree, config: DecoderConfig, rows: list[ScoredRow], options: ForwardOptions
 ) -> tuple[Tensor, Tensor]:
     """`_score_batch` with a cache: each distinct context is computed once, then all continuations in one step."""
     _, device = activations(params)

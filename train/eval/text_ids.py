@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from fnmodels.errors import UserError
 from train.data.encoder import added_in_front
 
-Pair = tuple[list[int], list[int]]  # context, at least one id; continuation
+ContextPair = tuple[list[int], list[int]]  # context, at least one id; continuation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TextIds:
         begun = ids[: len(front)] == front or (bool(ids) and ids[0] == self.begin)
         return ids if begun else front + ids
 
-    def pair(self, context: str, continuation: str) -> Pair:
+    def pair(self, context: str, continuation: str) -> ContextPair:
         """(context ids, continuation ids) of the joined text; spaces between belong to the continuation."""
         if not context:
             return self.start, self._behind_start(continuation)
@@ -57,7 +57,7 @@ class TextIds:
         # a context of spaces only has no ids, and the first token still needs a context
         return (before, ids[len(before) :]) if before else (self.start, ids)
 
-    def windows(self, text: str, longest: int) -> list[Pair]:
+    def windows(self, text: str, longest: int) -> list[ContextPair]:
         """(context, targets) such that each token of a text is a target once, behind as many others as a model reads.
 
         The start is in front of the first window alone. longest: the tokens that a model reads at once.

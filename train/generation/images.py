@@ -16,7 +16,7 @@ from fnmodels.options import Edit, ForwardKwargs
 from fnmodels.preparation import positions_of_images
 from fnmodels.tree import Tree
 
-Row = tuple[int, ...]
+PromptKey = tuple[int, ...]
 
 
 def text_model(params: Tree, config: Any) -> tuple[Tree, Any]:
@@ -67,7 +67,7 @@ class Reader:
     config: Any
     features: ImageFeatures | None
 
-    def axes(self, row: Row) -> Tensor | None:
+    def axes(self, row: PromptKey) -> Tensor | None:
         """Positions [S, 4] of a row of ids; None for those that follow from the order."""
         if self.features is None:
             return None
@@ -79,7 +79,7 @@ class Reader:
         found = positions_of_images(self.config, torch.ones_like(ids)[None], places, grids)
         return None if found is None else found[0]
 
-    def end(self, row: Row, begin: int, most: int) -> int:
+    def end(self, row: PromptKey, begin: int, most: int) -> int:
         """Where a chunk of a row from `begin` ends: after `most` tokens, or where no image that is computed in one call
         is divided, which may be later."""
         end = min(begin + most, len(row))
@@ -92,7 +92,7 @@ class Reader:
             end += 1
         return end if back == begin else back
 
-    def undivided(self, rows: Sequence[Row], shared: int) -> int:
+    def undivided(self, rows: Sequence[PromptKey], shared: int) -> int:
         """How many of the first `shared` ids of all rows are computed apart from the rest: of a row that ends with an
         image not the last, and no part of images that are computed in one call."""
         shared -= any(row[-1] < 0 for row in rows if 0 < len(row) == shared)
@@ -103,7 +103,7 @@ class Reader:
 
     def decoded(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[PromptKey],
         axes: Sequence[Tensor | None],
         cache: Cache,
         length: Tensor,
@@ -133,7 +133,7 @@ class Reader:
 
 def reader_of(
     params: Tree, config: Any, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[Tensor]], kernel: Any
-) -> tuple[Reader, list[Row]]:
+) -> tuple[Reader, list[PromptKey]]:
     """(the reader, rows of ids) of prompts and the images of each; an image that several have is computed once."""
     unique = {id(image): image for image in chain.from_iterable(images)}
     if not unique:
@@ -148,7 +148,7 @@ def reader_of(
     return Reader(params, config, features), rows
 
 
-def _divides(row: Row, at: int) -> bool:
+def _divides(row: PromptKey, at: int) -> bool:
     """Whether a border before row[at] is within an image, or between images without text between them."""
     return 0 < at < len(row) and row[at - 1] < 0 and row[at] < 0
 

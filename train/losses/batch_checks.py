@@ -21,11 +21,11 @@ from fnmodels.models.common.family import field_of, is_routed, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.moe.layer import check_range
 from params.axes import EMBED, POSITION
+from train.batch import Batch
 from train.loss import ModelLoss
 
 from .cross_entropy import check_targets
 
-Batch = Mapping[str, Tensor]
 # check(batch, config, options): ValueError for a batch that the loss cannot use. options: the keywords bound to it.
 BatchCheck = Callable[[Batch, Any, Mapping[str, Any]], None]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -20,7 +20,7 @@ from .batch_checks import check_batch, checked_by
 from .cross_entropy import counted, wide_of
 from .lm_head import head_logits, head_name
 from .next_token import model_states
-from .policy import Sums, same_shape
+from .policy import MetricSums, same_shape
 from .softmax_stats import check_temperature
 from .token_chunks import chunk_of, per_token
 from .vocab_parallel import HEAD_BIAS, Part, opened
@@ -50,7 +50,7 @@ def distill(
     balance: Balance | None = None,
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor, MetricSums]:
     """(sum of the divergences over the labels that count, in nats; count; {agree}), a loss for `make_step`.
 
     teacher: parameters of a model with the same vocabulary, unsharded on every rank of a mesh; the last pipeline stage

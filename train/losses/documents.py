@@ -22,14 +22,12 @@ from fnmodels.models.common.heads import problem_of
 from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
-from train.batch import check_entries
+from train.batch import Batch, check_entries
 from train.loss import run_options
 
 from .batch_checks import PAIRS, check_batch, check_classes, check_pairs, checked_by
 from .cross_entropy import check_targets, cross_entropy
 from .next_token import ModelStates, model_states
-
-Batch = Mapping[str, Tensor]
 
 
 def document_batch(

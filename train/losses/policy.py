@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.ops.dtypes import upcast
 
-Sums = dict[str, Tensor]
+MetricSums = dict[str, Tensor]
 
 # Upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; unbounded, exp would give inf and the gradient of
 # a clipped token 0 x inf = NaN, which would invalidate the whole step.
@@ -25,7 +25,7 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor, MetricSums]:
     """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta x (margin over the reference)).
 
     chosen, rejected and their references, each [N]: summed log-probabilities of the answers (see `document_sums`); the
@@ -59,7 +59,7 @@ def policy_loss(
     kl: float = 0.0,
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor, MetricSums]:
     """PPO's clipped surrogate (arXiv 1707.06347) per token, as in GRPO (arXiv 2402.03300), to be minimized.
 
     logp, old_logp, advantages, valid (bool), weights, reference_logp, entropy: [B, S]; log-probabilities and entropies

@@ -21,7 +21,7 @@ from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .next_token import model_states
-from .policy import Sums, same_shape
+from .policy import MetricSums, same_shape
 from .vocab_parallel import Vocab
 
 
@@ -53,7 +53,7 @@ def token_values(
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, valid: Tensor, *, clip: float | None = 0.2
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor, MetricSums]:
     """PPO's clipped value loss per token: half the larger squared error, of the value or of the clipped one.
 
     values, old_values (of the model that estimated the advantages), returns, valid (bool): [B, S]. clip: values count
@@ -70,7 +70,7 @@ def value_loss(
     return 0.5 * torch.maximum(plain, limited).sum(), valid.sum(), {n: m.detach().sum() for n, m in metrics.items()}
 
 
-def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Sums]:
+def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0) -> tuple[Tensor, Tensor, MetricSums]:
     """The loss of a reward model on pairs (Bradley-Terry): -log sigmoid(chosen - rejected - margin).
 
     chosen, rejected: the scores [N] of both answers. margin: how much better the chosen one is said to be, a number or

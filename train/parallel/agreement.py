@@ -1,8 +1,8 @@
 """Collective checks before a step: every rank was given the same batch, or batches that fit together.
 
 A global batch is valid or invalid on all ranks alike, and one reduction of a checksum shows that it is the same on all.
-With `Strategy(rows="own")` a rank cannot see the rows of the others, so each rank sends a `Report` of its own batch and
-of any error. All ranks then continue, or all raise.
+With `Strategy(rows="own")` a rank cannot see the rows of the others, so each rank sends a `RankReport` of its own batch
+and of any error. All ranks then continue, or all raise.
 """
 
 import zlib
@@ -116,7 +116,7 @@ def _number(value: Any) -> Any:
 
 
 @dataclass(frozen=True, order=True)
-class Report:
+class RankReport:
     """A rank's row shard, entries with kinds, number of microbatches and checksum, or the error."""
 
     rank: int
@@ -144,9 +144,9 @@ def agreed(
         whole = given()
         parts = cut(whole)
         names = tuple(sorted({_kind(name, x) for part in whole for name, x in tree.flatten(part).items()}))
-        mine = Report(dist.get_rank(), row, names, len(whole), _sum(_checksums(dict(enumerate(whole)))))
+        mine = RankReport(dist.get_rank(), row, names, len(whole), _sum(_checksums(dict(enumerate(whole)))))
     except Exception as error:  # any error: raising here alone would leave the other ranks waiting
-        mine = Report(dist.get_rank(), row, wrong=_words(error))
+        mine = RankReport(dist.get_rank(), row, wrong=_words(error))
     _check(sorted(everyone(mine, groups)), str(mesh_of(devices)))
     return parts
 
@@ -173,7 +173,7 @@ def everyone(mine: T, groups: Sequence[Any]) -> list[T]:
     return gathered
 
 
-def _check(reports: Sequence[Report], mesh: str) -> None:
+def _check(reports: Sequence[RankReport], mesh: str) -> None:
     first = reports[0]
     for one in reports:
         if one.wrong:

@@ -1,4 +1,4 @@
-"""`PipelineRank`: what one rank of a pipeline runs and holds, for a `Model` sharded over a mesh."""
+"""`PipelineRank`: what one rank of a pipeline runs and holds, for a `SimulatedModel` sharded over a mesh."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from .local_leaves import LocalLeaf
 
 
 @dataclass(frozen=True)
-class Model:
+class SimulatedModel:
     """shape: rows and positions of a microbatch on a rank. layers, ends: the bytes that they save and communicate."""
 
     config: DecoderConfig
@@ -58,7 +58,7 @@ class PipelineRank:
     actions: in order. layers: their leaves, by layer; outside: each stage's leaves outside of layers.
     """
 
-    model: Model
+    model: SimulatedModel
     index: int
     actions: Sequence[Action]
     layers: Mapping[int, Sequence[LocalLeaf]]
@@ -93,7 +93,7 @@ class PipelineRank:
         return stage == len(self.model.pipe.layers) - 1
 
 
-def pipeline_rank(model: Model, index: int, actions: Sequence[Action]) -> PipelineRank:
+def pipeline_rank(model: SimulatedModel, index: int, actions: Sequence[Action]) -> PipelineRank:
     """The pipeline rank with this index and these actions."""
     layers: dict[int, list[LocalLeaf]] = {}
     outside: dict[int, list[LocalLeaf]] = {}

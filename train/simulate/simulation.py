@@ -16,7 +16,7 @@ from train.remat import layer_fn
 from .activations import ends_kept, layer_kept, microbatch
 from .facts import RankFacts, Work
 from .memory import held
-from .rank import Model, PipelineRank, pipeline_rank
+from .rank import PipelineRank, SimulatedModel, pipeline_rank
 from .traffic import messages
 
 
@@ -42,7 +42,7 @@ def pipeline_ranks(config: DecoderConfig, mesh: Mesh, work: Work) -> list[Pipeli
         sharded_dims(tree.flatten(spec), tree.flatten(plan))  # for its checks
     part, kinds = microbatch(config, mesh, work), family.kinds(config)
     layers = tuple(layer_kept(part, kinds.index(kind)) for kind in kinds)
-    model = Model(config, spec, plan, mesh, work, pipe, part.shape, layers, ends_kept(part))
+    model = SimulatedModel(config, spec, plan, mesh, work, pipe, part.shape, layers, ends_kept(part))
     return [pipeline_rank(model, rank, order(pipe, rank, work.microbatches)) for rank in range(mesh.pp)]
 
 

@@ -29,7 +29,7 @@ WIDTH = 16  # a product has a multiple of so many columns
 
 GAPS = 16  # places per token of a document, at most
 
-Pair = tuple[int, int]
+Bounds = tuple[int, int]
 
 
 @tree.pytree
@@ -46,8 +46,8 @@ class Tiles:
     keys: Tensor | None
     places: Tensor | None
     masks: tuple[Tensor, ...]
-    seen: tuple[Pair, ...] = tree.static()  # for each tile of queries: its first tile of keys, and the end
-    hidden: tuple[tuple[Pair, ...], ...] = tree.static()  # for each: pairs (tile of keys, index in masks)
+    seen: tuple[Bounds, ...] = tree.static()  # for each tile of queries: its first tile of keys, and the end
+    hidden: tuple[tuple[Bounds, ...], ...] = tree.static()  # for each: pairs (tile of keys, index in masks)
     shape: tuple[int, int, int] = tree.static()  # B, queries, keys of the batch
     aligned: bool = tree.static()  # queries are placed by position, as keys are
 
@@ -175,7 +175,7 @@ def _taken(chosen: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 def _tiles_of(
     mask: Mask, taken: Tensor | None
-) -> tuple[tuple[Tensor, ...], tuple[Pair, ...], tuple[tuple[Pair, ...], ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Bounds, ...], tuple[tuple[Bounds, ...], ...]]:
     """(masks, seen, hidden) as in `Tiles`, of the sorted batch. taken: bool [R, queries, keys] as the mask."""
     masks: list[Tensor] = []
     seen, hidden = [], []

@@ -11,18 +11,18 @@ import functools
 import torch
 from torch import Tensor
 
-from fnmodels.ops.cpu.recurrent.chunks import Step
+from fnmodels.ops.cpu.recurrent.chunks import ChunkStep
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, invariant_rows, pairwise_sum
 
 
-def by_token(step: Step) -> Step:
+def by_token(step: ChunkStep) -> ChunkStep:
     """`step`, which takes one token, as a step of a chunk."""
     return functools.partial(_chunk, step)
 
 
 def _chunk(
-    step: Step, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]
+    step: ChunkStep, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     ys = []
     with invariant_rows(True):  # the backward pass, which computes the chunk again, is outside of the block's scope

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fnmodels.inputs.order import runs
 from fnmodels.ops.cpu.recurrent import delta_per_head
-from fnmodels.ops.cpu.recurrent.chunks import Step
+from fnmodels.ops.cpu.recurrent.chunks import ChunkStep
 from fnmodels.ops.cpu.recurrent.scan import Output, scan
 from fnmodels.ops.decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
 from fnmodels.ops.dtypes import upcast
@@ -87,7 +87,7 @@ def delta_rule(
     return scan(step, state, along, chunk=chunk, kernel=kernel, y=y, by_hand=by_hand)
 
 
-def _by_chunk(longest: int, normalize: bool, scale: float) -> Step:
+def _by_chunk(longest: int, normalize: bool, scale: float) -> ChunkStep:
     return functools.partial(_chunk, longest=longest, normalize=normalize, scale=scale)
 
 

@@ -127,7 +127,7 @@ def test_gelu_with_its_product(
     if form == "transposed":
         weight = weight.t().contiguous().t()
         monkeypatch.setattr(product_table, "ONEDNN", frozenset({(False, False), (True, True)}))
-    given: Any = weight_forms.Packed(onednn_layout(weight)) if "packed" in form else weight
+    given: Any = weight_forms.PackedWeight(onednn_layout(weight)) if "packed" in form else weight
     with torch.no_grad():
         got = linear_gelu(x, given, added, approximate=approximate)
     if "packed" in form:
@@ -145,7 +145,7 @@ def test_a_bias_may_have_any_strides(form: str) -> None:
     """oneDNN reads past the memory of a bias with other strides."""
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     x, weight = X.to(dtype), (W / IN**0.5).to(dtype)
-    given: Any = weight_forms.Packed(onednn_layout(weight)) if form == "packed" else weight
+    given: Any = weight_forms.PackedWeight(onednn_layout(weight)) if form == "packed" else weight
     for bias in (torch.randn(1).expand(OUT), torch.randn(2 * OUT)[::2], torch.randn(OUT, 4)[:, 1]):
         want, added = F.linear(x, weight).double() + bias.to(dtype).double(), bias.to(dtype)
         with torch.no_grad():

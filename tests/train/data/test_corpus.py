@@ -7,7 +7,7 @@ import pytest
 
 from fnmodels.errors import UserError
 from train.data import corpus
-from train.data.corpus import Document
+from train.data.corpus import CorpusDocument
 
 
 def texts(documents):
@@ -24,9 +24,9 @@ def test_the_standard_library_is_there_without_a_download():
 
 
 def test_the_split_depends_on_contents_alone():
-    documents = [Document(f"{i}.txt", f"text number {i}\n" * 3) for i in range(120)]
+    documents = [CorpusDocument(f"{i}.txt", f"text number {i}\n" * 3) for i in range(120)]
     train, heldout = corpus.split_heldout(documents)
-    renamed = [Document(f"other/{d.name}", d.text) for d in reversed(documents)]
+    renamed = [CorpusDocument(f"other/{d.name}", d.text) for d in reversed(documents)]
     again_train, again_heldout = corpus.split_heldout(renamed)
     assert len(heldout) == 6
     assert not set(texts(train)) & set(texts(heldout))
@@ -36,7 +36,7 @@ def test_the_split_depends_on_contents_alone():
 
 def test_of_few_documents_the_tails_are_held_out_and_nothing_is_lost():
     text = "".join(f"line {i}\n" for i in range(100))
-    (head,), (tail,) = corpus.split_heldout([Document("one", text)])
+    (head,), (tail,) = corpus.split_heldout([CorpusDocument("one", text)])
     assert head.text + tail.text == text
     assert head.text.endswith("\n")
     assert 0.05 < len(tail.text) / len(text) < 0.15

@@ -12,7 +12,7 @@ import pytest
 
 import train
 from train.data import cache, encoder, encoder_pool, tokenized, tokenizer
-from train.data.corpus import Corpus, Document
+from train.data.corpus import Corpus, CorpusDocument
 from train.data.encoder import encode as here
 from train.data.encoder import encode_chats
 from train.job import progress
@@ -40,7 +40,7 @@ def test_any_number_of_processes_gives_the_same_tokens(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_cache_has_the_same_bytes(count: int) -> None:
-    documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
+    documents = tuple(CorpusDocument(str(i), text) for i, text in enumerate(TEXTS))
     made, files = tokenizer.train_tokenizer(TEXTS, 300), []
     for number in (1, count):
         tokenized.tokenize_texts(Corpus(documents[:50], documents[50:]), made, 0, workers=number)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from train.data import cache, of_dataset, tokenized, tokenizer
-from train.data.corpus import Corpus, Document
+from train.data.corpus import Corpus, CorpusDocument
 from train.data.encoder import encode, encode_chats
 from train.data.sources import DataSources, Source
 from train.eval.pretrained import load_tokenizer
@@ -24,7 +24,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def small_texts():
-    documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
+    documents = tuple(CorpusDocument(str(i), text) for i, text in enumerate(TEXTS))
     return DataSources((Source("small", Fraction(1), Corpus(documents, documents[1:])),))
 
 

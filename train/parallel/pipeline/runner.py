@@ -106,10 +106,10 @@ class _Received(torch.autograd.Function):
 
 
 Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count, aux)
-Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
+StagesRun = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
 
 
-def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
+def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> StagesRun:
     """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the parameters' .grad.
 
     ValueError for a process group of another size than the pipeline.

@@ -42,7 +42,7 @@ from train.losses.vocab_parallel import Vocab
 from . import taps
 from .cache import CacheShards, cache_shards
 from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
-from .leaf_wrappers import NODES, Entry, width_sharded_experts
+from .leaf_wrappers import NODES, RegionEntry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
 _WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "kv")
@@ -158,7 +158,7 @@ class TensorParallel:
         for dtype in {leaf.dtype: None for leaf in shared.values()}:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
-        entry = Entry(self.region)
+        entry = RegionEntry(self.region)
         used = iter([uses[path].own(leaf) for path, leaf in flat.items()])
 
         def standing(path: str, leaf: Any) -> Any:  # a tensor, or a weight with its adapter

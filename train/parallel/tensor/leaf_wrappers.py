@@ -22,7 +22,7 @@ from train.comm.region import Region
 
 
 @dataclass
-class Entry:
+class RegionEntry:
     """Entry to the region in one call of a block: projections that read the same x share one collective."""
 
     region: Region
@@ -40,7 +40,7 @@ class _Map:
 
     product: Callable[..., Tensor]
     weight: Any
-    entry: Entry
+    entry: RegionEntry
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,7 @@ class _Norm:
     """A shard of the weight of an RMS norm over all heads, which are sharded over the ranks."""
 
     weight: Any
-    entry: Entry
+    entry: RegionEntry
 
     def to(self, dtype: torch.dtype) -> _Norm:
         return _Norm(self.weight.to(dtype), self.entry)
@@ -89,7 +89,7 @@ class _Norm:
         return x * torch.rsqrt(mean + eps) * own.weight
 
 
-NODES: dict[str, Callable[[Any, Entry], Any]] = {
+NODES: dict[str, Callable[[Any, RegionEntry], Any]] = {
     "read": functools.partial(_Map, _read),
     "write": functools.partial(_Map, _write),
     "norm": _Norm,

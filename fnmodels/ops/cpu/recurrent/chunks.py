@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.ops.cpu.blocks import Space
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
-Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+ChunkStep = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 _ELEMENTS = 1 << 24  # of the tensors of pairs of tokens that a step on CUDA makes
 
@@ -31,8 +31,8 @@ class Given(NamedTuple):
     space: Space
 
 
-# `Step` by hand, without autograd: (state, given, the states after each of n chunks [n, ...], y) -> None. It writes the
-# last two. With n = 1 the state after may be the one before.
+# `ChunkStep` by hand, without autograd: (state, given, the states after each of n chunks [n, ...], y) -> None. It
+# writes the last two. With n = 1 the state after may be the one before.
 InPlace = Callable[[Tensor, Given, Tensor, Tensor], None]
 # (states before each of n chunks, given, gradient of y, gradient of the last state, gradients of the slices and
 # constants, None where not needed) -> None. It writes those of slices, adds to those of constants, and writes the

@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.torch_internals import alone, in_graph
 
-from .chunks import ByHand, Given, Step, scan_backward, scan_forward
+from .chunks import ByHand, ChunkStep, Given, scan_backward, scan_forward
 
 
 class Output(NamedTuple):
@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
 
 def scan(
-    step: Step,
+    step: ChunkStep,
     state: Tensor,
     along: tuple[Tensor, ...],
     constants: tuple[Tensor, ...] = (),
@@ -64,7 +64,7 @@ def scan(
 
 
 def _written_out(
-    step: Step, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]
+    step: ChunkStep, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     ys = []
     for parts in zip(*(t.split(chunk, dim=1) for t in along), strict=True):
@@ -76,7 +76,14 @@ def _written_out(
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, by: ByHand, chunk: int, count: int, of: int, dtype: torch.dtype, state: Tensor, *tensors: Tensor
+        step: ChunkStep,
+        by: ByHand,
+        chunk: int,
+        count: int,
+        of: int,
+        dtype: torch.dtype,
+        state: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         y = tensors[of].new_empty(tensors[of].shape, dtype=dtype)
         return y, *scan_forward(by, chunk, y, state, tensors[:count], tensors[count:], keep=True)
@@ -109,7 +116,7 @@ class _Scan(torch.autograd.Function):
         refuse("auto")
 
 
-def _by_autograd(step: Step, needed: tuple[bool, ...]) -> ByHand:
+def _by_autograd(step: ChunkStep, needed: tuple[bool, ...]) -> ByHand:
     """`step` and autograd's gradient. needed: of the state, the tensors along the sequence and the constants."""
     wanted = [i for i, need in enumerate(needed) if need or not i]
 
