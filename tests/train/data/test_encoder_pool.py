@@ -99,9 +99,9 @@ def test_a_process_that_dies_is_reported_and_the_others_end(monkeypatch: pytest.
 PROGRAM = """
 import sys
 from train.data import encoder_pool, tokenized, tokenizer
-from train.data.corpus import Corpus, Document
+from train.data.corpus import Corpus, CorpusDocument
 encoder_pool.GROUP_CHARACTERS = 2000
-texts = tuple(Document(str(i), f"def f{i}(x):\\n    return {i}\\n" * 90) for i in range(3000))
+texts = tuple(CorpusDocument(str(i), f"def f{i}(x):\\n    return {i}\\n" * 90) for i in range(3000))
 def show(done, total):
     print(done, flush=True)
 made = tokenizer.train_tokenizer(["def f(x): return 0123456789\\n"] * 9, 300)
