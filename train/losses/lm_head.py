@@ -33,10 +33,10 @@ from .cross_entropy import (
     wide_of,
 )
 from .token_chunks import chunk_of
-from .vocab_parallel import opened
+from .vocab_parallel import Part, opened
 
 Head = Callable[[list[Tensor], Tensor], Tensor]
-SMALL = 2**21  # logits of a single chunk for which a Function inside of torch.func takes longer than its work
+SMALL = 2**21  # logits of a single chunk for which a Function takes longer than what it saves
 
 
 def head_name(config: DecoderConfig) -> str:
@@ -66,7 +66,7 @@ def head_loss(
     """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
     chunk: tokens whose logits exist at a time, by default at least 512 and 32 MiB of logits, on CUDA 2^27 logits; None:
-    all [B, S, V], in plain operations, as in torch.func a single chunk of at most `SMALL` logits. With chunks all
+    all [B, S, V], in plain operations, as a single chunk of at most `SMALL` logits is. With chunks all
     torch.func transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much
     as chunk=None. Inside torch.compile several chunks are checkpointed instead. Where the head is a `Vocab` (tensor
     parallelism) each rank computes the logits of its vocabulary shard.
@@ -81,18 +81,17 @@ def head_loss(
     family = fnmodels.family_of(config)
     # The head does not read the layers and the MTP heads; leaving them out saves their gradient buffers.
     rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
-    flat = tree.flatten(rest)
-    leaves = list(flat.values())
+    size = labels.numel()
+    if chunk is not None and weights is not None:
+        weights = weights.detach()  # weights are constants in chunks
+    if chunk is None or is_plain(size, chunk, config, part):
+        return cross_entropy_sum(family.unembed(rest, x, config=config), labels, weights, terms), count
+    leaves = tree.leaves(rest)
 
     def head(leaves: list[Tensor], x: Tensor) -> Tensor:
         values = iter(leaves)
         return family.unembed(tree.map(lambda _: next(values), rest), x, config=config)
 
-    if chunk is None:
-        return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
-    weights, size = None if weights is None else weights.detach(), labels.numel()  # weights are constants in chunks
-    if size <= chunk and size * config.vocab_size <= SMALL and transformed():
-        return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
     # Without weights each valid label has 1.
     factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.to(wide_of(x))
     tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
@@ -113,6 +112,11 @@ def head_loss(
     for rows in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
         loss = loss + (checkpoint(one, *rows, use_reentrant=False) if again else one(*rows))
     return loss, count
+
+
+def is_plain(tokens: int, chunk: int, config: DecoderConfig, part: Part | None) -> bool:
+    """Whether `head_loss` takes plain operations. part: the shard of the vocabulary, over tensor parallelism."""
+    return tokens <= chunk and tokens * config.vocab_size <= SMALL and (part is None or transformed())
 
 
 @dataclass(frozen=True, eq=False)

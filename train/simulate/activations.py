@@ -21,8 +21,9 @@ from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.axes import KV_HEADS
 from params.sharding import Sharding
-from train.losses.lm_head import head_loss, head_name
-from train.losses.token_chunks import CHUNK
+from train.losses.cross_entropy import Terms, cross_entropy_sum
+from train.losses.lm_head import head_logits, head_loss, head_name, is_plain
+from train.losses.token_chunks import CHUNK, automatic_chunk
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.tree_split import ends
 from train.parallel.placement import rules_of
@@ -51,11 +52,13 @@ class Layer:
 class Ends:
     """Bytes that autograd saves of a microbatch for embedding and head, and the parameters that these save.
 
-    head_operations: with those of its gradients, which are computed at once.
+    cross_entropy: those of the head that gradients of weights do not need. head_operations: with those of its
+    gradients, as where they are computed at once.
     """
 
     embedding: int
     head: int
+    cross_entropy: int
     leaves: frozenset[str]
     head_operations: Operations
 
@@ -243,12 +246,19 @@ def ends_kept(part: Microbatch) -> Ends:
             if isinstance(values, Tensor) and (name != "embed_tokens" or name == head_name(config))
         }
     flat = tree.flatten(last)
-    head, kept = _kept(lambda: head_loss(last, x, tokens, config=config)[0], [*flat.values(), tokens])
+    # A head over tp computes its gradients at once, as one of several chunks does.
+    chunk = tokens.numel() - 1 if mesh.tp > 1 else automatic_chunk(config.vocab_size, x.device, x.dtype)
+    run = functools.partial(head_loss, last, x, tokens, config=config, chunk=chunk)
+    head, kept = _kept(lambda: run()[0], [*flat.values(), tokens])
+    cross_entropy = 0
+    if is_plain(tokens.numel(), chunk, config, None):
+        logits = head_logits(last, x, config)
+        cross_entropy = saved_bytes(lambda: cross_entropy_sum(logits, tokens, None, Terms()), [logits, tokens])
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
     counter, some = Counter(), min(shape[1], CHUNK)  # counted for one chunk, as they are slow to count
     with counter.counting():
         head_loss(last, x[:1, :some], tokens[:1, :some], config=config)
-    return Ends(embedding, head, leaves, counter.total.times(tokens.numel() / some))
+    return Ends(embedding, head, cross_entropy, leaves, counter.total.times(tokens.numel() / some))
 
 
 def _stream(part: Microbatch) -> Tensor:

@@ -37,7 +37,7 @@ def _activations(rank: PipelineRank) -> int:
     What a stage is given lies in a buffer.
     """
     model = rank.model
-    kept, backward = dict[int, int](), dict[tuple[str, int], int]()
+    kept, backward, early = dict[int, int](), dict[tuple[str, int], int](), dict[int, int]()
     for stage in rank.stages:
         lo, _ = model.pipe.layers[stage]
         again, held = model.recomputes(stage), dict[int, int]()
@@ -47,8 +47,9 @@ def _activations(rank: PipelineRank) -> int:
         head = model.ends.head if rank.is_last(stage) else 0
         sent = 0 if rank.is_last(stage) else model.hidden_bytes
         kept[stage] = (model.ends.embedding if stage == 0 else 0) + sum(held.values()) + head + sent
+        early[stage] = model.ends.cross_entropy if rank.is_last(stage) else 0
         backward |= _recomputed(stage, {i: model.layers[i].saved for i in again if again[i]}, held, head)
-    return peak(rank.actions, kept, backward=backward)
+    return peak(rank.actions, kept, backward=backward, for_inputs=early)
 
 
 def _gathered(rank: PipelineRank) -> int:

@@ -111,15 +111,17 @@ def peak(
     size: Mapping[int, int],
     forward: Mapping[int, int] | None = None,
     backward: Mapping[tuple[str, int], int] | None = None,
+    for_inputs: Mapping[int, int] | None = None,
 ) -> int:
     """The peak of held memory, if each stage's forward adds `size` and the end of its backward frees it.
 
     forward: per stage, the peak during its forward. backward: per (kind, stage), the peak added during its backward
-    pass or a half of it.
+    pass or a half of it. for_inputs: per stage, what the half for inputs frees already.
     """
     now = most = 0
     for kind, stage, _ in actions:
         during = (forward or size)[stage] if kind == "F" else (backward or {}).get((kind, stage), 0)
         most = max(most, now + during)
-        now += size[stage] * {"F": 1, "I": 0}.get(kind, -1)
+        early = (for_inputs or {}).get(stage, 0)
+        now += {"F": size[stage], "I": -early, "W": early - size[stage]}.get(kind, -size[stage])
     return most
