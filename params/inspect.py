@@ -18,7 +18,6 @@ from pathlib import Path
 
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError, printable
-from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import model_type_of
 from params.checkpoint.config import read_config
 from params.checkpoint.header_checks import check_folder
@@ -26,6 +25,7 @@ from params.checkpoint.load import load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
 from params.io.files import inner_file
+from params.quantized.methods import read_quantization
 
 from .command_line import Parser, program_name, run_command
 from .initialize import count
@@ -101,8 +101,8 @@ def _model(folder: Path, ignore_fields: Collection[str]) -> Lines:
     kinds = Counter(family_of(config).kinds(config))
     yield "layers", f"{sum(kinds.values())}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     yield "parameters", f"{count(config):,}"
-    if quantization := quantization_of(values):
-        yield "quantized", quantization.method
+    if quantization := read_quantization(values, folder):
+        yield "quantized", quantization.summary
     if ignore_fields:
         yield "without", f"the fields {', '.join(ignore_fields)} of config.json"
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fnmodels.errors import MismatchError
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
 from fnmodels.models.common.family import DecoderConfig, traits_of
-from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import family_of
 from params.io.safetensors_file import TensorEntry, TensorFile, cast_buffer
+from params.quantized.methods import read_quantization
+from params.quantized.weight import Found, QuantizedWeight, is_zero_bias, pair
 
 from . import tensor_map
 from .config import part_of, read_config
-from .dequantize import Found, Quantized, pair_scales
-from .integer_weights import is_zero_bias
 from .shard_index import as_lines, open_folder
 from .tensor_map import Piece, StoredLeaf, dtype_class
 
@@ -55,7 +55,8 @@ def check_folder(
     config = declared if head is None else replace(declared, head=head, num_labels=0)
     opened = open_folder(folder, stack, traits_of(family_of(config)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
-    found = pair_scales(folder, opened, quantization_of(values))
+    buffer = cast_buffer()
+    found = _paired(folder, opened, values, buffer)
     parameters = tensor_map.stored_leaves(config)
     prefix = tensor_map.missing_prefix(parameters, found)
     smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
@@ -66,7 +67,7 @@ def check_folder(
     expected = tensor_map.by_name(parameters)
     published = tensor_map.published_names(config, {*expected, *tied}, found, prefix)
     found = dict(zip(published, found.values(), strict=True))
-    buffer, unread = cast_buffer(), tensor_map.names_of_head(declared, config, found)
+    unread = tensor_map.names_of_head(declared, config, found)
     leftovers = tuple(
         name
         for name in found
@@ -77,6 +78,23 @@ def check_folder(
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
     checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
     return _only(part_of(config, part, folder), part, checked)
+
+
+def _paired(folder: Path, opened: dict[str, tuple[TensorFile, TensorEntry]], values: dict[str, Any], buffer: Tensor) -> Found:
+    """`opened` with the tensors of each quantized weight as one; it may have none: dequantized models often keep the
+    quantization_config."""
+    try:
+        quantization = read_quantization(values, folder)
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{folder}: {error}") from None
+    if quantization is None:
+        return {**opened}
+    paired, faults = pair(opened, quantization, buffer)
+    if faults:
+        raise MismatchError(
+            f"{folder}: {len(faults)} tensors are not as {quantization.method} has them:{as_lines(faults)}"
+        )
+    return paired
 
 
 def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:
@@ -124,7 +142,7 @@ def _compare(
         )
 
 
-def _faults(name: str, piece: Piece, file: TensorFile, entry: TensorEntry | Quantized) -> list[str]:
+def _faults(name: str, piece: Piece, file: TensorFile, entry: TensorEntry | QuantizedWeight) -> list[str]:
     faults = []
     if entry.shape != piece.disk_shape:
         faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")

@@ -23,10 +23,10 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import cast_buffer
+from params.quantized.weight import Found
 from params.sharding import Sharding, plan_by_path
 
 from . import tensor_map
-from .dequantize import Found
 from .header_checks import CheckedFolder, check_folder
 from .read_leaf import Source, full_box, read_leaf
 from .tensor_map import StoredLeaf, dtype_class

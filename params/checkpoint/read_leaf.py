@@ -21,12 +21,13 @@ from params.io.safetensors_file import (
     mapped_tensor,
     read_box,
     read_tensor,
+    row_entries,
 )
+from params.quantized.weight import Found, QuantizedWeight, matrices, read_quantized
 
-from .dequantize import Found, Quantized, read_quantized, split_rows
 from .tensor_map import StoredLeaf
 
-Located = tuple[TensorFile, TensorEntry | Quantized]
+Located = tuple[TensorFile, TensorEntry | QuantizedWeight]
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ def read_leaf(parameter: StoredLeaf, box: Box, source: Source, dtype: torch.dtyp
         if contiguous is not None:
             return read_tensor(file, contiguous, dtype, source.buffer).to(device), False
     elif isinstance(stored, str):
-        return read_quantized(file, entry, dtype, source.buffer, box).to(device), False
+        return read_quantized(entry, dtype, source.buffer, box).to(device), False
     if isinstance(stored, TensorSlice) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked([(one, (file, matrix)) for matrix in split_rows(entry, box[0])], box, source, dtype), False
+        split = matrices(entry, box[0]) if isinstance(entry, QuantizedWeight) else row_entries(entry, box[0])
+        return _stacked([(one, (file, matrix)) for matrix in split], box, source, dtype), False
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
     _fill(out, stored, box, (file, entry), dtype, source.buffer)
     return out, False
@@ -104,8 +106,8 @@ def _fill(out: Tensor, stored: Single, box: Box, where: Located, dtype: torch.dt
 def read_located(where: Located, dtype: torch.dtype | None, buffer: Tensor, box: Box | None) -> Tensor:
     """A tensor or its shard `box` in the file's dtype; a quantized one dequantized to `dtype`."""
     file, entry = where
-    if isinstance(entry, Quantized):
-        return read_quantized(file, entry, dtype, buffer, box)
+    if isinstance(entry, QuantizedWeight):
+        return read_quantized(entry, dtype, buffer, box)
     return read_tensor(file, entry, None, buffer, box)
 
 

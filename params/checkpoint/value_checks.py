@@ -11,8 +11,8 @@ from torch import Tensor
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.storage import Stack, disk_name
 from params.io.safetensors_file import Box, TensorEntry, read_into
+from params.quantized.weight import Found, QuantizedWeight
 
-from .dequantize import Found, Quantized
 from .read_leaf import Located, read_located
 from .shard_index import as_lines
 from .tensor_map import StoredLeaf
@@ -39,7 +39,7 @@ def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) ->
     (file, entry), (other, twin) = one, two
     if entry.dtype != twin.dtype:
         return False
-    if isinstance(entry, Quantized) or isinstance(twin, Quantized):
+    if isinstance(entry, QuantizedWeight) or isinstance(twin, QuantizedWeight):
         values = [read_located(where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
         return torch.equal(*values)
     halves, size = buffer.chunk(2), entry.stop - entry.start

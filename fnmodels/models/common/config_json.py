@@ -68,7 +68,9 @@ _DROPOUTS = """
     hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_pdrop residual_dropout seq_classif_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
-HARMLESS = frozenset(_HARMLESS.split())
+# How the weights in the files are quantized, under every published name: `params.quantized` reads it on loading.
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION))
 # Where the fields that `ignore_fields` named when a file was read are recorded in what is saved, {name: value}.
 IGNORED_FIELDS = "_ignored_fields"
 _IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object

@@ -25,7 +25,6 @@ from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
 from .family import field_of, model_types
 from .heads import check_problem, head_fields, head_to_hf, label_names
-from .quantization import quantization
 from .registry import family_of
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from .storage import fuse
@@ -99,7 +98,6 @@ def encoder_fields(
     classes: as for `head_fields`. defaults: the model type's, where they are not BERT's.
     """
     default = _DEFAULTS | defaults
-    quantization(fields)
     fields.expect("is_decoder", False)
     fields.expect("is_encoder_decoder", False)
     fields.expect("position_embedding_type", "absolute")

@@ -17,7 +17,6 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import decoder_head_to_hf
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -62,7 +61,6 @@ class Config(decoder.BaseConfig):
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name in ("alibi", "apply_residual_connection_post_layernorm", "is_encoder_decoder"):
             fields.expect(name, False)
-        quantization(fields)
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         inner = fields.integer("ffn_hidden_size", 4 * hidden)
         fields.expect("ff_factor", inner / hidden)  # a duplicate in the file of Falcon 2

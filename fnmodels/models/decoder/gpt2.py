@@ -19,7 +19,6 @@ from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp
@@ -87,7 +86,6 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name in ("add_cross_attention", "is_encoder_decoder"):
             fields.expect(name, False)
-        quantization(fields)
         hidden = _size(fields, "n_embd")
         config = Config(
             vocab_size=fields.integer("vocab_size"),

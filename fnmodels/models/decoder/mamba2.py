@@ -15,7 +15,6 @@ from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast
@@ -102,7 +101,6 @@ class Config:
         model_type, width = fields.choice("model_type", MODEL_TYPES), fields.integer("hidden_size")
         fields.expect("is_encoder_decoder", False)
         fields.expect("rms_norm", True)
-        quantization(fields)
         config = Config(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=width,

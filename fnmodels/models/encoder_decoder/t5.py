@@ -19,7 +19,6 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
 from fnmodels.ops import (
@@ -129,7 +128,6 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        quantization(fields)
         fields.expect("is_decoder", False)
         stack = _stack(fields)
         form = fields.choice("feed_forward_proj", tuple(_PROJECTIONS), "relu")

@@ -21,7 +21,6 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import (
     Leaf,
     Normal,
@@ -139,7 +138,6 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        quantization(fields)
         declared = fields.take("architectures", [_CLASS])
         if declared != [_CLASS]:
             raise UnsupportedError(f"{fields.where}: 'architectures' has {shown(declared)}; supported is {_CLASS}.")

@@ -17,7 +17,7 @@ from fnmodels import gpt_oss, llama, tree
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Stack, TensorSlice
 from params.sharding import Sharding
-from tests.params.checkpoint import test_dequantize as quantized
+from tests.params.quantized import test_block_scales as quantized
 from tests.support.cases import generic_params, richest
 from tests.support.encoder_losses import SETTINGS
 from tests.support.ranks_pool import Ranks, devices

@@ -12,7 +12,6 @@ from fnmodels.ops.rotary import Rope
 from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, Fields, shown
 from ..family import field_of, traits_of
 from ..heads import decoder_head_to_hf, with_head
-from ..quantization import quantization
 from ..registry import family_of
 from ..rope_config import rope_from_hf, rope_to_hf
 
@@ -70,7 +69,6 @@ def decoder_sizes(
     fields.expect("rope_interleaved", False)
     fields.expect("use_mrope", False)
     fields.expect("is_encoder_decoder", False)
-    quantization(fields)
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
@@ -93,7 +91,6 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     text = outer.take("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"{outer.where}: 'text_config' is {shown(text)}, but must be an object.")
-    quantization(outer)
     tied = outer.boolean("tie_word_embeddings", False)
     values = {"model_type": text_type, "tie_word_embeddings": tied, **text, "architectures": None}
     inner = Fields(values, f"{outer.where}, text_config")

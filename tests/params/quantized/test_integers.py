@@ -13,9 +13,11 @@ from torch import Tensor
 
 import params as P
 from fnmodels import llama, mixtral, phi3, tree
-from fnmodels.models.common.quantization import Quantization, quantization_of
-from params.checkpoint import dequantize, header_checks, integer_weights
+from params.checkpoint import header_checks
 from params.io import safetensors_file
+from params.quantized import forms, weight
+from params.quantized.form import Form
+from params.quantized.methods import read_quantization
 from tests.support.cases import generic_params
 
 SIZES: dict[str, Any] = {
@@ -156,7 +158,7 @@ def assert_saved_as(folder: Path, config: Any, loaded: Any, wanted: dict[str, Te
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-equal to the definition, in several chunks and shards of the files, in the scales' dtype and in fp32."""
-    monkeypatch.setattr(integer_weights, "CHUNK", 200)
+    monkeypatch.setattr(weight, "CHUNK", 200)
     config = CONFIGS["llama"]
     wanted = write(tmp_path / "in", config, FORMS[form], shards=3)[1]
     loaded_config, loaded = P.load_pretrained(tmp_path / "in")
@@ -179,16 +181,16 @@ def test_fused_tensors_and_experts(family: str, form: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("form", FORMS)
 def test_any_shard_of_a_weight(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose borders lie within words and groups."""
-    monkeypatch.setattr(integer_weights, "CHUNK", 100)
+    monkeypatch.setattr(weight, "CHUNK", 100)
     write(tmp_path, CONFIGS["llama"], FORMS[form])
     buffer = safetensors_file.cast_buffer()
     with ExitStack() as stack:
         checked = header_checks.check_folder(tmp_path, stack)
-        file, weight = checked.found["model.layers.0.mlp.down_proj.weight"]
-        assert isinstance(weight, integer_weights.IntegerWeight)
-        full = dequantize.read_quantized(file, weight, None, buffer)
+        _, down = checked.found["model.layers.0.mlp.down_proj.weight"]
+        assert isinstance(down, weight.QuantizedWeight)
+        full = weight.read_quantized(down, None, buffer)
         for box in ((slice(0, 32), slice(5, 6)), (slice(3, 21), slice(11, 48)), (slice(9, 10), slice(0, 17))):
-            assert torch.equal(dequantize.read_quantized(file, weight, None, buffer, box), full[box])
+            assert torch.equal(weight.read_quantized(down, None, buffer, box), full[box])
 
 
 def test_a_bias_that_gptq_adds(tmp_path: Path) -> None:
@@ -222,7 +224,11 @@ def having(last: str, value: Callable[[Tensor], Tensor]) -> Change:
 
 
 FAULTS: dict[str, tuple[str, Change, str]] = {
-    "no scales": ("gptq", without("scales"), rf"{UP}.qweight' in .*: missing are '{UP}.scales'"),
+    "no scales": (
+        "gptq",
+        without("scales"),
+        rf"{UP}.qweight' in .*: int32 in gptq of 4 bits, but missing are '{UP}.scales'",
+    ),
     "no zeros": ("awq", without("qzeros"), rf"missing are '{UP}.qzeros'"),
     "no codes": (
         "awq",
@@ -240,16 +246,36 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "zeros of another shape": (
         "gptq",
         having("qzeros", lambda t: t[:1]),
-        rf"{UP}.qzeros' in .*: expected \[2, 6\] of int32, found \[1, 6\] of int32",
+        rf"{UP}.qzeros' in .*: expected \[2, 6\] of int32 in .*, found \[1, 6\] of int32",
     ),
-    "scales of integers": ("awq", having("scales", lambda t: t.int()), r"expected \[2, 48\] of float16 or .* int32"),
-    "codes of bytes": ("awq", having("qweight", lambda t: t.char()), "expected two dimensions of int32, found .* int8"),
+    "scales of integers": ("awq", having("scales", lambda t: t.int()), r"expected \[2, 48\] of float32 or .* int32"),
+    "codes of bytes": (
+        "awq",
+        having("qweight", lambda t: t.char()),
+        r"expected \[32, 6\] of int32 .* found \[32, 6\] of int8",
+    ),
     "codes of another shape": ("awq", having("qweight", lambda t: t[:, 1:]), r"scales' in .*: expected \[2, 40\] of"),
     "fewer groups": ("gptq", having("g_idx", lambda t: t[:-1]), r"g_idx' in .*: expected \[32\] of int32 or int64"),
-    "a group that is not there": ("gptq", having("g_idx", lambda t: t * 2), "g_idx' has 16 groups, 2 for one,"),
-    "a negative group": ("packed, zeros and order", having("weight_g_idx", lambda t: t - 1), "has .* groups, -1 for"),
-    "scales that are not finite": ("awq", having("scales", lambda t: t / 0), "scales' has scales that are not finite"),
-    "another weight_shape": ("packed", having("weight_shape", lambda t: t.flip(0)), r"\[32, 48\], but .* \[48, 32\]"),
+    "a group that is not there": (
+        "gptq",
+        having("g_idx", lambda t: t * 2),
+        "g_idx': 16 groups, 2 for one, are not from 0 to 1",
+    ),
+    "a negative group": (
+        "packed, zeros and order",
+        having("weight_g_idx", lambda t: t - 1),
+        "weight_g_idx': .* groups, -1 for one",
+    ),
+    "scales that are not finite": (
+        "awq",
+        having("scales", lambda t: t / 0),
+        "scales': .* scales, .* for one, are not finite",
+    ),
+    "another weight_shape": (
+        "packed",
+        having("weight_shape", lambda t: t.flip(0)),
+        r"expected \[32, 6\] of int32 .* found \[48, 4\]",
+    ),
     "twice": ("gptq", having("weight", lambda t: torch.zeros(48, 32)), f"'{UP}.weight' is there as well"),
     "a name too many": ("gptq", having("extra", lambda t: t), f"'{UP}.extra' in .*: unexpected"),
 }
@@ -264,31 +290,25 @@ def test_what_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
 
 
 W8A8 = compressed("int-quantized", num_bits=8)
-W8A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
-MIXED = compressed("pack-quantized")
-MIXED["config_groups"]["group_1"] = compressed("pack-quantized", num_bits=8)["config_groups"]["group_0"]
 UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "bits": (GPTQ | {"bits": 3}, P.UnsupportedError, "'bits' is 3; supported are 4, 8"),
+    "bits": (GPTQ | {"bits": 5}, P.UnsupportedError, "'bits' is 5; supported are 2, 3, 4, 8"),
     "no bits": ({"quant_method": "gptq", "group_size": 32}, P.ConfigError, "has no 'bits'"),
     "group": (GPTQ | {"group_size": 0}, P.ConfigError, "'group_size' is 0, but must be -1"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, P.UnsupportedError, '"marlin"; supported are gptq, gptq_v2'),
     "two formats": (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, P.ConfigError, "disagree"),
-    "modules apart": (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, P.UnsupportedError, "'dynamic' is"),
-    "gemv": (AWQ | {"version": "gemv"}, P.UnsupportedError, '\'version\' is "gemv"; only "gemm"'),
+    "modules apart": (GPTQ | {"dynamic": {"+:.*": {"bits": 5}}}, P.UnsupportedError, "dynamic, .*'bits' is 5"),
+    "gemv": (AWQ | {"version": "gemv_fast"}, P.UnsupportedError, "'version' is \"gemv_fast\"; supported are gemm"),
     "llm-awq": (AWQ | {"backend": "llm-awq"}, P.UnsupportedError, "another layout than gemm"),
     "unheard of": (AWQ | {"rotated": True}, P.ConfigError, "rotated = true"),
-    "activations": (W8A8, P.UnsupportedError, "'input_activations' is set"),
-    "mixed": (MIXED, P.UnsupportedError, "'config_groups' has groups that differ"),
     "no groups": (W8A8 | {"config_groups": {}}, P.ConfigError, "'config_groups' is {}"),
     "floats": (
-        compressed("pack-quantized", type="float"),
+        compressed("pack-quantized", type="nf"),
         P.UnsupportedError,
-        "'type' is \"float\"; supported are int",
+        "'type' is \"nf\"; supported are int, float",
     ),
     "an unknown order": (compressed("pack-quantized", actorder="x"), P.UnsupportedError, "'actorder' is \"x\""),
     "by block": (compressed("int-quantized", strategy="block"), P.UnsupportedError, "'strategy' is \"block\""),
-    "other format": (compressed("float-quantized"), P.UnsupportedError, "supported are pack-quantized, int-quantized"),
-    "cache": (W8A8 | {"kv_cache_scheme": {"num_bits": 8}}, P.UnsupportedError, "'kv_cache_scheme' is set"),
+    "other format": (compressed("marlin-24"), P.UnsupportedError, '"marlin-24"; supported are dense, float-quant'),
     "rotations": (W8A8 | {"transform_config": {"config_groups": 1}}, P.UnsupportedError, "'transform_config' is"),
 }
 
@@ -303,24 +323,24 @@ def test_settings_that_are_not_read(what: str, tmp_path: Path) -> None:
     assert "quantization_config" in str(caught.value)
 
 
-PUBLISHED: dict[str, tuple[dict[str, Any], Quantization]] = {
+PUBLISHED: dict[str, tuple[dict[str, Any], Form]] = {
     "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": (
         {"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01}
         | {"dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "use_exllama": True}
         | {"max_input_length": None, "model_seqlen": None, "modules_in_block_to_quantize": None, "pad_token_id": None}
         | {"quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False},
-        Quantization("gptq", bits=4, group=128, zero_offset=1),
+        forms.gptq(4, 128, zero_offset=1),
     ),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": (
         {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
         | {"zero_point": True},
-        Quantization("awq", bits=4, group=128),
+        forms.awq_gemm(128),
     ),
     "a file of llm-compressor": (
         compressed("pack-quantized", actorder="weight", block_structure=None, observer="minmax", observer_kwargs={})
         | {"global_compression_ratio": 1.5, "kv_cache_scheme": None, "quantization_status": "compressed"}
         | {"sparsity_config": {}, "transform_config": {}, "version": "0.11.0"},
-        Quantization("pack-quantized", bits=4, group=GROUP, symmetric=True),
+        forms.packed_integers(4, GROUP, symmetric=True),
     ),
 }
 
@@ -328,4 +348,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Quantization]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_settings_of_published_files(name: str) -> None:
     said, wanted = PUBLISHED[name]
-    assert quantization_of({"quantization_config": said}) == wanted
+    quantization = read_quantization({"quantization_config": said})
+    assert quantization is not None and quantization.forms[0] == wanted

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import params as P
 from fnmodels import deepseek, llama, phi3, tree
-from fnmodels.models.common.quantization import Quantization
-from params.checkpoint import dequantize
 from params.io import safetensors_file
+from params.quantized import forms, weight
+from params.quantized.declared import Quantization
 from tests.support.cases import generic_params
 
 SIZES = {
@@ -107,7 +107,7 @@ def dequantized(tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_fp8(family: str, kwargs: dict[str, Any], chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-equal to the reference, smaller last blocks included; saving gives the dequantized bf16 checkpoint."""
-    monkeypatch.setattr(dequantize, "CHUNK", chunk)
+    monkeypatch.setattr(weight, "CHUNK", chunk)
     config = CONFIGS[family]
     tensors = write(tmp_path / "fp8", config)
     loaded_config, loaded = P.load_pretrained(tmp_path / "fp8", **kwargs)
@@ -127,7 +127,7 @@ def test_fp8_with_scales_in_half_precision(scale: torch.dtype, dtype: torch.dtyp
     """bf16 scales, as in Qwen 3's files: the product is still taken in fp32."""
     values, scales = to_fp8(torch.randn(3, 200, 150, generator=torch.Generator().manual_seed(0)))
     scales = scales.to(scale)
-    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, Quantization("fp8"), "w", dtype)
+    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, blocks(128, 128), "w", dtype)
     assert got.dtype == (dtype or torch.bfloat16)
     assert torch.equal(got, from_fp8(values, scales, got.dtype))
     rounded = (
@@ -146,7 +146,7 @@ def test_mxfp4(dtype: torch.dtype | None, lead: tuple[int, ...], tmp_path: Path)
     }
     if lead:
         tensors = {name: t.view(*lead, 32, *t.shape[1:]) for name, t in tensors.items()}
-    got = read(tmp_path, tensors, Quantization("mxfp4"), "w", dtype)
+    got = read(tmp_path, tensors, Quantization("mxfp4", (forms.mxfp4_blocks(),)), "w", dtype)
     wanted = from_mxfp4(tensors["w_blocks"], tensors["w_scales"], dtype or torch.bfloat16)
     assert got.dtype == wanted.dtype and got.shape == (*lead, 512, 32 if lead else 96)
     # products beyond the largest float are infinite, as they are in fp32
@@ -156,14 +156,18 @@ def test_mxfp4(dtype: torch.dtype | None, lead: tuple[int, ...], tmp_path: Path)
 
 def test_mxfp4_with_a_scale_that_is_not_a_number(tmp_path: Path) -> None:
     tensors = {"w_blocks": torch.zeros(1, 1, 16, dtype=torch.uint8), "w_scales": torch.tensor([[255]]).to(torch.uint8)}
-    with pytest.raises(P.MismatchError, match=r"'w_scales': 1 of 1 scales, 255 for one, are not below 255"):
-        read(tmp_path, tensors, Quantization("mxfp4"), "w", None)
+    with pytest.raises(P.MismatchError, match=r"'w_scales': 1 of 1 scales, nan for one, are not finite and above 0"):
+        read(tmp_path, tensors, Quantization("mxfp4", (forms.mxfp4_blocks(),)), "w", None)
 
 
 def test_fp8_has_numbers_that_are_none(tmp_path: Path) -> None:
     values = torch.tensor([[0x7F, 0xFF, 0x7E, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    got = read(tmp_path, {"w": values, "w_scale_inv": torch.tensor([[2.0]])}, Quantization("fp8"), "w", None)
+    got = read(tmp_path, {"w": values, "w_scale_inv": torch.tensor([[2.0]])}, blocks(128, 128), "w", None)
     assert got[0, :2].isnan().all() and got[0, 2:].tolist() == [896.0, 0.0] and got[0, 3].signbit()
+
+
+def blocks(rows: int, columns: int) -> Quantization:
+    return Quantization("fp8", (forms.fp8_blocks("_scale_inv", (rows, columns)),))
 
 
 def read(
@@ -173,48 +177,49 @@ def read(
     save_file(tensors, folder / FILE)
     with ExitStack() as stack:
         file = safetensors_file.open_tensors(folder / FILE, stack)
-        found = dequantize.pair_scales(
-            folder, {key: (file, entry) for key, entry in file.entries.items()}, quantization
-        )
+        buffer = safetensors_file.cast_buffer()
+        found, faults = weight.pair({key: (file, entry) for key, entry in file.entries.items()}, quantization, buffer)
+        if faults:
+            raise P.MismatchError(", ".join(faults))
         assert list(found) == [name]
         tensor = found[name][1]
-        assert isinstance(tensor, dequantize.Quantized)
-        whole = dequantize.read_quantized(file, tensor, dtype, safetensors_file.cast_buffer())
+        assert isinstance(tensor, weight.QuantizedWeight)
+        whole = weight.read_quantized(tensor, dtype, buffer)
         box = tuple(slice(size // 3, size // 3 + max(1, size // 2)) for size in whole.shape)
-        part = dequantize.read_quantized(file, tensor, dtype, safetensors_file.cast_buffer(), box)
+        part = weight.read_quantized(tensor, dtype, buffer, box)
         assert torch.equal(part.nan_to_num(), whole[box].nan_to_num())
         return whole
 
 
 def test_what_is_held_on_the_way_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are read in chunks of rows, and each is dequantized before the next is read."""
-    plain, largest = dequantize.read_tensor, []
+    plain, largest = weight.read_tensor, []
 
     def watched(file: Any, entry: Any, *rest: Any) -> Tensor:
         tensor = plain(file, entry, *rest)
         largest.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(dequantize, "read_tensor", watched)
-    monkeypatch.setattr(dequantize, "CHUNK", 128 * 1024)
+    monkeypatch.setattr(weight, "read_tensor", watched)
+    monkeypatch.setattr(weight, "CHUNK", 128 * 1024)
     values, scales = to_fp8(torch.randn(2, 1000, 700))
     wanted = from_fp8(values, scales)
-    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, Quantization("fp8"), "w", None)
-    assert torch.equal(got, wanted) and 128 * 700 <= max(largest) <= dequantize.CHUNK
+    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, blocks(128, 128), "w", None)
+    assert torch.equal(got, wanted) and 128 * 700 <= max(largest) <= weight.CHUNK
 
 
 FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "no scale": (
         lambda t: {name: x for name, x in t.items() if name != "model.layers.1.mlp.up_proj.weight_scale_inv"},
-        r"layers.1.mlp.up_proj.weight' in .*: float8_e4m3fn, but its scale .*up_proj.weight_scale_inv' is missing",
+        r"layers.1.mlp.up_proj.weight' in .*: float8_e4m3fn in fp8 in blocks, but missing are .*up_proj.weight_scale_inv'",
     ),
     "floor in place of ceil": (
         lambda t: {**t, "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 1)},
-        r"model.layers.0.mlp.up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32 or .*, .* found \[2, 1\]",
+        r"model.layers.0.mlp.up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32 or .* found \[2, 1\]",
     ),
     "scales of more than fp32 holds": (
         lambda t: {**t, "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 2).double()},
-        r"up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32 or bfloat16 or float16, .* \[3, 2\] of float64",
+        r"up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32 or bfloat16 or float16 .* \[3, 2\] of float64",
     ),
     "a scale of nothing": (
         lambda t: {**t, "model.norm.weight_scale_inv": torch.ones(1, 1)},
@@ -260,11 +265,11 @@ def test_weights_that_are_dequantized_already(tmp_path: Path) -> None:
 MXFP4_FAULTS: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": (
         {"w_blocks": torch.zeros(2, 1, 16, dtype=torch.uint8)},
-        "'w_blocks' in .*: its scales 'w_scales' are mis",
+        "'w_blocks' in .*: uint8 in mxfp4, but missing are 'w_scales'",
     ),
     "scales of another shape": (
         {"w_blocks": torch.zeros(2, 1, 16, dtype=torch.uint8), "w_scales": torch.zeros(2, 2, dtype=torch.uint8)},
-        r"'w_scales' in .*: expected \[2, 1\] of uint8, .* found \[2, 2\] of uint8",
+        r"'w_scales' in .*: expected \[2, 1\] of uint8 .* found \[2, 2\] of uint8",
     ),
     "blocks of another size": (
         {"w_blocks": torch.zeros(2, 1, 8, dtype=torch.uint8), "w_scales": torch.zeros(2, 1, dtype=torch.uint8)},
@@ -285,22 +290,20 @@ MXFP4_FAULTS: dict[str, tuple[dict[str, Tensor], str]] = {
 def test_mxfp4_that_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
     tensors, words = MXFP4_FAULTS[fault]
     with pytest.raises(P.MismatchError, match=words):
-        read(tmp_path, tensors, Quantization("mxfp4"), "w", None)
+        read(tmp_path, tensors, Quantization("mxfp4", (forms.mxfp4_blocks(),)), "w", None)
 
 
 CONFIG_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown": (
-        {"quant_method": "hqq", "bits": 4},
+        {"quant_method": "no such", "bits": 4},
         P.UnsupportedError,
-        "'quant_method' is \"hqq\"; supported are fp8",
+        "'quant_method' is \"no such\"; supported are auto-round",
     ),
     "none": ({"bits": 4}, P.ConfigError, "has no 'quant_method'"),
     "not an object": ([], P.ConfigError, "must hold a JSON object"),
-    "one scale": ({**FP8, "weight_block_size": None}, P.UnsupportedError, "'weight_block_size' is null"),
     "three sizes": ({**FP8, "weight_block_size": [1, 2, 3]}, P.ConfigError, "must be two sizes"),
     "no sizes": ({**FP8, "weight_block_size": [0, 128]}, P.ConfigError, "must be two sizes"),
-    "static": ({**FP8, "activation_scheme": "static"}, P.UnsupportedError, "'activation_scheme' is \"static\""),
-    "fp4": ({**FP8, "expert_dtype": "fp4"}, P.UnsupportedError, "'expert_dtype' is \"fp4\""),
+    "fp6": ({**FP8, "expert_dtype": "fp6"}, P.UnsupportedError, "'expert_dtype' is \"fp6\""),
     "unheard of": ({**FP8, "group_size": 32}, P.ConfigError, "group_size = 32"),
 }
 
@@ -318,6 +321,6 @@ def test_what_config_json_says_and_nobody_can_read(fault: str, tmp_path: Path) -
 def test_other_block_sizes(tmp_path: Path) -> None:
     values, _ = to_fp8(torch.randn(5, 7))
     scales = torch.rand(3, 3)
-    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, Quantization("fp8", (2, 3)), "w", torch.float32)
+    got = read(tmp_path, {"w": values, "w_scale_inv": scales}, blocks(2, 3), "w", torch.float32)
     wanted = torch.stack([values.float()[i, j] * scales[i // 2, j // 3] for i in range(5) for j in range(7)])
     assert torch.equal(got.flatten(), wanted)

@@ -1,0 +1,102 @@
+"""`Quantization`: what a checkpoint says of how its weights are quantized, and where it says so.
+
+Which tensors are quantized is determined from the files, not from lists of modules: a form applies wherever its tensors
+are. It has no effect on the maths: weights are dequantized, and where a method quantizes activations or caches too,
+they stay as they are computed, whatever the method. `activations` and `cache` say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import MismatchError
+from params.io.safetensors_file import TensorEntry, TensorFile, read_tensor
+
+from .form import Form
+
+STATE_LIMIT = 1 << 16  # bytes of a tensor that describes a weight
+
+# Endings of tensors about activations and caches, which weights do not need.
+ACTIVATION_SCALES = (
+    *(".input_scale", ".activation_scale", "_activation_scale", ".input_global_scale", ".input_scale_ub"),
+    *(".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale"),
+)
+
+Located = tuple[TensorFile, TensorEntry]
+Described = tuple[Form, tuple[int, int]]
+
+
+def shape_of(form: Form, state: Tensor) -> Described:
+    """A form whose weights have a tensor with their shape, [out, in]."""
+    if state.dtype not in (torch.int32, torch.int64) or state.numel() != 2 or not bool((state > 0).all()):
+        raise MismatchError("must be the two sizes of the weight")
+    out, width = state.flatten().tolist()
+    return form, (out, width)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weights in a checkpoint's files are quantized.
+
+    method: its name in the file that says so. forms: any of which a tensor may have. modules: those of some modules, by
+    their full names in the files. describe: reads a form's state, (form, [out, in]). ignored: endings of tensors that
+    weights do not need. activations, cache: how the method quantizes them, "" for not at all. dtype: of weights whose
+    scales have none of their own.
+    """
+
+    method: str
+    forms: tuple[Form, ...]
+    modules: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    describe: Callable[[Form, Tensor], Described] = shape_of
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+    activations: str = ""
+    cache: str = ""
+    dtype: torch.dtype = torch.bfloat16
+
+    def candidates(
+        self, name: str, found: Mapping[str, Located], buffer: Tensor
+    ) -> Iterator[tuple[Form, tuple[int, int] | None]]:
+        """The forms that the tensor `name` may be the codes of, with the weight's shape where a tensor describes it.
+
+        MismatchError for a description that is none.
+        """
+        dtype = found[name][1].dtype
+        forms = self.modules.get(name.rpartition(".")[0], self.forms) if self.modules else self.forms
+        for form in forms:
+            if not name.endswith(form.codes.ending):
+                continue
+            if dtype not in form.codes.dtypes and form.codes.ending == form.weight:  # a weight that is not quantized
+                continue
+            state = name.removesuffix(form.codes.ending) + form.state
+            if not form.state or state not in found:
+                yield form, None
+                continue
+            file, entry = found[state]
+            try:
+                if entry.stop - entry.start > STATE_LIMIT:
+                    raise MismatchError(f"has {entry.stop - entry.start:,} bytes, too many for a description")
+                yield self.describe(form, read_tensor(file, entry, None, buffer))
+            except MismatchError as error:
+                raise MismatchError(f"{file.path}: {state!r} {error}.") from None
+
+    @property
+    def summary(self) -> str:
+        """The method, and what it quantizes that is not quantized here."""
+        also = [f"{what} ({how})" for what, how in (("activations", self.activations), ("caches", self.cache)) if how]
+        return self.method + (f"; it quantizes {' and '.join(also)} too, which are exact here" if also else "")
+
+
+def declared_dtype(values: Mapping[str, Any]) -> torch.dtype:
+    """The half-precision dtype that config.json names, else bf16."""
+    text = values.get("text_config")
+    for one in (values, text if isinstance(text, Mapping) else {}):
+        for name in ("dtype", "torch_dtype"):
+            if one.get(name) in ("float16", "bfloat16"):
+                found: torch.dtype = getattr(torch, one[name])
+                return found
+    return torch.bfloat16

@@ -1,0 +1,409 @@
+"""The methods of quantization: for each name that a file may give, the function that reads its settings, or why not.
+
+METHODS   name -> function of (settings, name) that returns the forms its weights may have
+REFUSED   name -> what its files hold that is not read, the end of a sentence
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.models.common.config_json import QUANTIZATION, Fields, shown
+from params.io.files import read_json
+
+from . import forms
+from .declared import Described, Quantization, declared_dtype, shape_of
+from .form import ALL, EACH, Axis, Form
+from .schemes import compressed_tensors, modelopt, quark
+from .settings import MODULES, bits_of, group_of
+
+Read = Callable[[Fields, str], Quantization]
+
+
+HF_QUANT = "hf_quant_config.json"  # where NVIDIA's exporter says it, beside a config.json that may not
+
+
+def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> Quantization | None:
+    """What config.json (`values`) or hf_quant_config.json in `folder` says, None where neither does.
+
+    It is looked for at the top of config.json and in the configs of a model's parts. UnsupportedError for a method that
+    is not read, ConfigError for what cannot be, both with the name of the file.
+    """
+    for inner, where in _places(values):
+        return read_method(inner, where, values)
+    if folder is not None and (folder / HF_QUANT).exists():
+        content = read_json(folder / HF_QUANT)
+        if not isinstance(content, dict):
+            raise ConfigError(f"{HF_QUANT} must hold a JSON object.")
+        return read_method({"quant_method": "modelopt", **content}, HF_QUANT, values)
+    return None
+
+
+def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    """(quantization, the words for where it is) of each place that has one, the outermost first."""
+    parts = {f"{name}, ": one for name, one in values.items() if isinstance(one, Mapping) and name not in QUANTIZATION}
+    for where, one in ({"": values} | parts).items():
+        for name in QUANTIZATION:
+            if one.get(name) is not None:
+                yield one[name], f"config.json, {where}{name}"
+
+
+def read_method(value: Any, where: str, values: Mapping[str, Any]) -> Quantization:
+    """The `Quantization` of a quantization_config; `where` names the file, `values` are those of config.json."""
+    inner = Fields(value, where)
+    name = _name(inner)
+    if name in REFUSED:
+        raise UnsupportedError(f"{where}: 'quant_method' is {shown(name)}, {REFUSED[name]}.")
+    if name not in METHODS:
+        raise UnsupportedError(f"{where}: 'quant_method' is {shown(name)}; supported are {', '.join(sorted(METHODS))}.")
+    return replace(METHODS[name](inner, name), dtype=declared_dtype(values))
+
+
+def _name(inner: Fields) -> str:
+    """The method's name; that of MLX and of modelopt's older exports, which have none, by their fields."""
+    method = inner.take("quant_method", None)
+    if method is None and ("quant_algo" in inner.values or isinstance(inner.values.get("quantization"), Mapping)):
+        return "modelopt"
+    if method is None and {"group_size", "bits"} <= inner.values.keys() and isinstance(inner.values["bits"], int):
+        return "mlx"
+    if method is None:
+        raise ConfigError(f"{inner.where} has no 'quant_method', which is needed.")
+    if not isinstance(method, str):
+        raise ConfigError(f"{inner.where}: 'quant_method' is {shown(method)}, but must be a string.")
+    return method
+
+
+# Settings of quantizers and of kernels, without effect on what the files mean.
+_GPTQ = """
+    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
+    dataset disable_exllama exllama_config lm_head max_input_length meta model_file_base_name
+    model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize pad_token_id
+    quantizer static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama
+"""
+_AWQ = "desc_act do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
+_BNB = """
+    _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant
+    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold
+"""
+_AUTO_ROUND = """
+    act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version batch_size block_name_to_quantize
+    dataset enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters
+    low_gpu_mem_usage lr minmax_lr nsamples quant_block_list quant_lm_head scale_dtype seqlen super_bits
+    super_group_size sym to_quant_block_names train_bs enable_alg_ext supported_types static_kv_dtype provider
+"""
+
+
+def _fp8(inner: Fields, method: str) -> Quantization:
+    """e4m3: in blocks, by tensor, or by row; some files spell the scale `weight_scale`, others `weight_scale_inv`."""
+    blocks = inner.values.get("weight_block_size", [128, 128] if "weight_block_size" not in inner.values else None)
+    inner.seen.add("weight_block_size")
+    scheme = inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
+    inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two
+    experts = inner.choice("expert_dtype", ("fp8", "fp4"), "fp8")
+    inner.expect("is_checkpoint_fp8_serialized", True)
+    inner.finish(ignored=(*MODULES, "kv_cache_scheme", "quantization_skip_layers", "kv_cache_quant_algo"))
+    if method == "mxfp8":
+        blocks = None
+    if blocks is not None:
+        sizes = isinstance(blocks, list) and all(type(n) is int and 0 < n < 1 << 31 for n in blocks)
+        if not sizes or len(blocks) != 2:
+            raise ConfigError(
+                f"{inner.where}: 'weight_block_size' is {shown(blocks)}, but must be two sizes, [128, 128]."
+            )
+    named = "weight_block_size" in inner.values and blocks is not None
+    found: list[Form] = []
+    for scale in ("_scale_inv", "_scale"):
+        found += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
+        found += [] if named else [forms.fp8_tensor(scale), forms.fp8_channel(scale)]
+        found += [forms.mxfp8(scale)] if method == "mxfp8" else []
+    if experts == "fp4":
+        found += [forms.mxfp4("", scale) for scale in ("_scale_inv", "_scale")]
+    return Quantization(method, tuple(found), activations=f"fp8, {scheme}")
+
+
+def _mxfp4(inner: Fields, method: str) -> Quantization:
+    inner.finish(ignored=MODULES)
+    return Quantization(method, (forms.mxfp4_blocks(),))
+
+
+def _fbgemm(inner: Fields, method: str) -> Quantization:
+    inner.take("activation_scale_ub", None)
+    inner.finish(ignored=MODULES)
+    found = (forms.fp8_channel("_scale"), forms.fp8_column("_scale"))
+    return Quantization(method, found, activations="fp8, dynamic")
+
+
+def _gptq(inner: Fields, method: str) -> Quantization:
+    bits, group = bits_of(inner, "bits", 2, 3, 4, 8), group_of(inner)
+    inner.expect("is_marlin_format", False)
+    inner.expect("pack_dtype", "int32")
+    formats = {
+        inner.choice(name, ("gptq", "gptq_v2"), "")
+        for name in ("checkpoint_format", "format")
+        if inner.take(name, None) is not None
+    } or {"gptq"}
+    if len(formats) > 1:
+        raise ConfigError(f"{inner.where}: 'checkpoint_format' and 'format' disagree.")
+    offset, indexed = int(formats == {"gptq"}), inner.boolean("desc_act", False)
+    overrides = inner.take("dynamic", {})
+    if not isinstance(overrides, Mapping) or not all(isinstance(one, Mapping) for one in overrides.values()):
+        raise ConfigError(f"{inner.where}: 'dynamic' is {shown(overrides)}, but must map patterns to settings.")
+    inner.finish(ignored=_GPTQ.split())
+    settings = {(bits, group)}
+    for pattern, override in overrides.items():
+        if not pattern.startswith("-:"):  # patterns are not matched: shapes tell which settings a module has
+            each = Fields({"bits": bits, "group_size": group or -1, **override}, f"{inner.where}, dynamic, {pattern}")
+            settings.add((bits_of(each, "bits", 2, 3, 4, 8), group_of(each)))
+            each.finish(ignored=("sym", "desc_act", "static_groups", "mse", "damp_percent", "act_group_aware"))
+    ordered = sorted(settings, key=lambda one: one != (bits, group))
+    found = (forms.gptq(*each, zero_offset=offset, indexed=indexed) for each in ordered)
+    return Quantization(method, tuple(found))
+
+
+def _awq(inner: Fields, method: str) -> Quantization:
+    bits_of(inner, "bits", 4)
+    group, version = group_of(inner), inner.choice("version", ("gemm", "GEMM", "gemv", "GEMV"), "gemm").lower()
+    inner.expect("format", version)
+    inner.expect("zero_point", True)
+    if inner.take("backend", "") == "llm-awq":
+        raise UnsupportedError(f"{inner.where}: 'backend' is \"llm-awq\", whose files have another layout than gemm.")
+    inner.finish(ignored=(*_GPTQ.split(), *_AWQ.split(), *MODULES))
+    return Quantization(method, (forms.awq_gemm(group) if version == "gemm" else forms.awq_gemv(group),))
+
+
+def _auto_round(inner: Fields, method: str) -> Quantization:
+    """GPTQ's or AWQ's layout under a name of its own; zeros are stored less 1 where the layout is called auto_gptq."""
+    layouts = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq")
+    layout = inner.choice("packing_format", layouts, "auto_round:auto_gptq")
+    inner.expect("data_type", "int")
+    base = (bits_of(inner, "bits", 2, 3, 4, 8), group_of(inner))
+    extra = inner.take("extra_config", {})
+    if not isinstance(extra, Mapping) or not all(isinstance(one, Mapping) for one in extra.values()):
+        raise ConfigError(f"{inner.where}: 'extra_config' is {shown(extra)}, but must map modules to settings.")
+    inner.finish(ignored=(*_AUTO_ROUND.split(), *MODULES))
+
+    def form(where: Fields, bits: int, group: int) -> Form:
+        if not layout.endswith("awq"):
+            return forms.gptq(bits, group, zero_offset=int(layout.endswith("auto_gptq")))
+        if bits != 4:
+            raise UnsupportedError(f"{where.where}: 'bits' is {bits}; in {layout} supported is 4.")
+        return forms.awq_gemm(group)
+
+    settings = {base: inner}
+    for module, override in extra.items():
+        defaults = {"bits": base[0], "group_size": base[1] or -1}
+        each = Fields(defaults | dict(override), f"{inner.where}, extra_config, {module}")
+        if each.values["bits"] is None or each.values["bits"] in (16, 32):  # not quantized
+            continue
+        each.expect("data_type", "int")
+        settings.setdefault((bits_of(each, "bits", 2, 3, 4, 8), group_of(each)), each)
+        each.finish(ignored=_AUTO_ROUND.split())
+    return Quantization(method, tuple(form(where, *each) for each, where in settings.items()))
+
+
+def _bitsandbytes(inner: Fields, method: str) -> Quantization:
+    four, eight = inner.boolean("load_in_4bit", False), inner.boolean("load_in_8bit", False)
+    kind = inner.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    inner.finish(ignored=_BNB.split())
+    if four == eight:
+        raise ConfigError(f"{inner.where}: one of 'load_in_4bit' and 'load_in_8bit' must be true.")
+    if eight:
+        return Quantization(method, (forms.row_int8(),), activations="int8, dynamic, but for outliers")
+    return Quantization(method, (forms.codebook4(kind, 64, None),), describe=_bnb_state)
+
+
+def _bnb_state(form: Form, state: Tensor) -> Described:
+    """The form and shape that a quant_state says, a JSON object as bytes."""
+    try:
+        values = json.loads(bytes(state.flatten().tolist()) if state.dtype == torch.uint8 else b"")
+    except ValueError:
+        values = None
+    values = values if isinstance(values, dict) else {}
+    shape = values.get("shape")
+    sizes = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
+    if not isinstance(shape, list) or not sizes or values.get("quant_type") != form.name:
+        raise MismatchError(f"must be the JSON object of a {form.name} weight with its 'shape', two sizes")
+    block = _power(values.get("blocksize"))
+    nested = None
+    if values.get("nested_blocksize") is not None:
+        offset = values.get("nested_offset")
+        if not isinstance(offset, float | int) or not abs(offset) < 3e38:
+            raise MismatchError("has no finite 'nested_offset'")
+        nested = (_power(values["nested_blocksize"]), float(offset))
+    return forms.codebook4(form.name, block, nested), (shape[0], shape[1])
+
+
+def _power(value: Any) -> int:
+    if type(value) is not int or not 2 <= value <= 1 << 20 or value & value - 1:
+        raise MismatchError(f"has a block size of {shown(value)}, which is no power of two")
+    return value
+
+
+def _hqq(inner: Fields, method: str) -> Quantization:
+    settings = inner.take("quant_config")
+    inner.finish(ignored=("skip_modules", *MODULES))
+    found: dict[tuple[int, int, int], Form] = {}
+    outer = {"": settings} if isinstance(settings, Mapping) and "weight_quant_params" in settings else settings
+    if not isinstance(outer, Mapping) or not outer:
+        raise ConfigError(f"{inner.where}: 'quant_config' is {shown(settings)}, but must be an object.")
+    for name, one in outer.items():
+        group = Fields(one, f"{inner.where}, quant_config{', ' + name if name else ''}")
+        weights = Fields(group.take("weight_quant_params"), f"{group.where}, weight_quant_params")
+        for nested in ("scale_quant_params", "zero_quant_params"):
+            if group.take(nested, None) is not None:
+                raise UnsupportedError(f"{group.where}: {nested!r} is set; scales and zeros that are quantized are not "
+                                       "read.")  # fmt: skip
+        group.finish(ignored=("offload_meta",))
+        key = (bits_of(weights, "nbits", 1, 2, 3, 4, 8), group_of(weights), weights.integer("axis", 0, low=0, high=1))
+        weights.finish(ignored=("channel_wise", "optimize", "round_zero", "view_as_float"))
+        found.setdefault(key, forms.hqq(key[0], key[1], by_row=key[2] == 1))
+    axes = {key: key[2] for key in found}
+
+    def describe(form: Form, state: Tensor) -> Described:
+        return _hqq_shape(form, state, axes[next(key for key, one in found.items() if one is form)])
+
+    return Quantization(method, tuple(found.values()), describe=describe)
+
+
+def _hqq_shape(form: Form, state: Tensor, axis: int) -> Described:
+    """With axis 0, groups are columns of the matrix of all elements with `group` rows."""
+    _, (out, inputs) = shape_of(form, state)
+    group = form.width or inputs
+    if out * inputs % group:
+        raise MismatchError(f"is {[out, inputs]}, which groups of {group} do not divide")
+    return replace(form, width=group if axis else out * inputs // group), (out, inputs)
+
+
+def _mlx(inner: Fields, method: str) -> Quantization:
+    """MLX, and transformers' metal: integers with a scale and a bias for each group of inputs."""
+    biases = "qbiases" if method == "metal" else "biases"
+    base = _affine(inner, biases)
+    if method == "metal":
+        inner.finish(ignored=MODULES)
+        return Quantization(method, (base,))
+    modules: dict[str, tuple[Form, ...]] = {}
+    for name, value in inner.values.items():
+        if isinstance(value, Mapping):
+            each = Fields(value, f"{inner.where}, {name}")
+            modules[name] = (_affine(each, biases),)
+            each.finish()
+        elif value is False:  # not quantized
+            modules[name] = ()
+    inner.finish(ignored=(*modules, "quant_method", "linear_class", "quantization_mode"))
+    return Quantization(method, (base,), modules)
+
+
+def _affine(fields: Fields, biases: str) -> Form:
+    fields.expect("mode", "affine")
+    return forms.affine(bits_of(fields, "bits", 2, 3, 4, 5, 6, 8), fields.integer("group_size"), biases)
+
+
+def _bitnet(inner: Fields, method: str) -> Quantization:
+    divides = inner.choice("linear_class", ("bitlinear", "autobitlinear"), "bitlinear") == "bitlinear"
+    inner.expect("quantization_mode", "offline")
+    inner.expect("use_rms_norm", False)
+    inner.finish(ignored=(*MODULES, "rms_norm_eps"))
+    return Quantization(method, (forms.ternary(divides=divides),), activations="int8, dynamic")
+
+
+def _torchao(inner: Fields, method: str) -> Quantization:
+    kinds = inner.take("quant_type")
+    inner.finish(ignored=(*MODULES, "include_input_output_embeddings", "untie_embedding_weights",
+                          "quant_type_kwargs", "include_embedding"))  # fmt: skip
+    if isinstance(kinds, str) or not isinstance(kinds, Mapping) or not kinds:
+        raise UnsupportedError(
+            f"{inner.where}: 'quant_type' is {shown(kinds)}, of a release of torchao that saved pickles; read is what "
+            "later releases save as safetensors, {'default': {'_type': ..., '_data': ...}}."
+        )
+    read = [form for one in kinds.values() for form in _torchao_forms(inner, one)]
+    acts = {name for one in kinds.values() if "DynamicActivation" in (name := str(one.get("_type")))}
+    return Quantization(method, tuple(read), activations=", ".join(sorted(acts)))
+
+
+def _torchao_forms(inner: Fields, one: Any) -> list[Form]:
+    kind = one.get("_type") if isinstance(one, Mapping) else None
+    data = one.get("_data") if isinstance(one, Mapping) else None
+    data = data if isinstance(data, Mapping) else {}
+    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
+        return [forms.torchao_fp8(EACH, ALL), forms.torchao_fp8(ALL, ALL), forms.torchao_fp8(Axis(128), Axis(128))]
+    group = _torchao_group(inner, data)
+    integers = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig")
+    if kind in (*integers, "Int8DynamicActivationIntxWeightConfig"):
+        return [forms.torchao_integers(group)]
+    packing = data.get("int4_packing_format", {})
+    if kind == "Int4WeightOnlyConfig" and (packing.get("_data") if isinstance(packing, Mapping) else "") == "PLAIN":
+        return [forms.torchao_int4(group)]
+    raise UnsupportedError(
+        f"{inner.where}: 'quant_type' is {shown(one)}; supported are {', '.join(integers)}, "
+        "Int8DynamicActivationIntxWeightConfig, Float8WeightOnlyConfig, Float8DynamicActivationFloat8WeightConfig, and "
+        "Int4WeightOnlyConfig with the packing PLAIN."
+    )
+
+
+def _torchao_group(inner: Fields, data: Mapping[str, Any]) -> int:
+    """Inputs that share a scale: of `group_size`, or of a granularity; 0 for all."""
+    for name in ("granularity", "weight_granularity"):
+        granularity = data.get(name)
+        sizes = granularity.get("_data") if isinstance(granularity, Mapping) else None
+        if isinstance(sizes, Mapping) and "group_size" in sizes:
+            return group_of(Fields(sizes, f"{inner.where}, {name}"))
+    return group_of(Fields(data, inner.where)) if data.get("group_size") is not None else 0
+
+
+METHODS: dict[str, Read] = {
+    "auto-round": _auto_round,
+    "awq": _awq,
+    "bitnet": _bitnet,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": compressed_tensors,
+    "fbgemm_fp8": _fbgemm,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "hqq": _hqq,
+    "intel/auto-round": _auto_round,
+    "metal": _mlx,
+    "mlx": _mlx,
+    "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
+    "modelopt_mixed": modelopt,
+    "mxfp4": _mxfp4,
+    "mxfp8": _fp8,
+    "quark": quark,
+    "torchao": _torchao,
+}
+_KERNELS = "whose files hold weights in the order that its own kernels for GPUs read, which is not read here"
+_CODEBOOKS = "whose files hold indices into learned codebooks of vectors, which are not read here"
+_ROTATED = "whose files hold weights that are rotated by Hadamard matrices, which are not read here"
+_ON_LOADING = "which quantizes while it loads: its files are not meant to be quantized, and what these hold is not read"
+REFUSED = {
+    "aqlm": _CODEBOOKS,
+    "vptq": _CODEBOOKS,
+    "quip": _CODEBOOKS,
+    "exl2": _KERNELS,
+    "exl3": _KERNELS,
+    "eetq": _KERNELS,
+    "marlin": _KERNELS,
+    "gptq_marlin": _KERNELS,
+    "higgs": _ROTATED,
+    "fp_quant": _ROTATED,
+    "quanto": "whose tensors, X.weight._data and X.weight._scale, are not read here",
+    "spqr": "whose files hold outliers apart from the weights, which are not read here",
+    "squeezellm": "whose files hold outliers apart from the weights, which are not read here",
+    "sinq": "whose files hold a second scale for each input, which is not read here",
+    "gemma": "whose activations are rounded to ranges in the files, which is part of that model and not read here",
+    "fouroversix": _ON_LOADING,
+    "nvfp4": _ON_LOADING,
+    "experts_int8": _ON_LOADING,
+    "tpu_int8": _ON_LOADING,
+    "deepspeedfp": _ON_LOADING,
+    "gguf": "which is a file format of its own, and no form of safetensors",
+}

@@ -1,0 +1,264 @@
+"""Quantized weights in files: their tensors, paired by name and checked by their headers, and read dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import MismatchError
+from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, read_tensor, row_entries
+
+from .declared import Quantization
+from .form import Axis, Form, Part, Region
+
+CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is about ten bytes for each
+
+Located = tuple[TensorFile, TensorEntry]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized weight in the files. shape and dtype are those of the dequantized one.
+
+    parts: its tensors by the ending of their names, with the shape that the form gives them. name: in the files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: Form
+    parts: Mapping[str, Located]
+
+    @property
+    def stem(self) -> str:
+        """What the names of all parts begin with."""
+        return self.name.removesuffix(self.form.weight)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns as in the file."""
+        *_, rows, columns = self.shape
+        return (columns, rows) if self.form.turned else (rows, columns)
+
+
+Found = dict[str, tuple[TensorFile, TensorEntry | QuantizedWeight]]
+
+
+def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tensor) -> tuple[Found, list[str]]:
+    """(`found` with the tensors of each quantized weight as one `QuantizedWeight`, what is wrong with them)."""
+    paired: Found = {**found}
+    faults: list[str] = []
+    for name in found:
+        if name.endswith(quantization.ignored):
+            paired.pop(name, None)
+    for name, (file, entry) in found.items():
+        candidates = [
+            attempt
+            for form, shape in quantization.candidates(name, found, buffer)
+            if (attempt := _attempt(name, entry, form, shape, found, quantization)) is not None
+        ]
+        if not candidates:
+            continue
+        weight, wrong = min(candidates, key=lambda each: len(each[1]))
+        fitting = {each.shape: each.form.name for each, its_faults in candidates if not its_faults}
+        if len(fitting) > 1:
+            wrong = [f"{name!r} in {file.path.name}: its shape fits both {' and '.join(fitting.values())}"]
+        if weight.name != name and weight.name in found:
+            wrong = [*wrong, f"{name!r} in {file.path.name}: {weight.name!r} is there as well, and only one is meant"]
+        faults += wrong
+        for ending in (*weight.parts, weight.form.state, *weight.form.beside):
+            paired.pop(weight.stem + ending, None)
+        paired[weight.name] = (file, weight)
+    return paired, faults
+
+
+def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:
+    """Whether `name` is the bias of a quantized weight and all zeros: GPTQ's quantizers wrote one for every module."""
+    module, _, last = name.rpartition(".")
+    file, entry = found[name]
+    weight = found.get(f"{module}.weight", (None, None))[1]
+    if last != "bias" or not isinstance(weight, QuantizedWeight) or isinstance(entry, QuantizedWeight):
+        return False
+    return entry.shape == weight.shape[:1] and not read_tensor(file, entry, None, buffer).any()
+
+
+def _attempt(
+    name: str,
+    entry: TensorEntry,
+    form: Form,
+    shape: tuple[int, int] | None,
+    found: Mapping[str, Located],
+    quantization: Quantization,
+) -> tuple[QuantizedWeight, list[str]] | None:
+    """The weight that a tensor is the codes of in this form and what is wrong with it; None: it is no such tensor."""
+    codes, stem = form.codes, name.removesuffix(form.codes.ending)
+    if (form.weight and not stem.endswith(".")) or (len(entry.shape) < 2 and not form.width):
+        return None
+    others = {form.state, *form.beside, *(part.ending for part, _, _ in form.parts())} - {codes.ending, ""}
+    if any(name.endswith(ending) and name.removesuffix(ending) + codes.ending in found for ending in others):
+        return None  # it is another part of a weight
+    where = f"{name!r} in {found[name][0].path.name}"
+    size = _canonical(entry.shape, codes)
+    if shape is None:
+        if size is None:
+            text = f"{list(entry.shape)} of {_name(entry.dtype)}"
+            words = "two dimensions" if not codes.pieces else f"[.., out, in / 32, {codes.pieces}]"
+            return QuantizedWeight(stem + form.weight, entry.shape, entry.dtype, form, {codes.ending: found[name]}), [
+                f"{where}: expected {words} of {_name(codes.dtypes[0])}, found {text}"
+            ]
+        *lead, rows, columns = size
+        shape = (codes.rows.size(rows), codes.columns.size(columns))
+    else:
+        lead = []
+    parts: dict[str, Located] = {}
+    faults: list[str] = []
+    missing: list[str] = []
+    for part, row_axes, column_axes in form.parts():
+        if stem + part.ending not in found:
+            missing += [repr(stem + part.ending)] if part.needed else []
+            continue
+        file, stored = found[stem + part.ending]
+        height, width = form.matrix(shape)
+        wanted = _file_shape((*lead, _count(row_axes, height), _count(column_axes, width)), part)
+        if stored.dtype not in part.dtypes or not _fits(stored.shape, wanted, part, form):
+            shown = [n for n in wanted if n != 1] if len(stored.shape) < len(wanted) else list(wanted)
+            faults.append(
+                f"{stem + part.ending!r} in {file.path.name}: expected {shown} of "
+                f"{' or '.join(map(_name, part.dtypes))} in {form.name}, found {list(stored.shape)} of "
+                f"{_name(stored.dtype)}"
+            )
+        parts[part.ending] = (file, replace(stored, shape=stored.shape if part.padded else wanted))
+    missing += [repr(stem + form.state)] if form.state and stem + form.state not in found else []
+    if missing:
+        faults.append(f"{where}: {_name(entry.dtype)} in {form.name}, but missing are {', '.join(missing)}")
+    rows, columns = shape
+    full = (*lead, columns, rows) if form.turned else (*lead, rows, columns)
+    return QuantizedWeight(stem + form.weight, full, _dtype(form, parts, quantization), form, parts), faults
+
+
+def _dtype(form: Form, parts: Mapping[str, Located], quantization: Quantization) -> torch.dtype:
+    scales = form.scales
+    if form.dtype is not None or not isinstance(scales, Part) or scales.ending not in parts:
+        return quantization.dtype
+    return parts[scales.ending][1].dtype
+
+
+def _canonical(shape: tuple[int, ...], codes: Part) -> tuple[int, ...] | None:
+    """[.., rows, columns] of entries of codes; None for shapes that cannot be."""
+    if codes.pieces:
+        if len(shape) < 3 or shape[-1] != codes.pieces:
+            return None
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    if codes.inputs_first:
+        if len(shape) != 2:
+            return None
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    if shape[-1] % codes.columns.entries or shape[-2] % codes.rows.entries:
+        return None
+    return shape
+
+
+def _count(axes: Iterable[Axis], size: int) -> int:
+    for axis in axes:
+        size = axis.count(size)
+    return size
+
+
+def _file_shape(shape: tuple[int, ...], part: Part) -> tuple[int, ...]:
+    *lead, rows, columns = shape
+    return (*lead, columns, rows) if part.inputs_first else (*lead, rows, columns)
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...], part: Part, form: Form) -> bool:
+    if part.padded:
+        return len(shape) == len(wanted) and shape[:-1] == wanted[:-1] and shape[-1] >= wanted[-1]
+    if part.pieces:
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    if len(shape) == len(wanted) and form.width >= 0:
+        return shape == wanted
+    return [n for n in shape if n != 1] == [n for n in wanted if n != 1]  # without dimensions of size 1
+
+
+def matrices(weight: QuantizedWeight, rows: slice = slice(None)) -> list[QuantizedWeight]:
+    """One weight per index of the first dimension, or of those in `rows`."""
+    each = {ending: row_entries(entry, rows) for ending, (_, entry) in weight.parts.items()}
+    return [
+        replace(
+            weight,
+            shape=weight.shape[1:],
+            parts={ending: (weight.parts[ending][0], entries[i]) for ending, entries in each.items()},
+        )
+        for i in range(len(range(weight.shape[0])[rows]))
+    ]
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """The parts of a weight [rows, columns] in files, see `form.Reader`."""
+
+    weight: QuantizedWeight
+    buffer: Tensor
+
+    def has(self, part: Part) -> bool:
+        return part.ending in self.weight.parts
+
+    def columns(self, part: Part) -> int:
+        shape = self.weight.parts[part.ending][1].shape
+        return shape[-2] if part.inputs_first else shape[-1]
+
+    def read(self, part: Part, region: Region) -> Tensor:
+        file, entry = self.weight.parts[part.ending]
+        if part.inputs_first:
+            return read_tensor(file, entry, None, self.buffer, region[::-1]).mT
+        return read_tensor(file, entry, None, self.buffer, region)
+
+    def refuse(self, part: Part, what: str) -> None:
+        file, _ = self.weight.parts[part.ending]
+        raise MismatchError(f"{file.path}: {self.weight.stem + part.ending!r}: {what}.")
+
+
+def read_quantized(
+    weight: QuantizedWeight, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
+) -> Tensor:
+    """The dequantized weight, or its shard `box`, in new memory; products are taken in fp32, then rounded to dtype.
+
+    For a shard, all groups that it touches are read. dtype None: that of the weight. MismatchError for scales that no
+    quantizer writes and groups that do not exist.
+    """
+    box = tuple(slice(0, n) for n in weight.shape) if box is None else box
+    box = (*box[:-2], box[-1], box[-2]) if weight.form.turned else box  # in the order of the file
+    out = torch.empty(box_shape(box), dtype=dtype or weight.dtype, device="cpu")
+    _fill(out, box, weight, buffer)
+    return out.mT if weight.form.turned else out
+
+
+def _fill(target: Tensor, box: Box, weight: QuantizedWeight, buffer: Tensor) -> None:
+    if target.ndim > 2:
+        for matrix, one in zip(target, matrices(weight, box[0]), strict=True):
+            _fill(matrix, box[1:], one, buffer)
+        return
+    (rows, columns), form, reader = box, weight.form, FileReader(weight, buffer)
+    for region in regions(form, (rows, columns), CHUNK):
+        values = form.values(reader, weight.matrix_shape, region)
+        target[_within(region[0], rows), _within(region[1], columns)] = values
+
+
+def regions(form: Form, region: Region, chunk: int) -> Iterator[Region]:
+    """The region in parts of about `chunk` elements, cut along the first dimension of the file's codes."""
+    rows, columns = region
+    along, across = (columns, rows) if form.codes.inputs_first else (rows, columns)
+    step = form.step(along.stop, across.stop - across.start, chunk)
+    for begin in range(along.start // step * step, along.stop, step):
+        part = slice(max(begin, along.start), min(begin + step, along.stop))
+        yield (rows, part) if form.codes.inputs_first else (part, columns)
+
+
+def _within(part: slice, outer: slice) -> slice:
+    return slice(part.start - outer.start, part.stop - outer.start)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
