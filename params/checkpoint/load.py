@@ -65,8 +65,8 @@ def load_pretrained(
     The files of diffusers are diffusion_pytorch_model.safetensors and its shards.
 
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
-    dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`), and
-    integers with scales (AWQ, GPTQ, compressed-tensors: `params.checkpoint.integer_weights`) the dtype of their scales;
+    dtype: None keeps the dtype on disk, except that quantized weights (`params.quantized`) are dequantized to that of
+    their scales if it is that of the method's weights, else to the half precision that config.json names;
     otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in no dtype that is narrower than its own.
     device: None is the CPU.
     plan: from `params.plan` with a DeviceMesh; leaves become DTensors, and each process reads only its shards: rows

@@ -57,6 +57,8 @@ def compressed_tensors() -> Iterator[tuple[str, Case]]:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    mx = fp8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    groups = {"strategy": "group", "group_size": 32}
     integers = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     dynamic = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     forms: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
@@ -64,13 +66,13 @@ def compressed_tensors() -> Iterator[tuple[str, Case]]:
         "fp8_channel": ("float-quantized", fp8 | {"strategy": "channel"}, dynamic),
         "fp8_block": ("float-quantized", fp8 | {"strategy": "block", "block_structure": [48, 64]}, dynamic),
         "w8a8": ("int-quantized", integers | {"num_bits": 8, "strategy": "channel"}, dynamic | {"type": "int"}),
-        "w4a16": ("pack-quantized", integers | {"strategy": "group", "group_size": 32}, None),
-        "w3a16": ("pack-quantized", integers | {"num_bits": 3, "strategy": "group", "group_size": 32}, None),
-        "w4a16_asymmetric": ("pack-quantized", integers | {"strategy": "group", "group_size": 32, "symmetric": False}, None),
+        "w4a16": ("pack-quantized", integers | groups, None),
+        "w3a16": ("pack-quantized", integers | groups | {"num_bits": 3}, None),
+        "w4a16_asymmetric": ("pack-quantized", integers | groups | {"symmetric": False}, None),
         "w4a8": ("pack-quantized", integers | {"strategy": "channel"}, dynamic),
         "nvfp4": ("nvfp4-pack-quantized", fp8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, None),
-        "mxfp4": ("mxfp4-pack-quantized", fp8 | {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}, None),
-        "mxfp8": ("mxfp8-quantized", fp8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}, dynamic),
+        "mxfp4": ("mxfp4-pack-quantized", mx | {"num_bits": 4}, None),
+        "mxfp8": ("mxfp8-quantized", mx, dynamic),
     }  # fmt: skip
     for name, (layout, args, acts) in forms.items():
         read = QuantizationArgs(**args)
@@ -81,11 +83,10 @@ def compressed_tensors() -> Iterator[tuple[str, Case]]:
         padded = nn.functional.pad(values, (0, -96 % columns, 0, -64 % rows))
         tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         state = {"weight": values}
+        second = None
         if name == "nvfp4":
-            state["weight_global_scale"] = (448 * 6 / values.abs().max())[None]
-            scale, zero = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), read, global_scale=state["weight_global_scale"])
-        else:
-            scale, zero = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), read)
+            state["weight_global_scale"] = second = (448 * 6 / values.abs().max())[None]
+        scale, zero = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), read, global_scale=second)
         state |= {"weight_scale": scale.float(), "weight_zero_point": zero}
         compressor = BaseCompressor.get_value_from_registry(layout)
         parts = compressor.compress(state, scheme)
@@ -105,9 +106,9 @@ def compressed_tensors() -> Iterator[tuple[str, Case]]:
 
 
 def torchao() -> Iterator[tuple[str, Case]]:
+    import torchao.quantization as Q
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_
-    import torchao.quantization as Q
     from transformers import TorchAoConfig
 
     configs = {
@@ -185,7 +186,8 @@ def gptqmodel() -> Iterator[tuple[str, Case]]:
 
     for bits in (2, 3, 4, 8):
         draw = torch.Generator().manual_seed(bits)
-        layer = TorchLinear(bits=bits, group_size=32, sym=False, desc_act=True, in_features=96, out_features=64, bias=False, register_buffers=True)
+        sizes = {"bits": bits, "group_size": 32, "in_features": 96, "out_features": 64}
+        layer = TorchLinear(**sizes, sym=False, desc_act=True, bias=False, register_buffers=True)
         for name in ("qweight", "qzeros"):
             buffer = getattr(layer, name)
             buffer.copy_(torch.randint(-(1 << 31), 1 << 31, buffer.shape, generator=draw).int())
@@ -195,7 +197,13 @@ def gptqmodel() -> Iterator[tuple[str, Case]]:
         layer.optimized = False
         wanted = layer.dequantize_weight().T.float()
         parts = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales, "g_idx": layer.g_idx}
-        said = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"}
+        said = {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": 32,
+            "desc_act": True,
+            "checkpoint_format": "gptq_v2",
+        }
         yield f"gptqmodel_{bits}_bits", (parts, wanted, said)
 
 

@@ -179,7 +179,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             with_rope(rope_type="default", partial_rotary_factor=0.5),
             "'partial_rotary_factor' is 0.5",
         ),
-        **{f"the quantization {n}": (_quantized(n), "'quant_method'", n) for n in ("no such", "hqq", "bitsandbytes")},
+        **{f"the quantization {n}": (_quantized(n), "'quant_method'", n) for n in ("no such", "exl3", "aqlm")},
         "heads that are pruned": (configured(pruned_heads={"0": [0]}), "'pruned_heads' is", "only {} is supported"),
         "an interleaved rotation": (configured(rope_interleaved=True), "'rope_interleaved' is true"),
         **{f"the dtype {n}": (configured(dtype=n), "'dtype'", n) for n in ("float99", "int8", "float8_e4m3fn")},

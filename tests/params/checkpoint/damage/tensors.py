@@ -115,7 +115,7 @@ def _fp8() -> Iterator[Damage]:
     config = configured(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     scale = NAME + "_scale_inv"
     for what, scales, *words in (
-        ("without a scale", None, f"{NAME!r} in {FILE}", f"its scale {scale!r} is missing"),
+        ("without a scale", None, f"{NAME!r} in {FILE}", f"but missing are {scale!r}"),
         ("with too few scales", torch.ones(1, 1), scale, "expected [2, 1] of float32", "found [1, 1]"),
         ("with scales of integers", torch.ones(2, 1).int(), scale, "expected [2, 1] of float32", "of int32"),
         *(
