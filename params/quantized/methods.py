@@ -103,8 +103,8 @@ _AUTO_ROUND = """
 
 def _fp8(inner: Fields, method: str) -> Quantization:
     """e4m3: in blocks, by tensor, or by row; some files spell the scale `weight_scale`, others `weight_scale_inv`."""
-    blocks = inner.values.get("weight_block_size", [128, 128] if "weight_block_size" not in inner.values else None)
-    inner.seen.add("weight_block_size")
+    given = inner.take("weight_block_size", None)
+    blocks = [128, 128] if "weight_block_size" not in inner.values else given
     scheme = inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
     inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two
@@ -119,7 +119,7 @@ def _fp8(inner: Fields, method: str) -> Quantization:
             raise ConfigError(
                 f"{inner.where}: 'weight_block_size' is {shown(blocks)}, but must be two sizes, [128, 128]."
             )
-    named = "weight_block_size" in inner.values and blocks is not None
+    named = given is not None
     found: list[Form] = []
     for scale in ("_scale_inv", "_scale"):
         found += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []

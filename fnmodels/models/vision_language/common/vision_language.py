@@ -15,7 +15,6 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import place
 from fnmodels.models.common.config_json import Fields, is_bookkeeping
 from fnmodels.models.common.decoder import expressible
-from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, renamed
@@ -82,7 +81,6 @@ def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tup
     """The entries of `extra`: those of `Fields.finish`, and the fields `names`, which mean nothing here."""
     own = tuple((name, json.dumps(value)) for name in names if (value := outer.take(name, None)) is not None)
     outer.expect("is_encoder_decoder", False)
-    quantization(outer)
     return outer.finish(ignored) + own
 
 
