@@ -80,7 +80,9 @@ def check_folder(
     return _only(part_of(config, part, folder), part, checked)
 
 
-def _paired(folder: Path, opened: dict[str, tuple[TensorFile, TensorEntry]], values: dict[str, Any], buffer: Tensor) -> Found:
+def _paired(
+    folder: Path, opened: dict[str, tuple[TensorFile, TensorEntry]], values: dict[str, Any], buffer: Tensor
+) -> Found:
     """`opened` with the tensors of each quantized weight as one; it may have none: dequantized models often keep the
     quantization_config."""
     try:
