@@ -287,7 +287,7 @@ class _UnreadProduct(torch.autograd.Function):
 
 def gradients_are_unread(weight: Tensor) -> bool:
     """Whether this leaf is used in a scope of `unread_gradients`, outside of all transforms."""
-    return not torch.compiler.is_compiling() and _UNREAD.get() and weight.is_leaf and alone(weight)
+    return not torch.compiler.is_compiling() and _UNREAD.get() and alone(weight) and weight.is_leaf
 
 
 @contextmanager

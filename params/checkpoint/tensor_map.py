@@ -147,18 +147,25 @@ def tied_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
 
     A tied head, and everything in `duplicate_names`. prefix: as in `stored_leaves`.
     """
-    tied, at = duplicate_names(config, prefix), ""
-    whole: Any = config
-    if hasattr(family_of(config), "towers"):  # the text's, inside of the model's names
-        at, config = "text.", whole.text
-    if not getattr(config, "tie_word_embeddings", False):
+    tied, (untied, at) = duplicate_names(config, prefix), untied_config(config)
+    if untied == config:
         return tied
-    untied = replace(config, tie_word_embeddings=False)
-    names = hf_names(replace(whole, text=untied) if at else untied)
+    names = hf_names(untied)
     if not names.keys() >= {f"{at}lm_head", f"{at}embed_tokens"}:  # a family outside this package, with other names
         return tied
     (head,), (embedding,) = disk_names(names[f"{at}lm_head"]), disk_names(names[f"{at}embed_tokens"])
     return tied | {head: embedding.removeprefix(prefix)}
+
+
+def untied_config(config: Any) -> tuple[Any, str]:
+    """(the config with a head of its own, the beginning of the paths of embedding and head)."""
+    if hasattr(family_of(config), "towers"):  # the text's, inside of the model's names
+        if not getattr(getattr(config, "text", None), "tie_word_embeddings", False):
+            return config, "text."
+        return replace(config, text=replace(config.text, tie_word_embeddings=False)), "text."
+    if not getattr(config, "tie_word_embeddings", False):
+        return config, ""
+    return replace(config, tie_word_embeddings=False), ""
 
 
 def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:

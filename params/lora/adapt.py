@@ -1,9 +1,10 @@
 """Adapters put into a tree of parameters, taken out of it, and merged with the weights."""
 
+import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,17 @@ from fnmodels.tree import Tree
 from params.initialize import draw
 from params.io.safetensors_file import Box
 
-from .leaves import adapter_leaves, chosen_targets, initial_magnitude, map_leaves, nodes_of, on_same_mesh
-from .nodes import Lora, RowLora
+from .leaves import (
+    adapter_leaves,
+    chosen_targets,
+    initial_magnitude,
+    is_embedding,
+    map_leaves,
+    nodes_of,
+    on_same_mesh,
+    params_by_path,
+)
+from .nodes import NODES, Lora, Replaced, RowLora, TwoUses, base_of, with_base
 
 
 def add(
@@ -36,11 +46,11 @@ def add(
     """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
 
     targets: last components of paths ("q_proj": every trainable linear weight of that name, except experts'), or shell
-    patterns over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). ValueError: a target matches nothing, or
-    matches a leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by
-    (seed, path), uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
-    rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a magnitude, which starts as the norms of the
-    weight's rows; UnsupportedError for DTensors.
+    patterns over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). "embed_tokens" is the embedding, of a tied
+    model also the head. ValueError: a target matches nothing, or matches a leaf that is no linear weight.
+    alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path), uniform in +-1/sqrt(in) as in
+    PEFT, in the weight's dtype; b starts at 0. rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a
+    magnitude, which starts as the norms of the weight's rows; UnsupportedError for DTensors.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1.")
@@ -63,14 +73,35 @@ def add(
     return map_leaves(adapted, params)
 
 
+def unfreeze(params: Tree, targets: Iterable[str]) -> Tree:
+    """`params` in which the parameters of these paths are trained in full beside adapters (PEFT's modules_to_save).
+
+    targets: paths, or shell patterns over them ("score*", "lm_head", "layers.*_layernorm"). Each becomes a `Replaced`
+    with a copy of its values. PEFT saves modules, so name a head's bias with its weight. ValueError: a target matches
+    nothing, or matches a parameter with an adapter.
+    """
+    flat, chosen = params_by_path(params), set[str]()
+    for target in targets:
+        matches = {path for path in flat if fnmatch.fnmatchcase(path, target)}
+        if not matches:
+            raise ValueError(f"The target {target!r} names no parameter; their names are such as {min(flat)!r}.")
+        chosen |= matches
+    if adapted := sorted(path for path in chosen if isinstance(flat[path], NODES)):
+        raise ValueError(f"{adapted[0]} has an adapter already, or is trained in full.")
+    return map_leaves(lambda path, leaf: Replaced(leaf, leaf.clone()) if path in chosen else leaf, params)
+
+
 def merge(params: Tree) -> Tree:
-    """`params` with every adapter merged into its weight: plain tensors again."""
-    return map_leaves(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
+    """`params` with every adapter merged into its weight: plain tensors again.
+
+    UnsupportedError for a tied embedding whose use as the head is trained differently.
+    """
+    return map_leaves(lambda _, leaf: base_of(leaf, merged=True), params)
 
 
 def adapters(params: Tree) -> Tree:
     """The adapters of `params` alone, at their paths: what is trained and saved, and what torch.func differentiates."""
-    return _present(map_leaves(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params))
+    return _present(map_leaves(lambda _, leaf: with_base(leaf, None) if isinstance(leaf, NODES) else None, params))
 
 
 def _present(node: Tree) -> Tree:
@@ -81,19 +112,14 @@ def _present(node: Tree) -> Tree:
 
 
 def weights(params: Tree) -> Tree:
-    """`params` without adapters: each `Lora` is replaced by its weight, unchanged."""
-    return map_leaves(lambda _, leaf: leaf.weight if isinstance(leaf, Lora) else leaf, params)
+    """`params` without adapters: each node is replaced by its weight, unchanged."""
+    return map_leaves(lambda _, leaf: base_of(leaf), params)
 
 
 def attach(params: Tree, trained: Tree) -> Tree:
     """`params` with the adapters of `trained` (a tree from `adapters`), replacing any that `params` has."""
     nodes = nodes_of(trained)
-
-    def attached(path: str, leaf: Any) -> Any:
-        weight = leaf.weight if isinstance(leaf, Lora) else leaf
-        return replace(nodes[path], weight=weight) if path in nodes else weight
-
-    return map_leaves(attached, params)
+    return map_leaves(lambda path, leaf: with_base(nodes.get(path), base_of(leaf)), params)
 
 
 def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
@@ -109,15 +135,20 @@ def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
     nodes = [nodes_of(one) for one in adapters]
     if nodes_of(params):
         raise ValueError("params hold adapters already; merge them, or take `weights`.")
+    others = sorted(path for found in nodes for path, node in found.items() if not isinstance(node, Lora))
+    if others:
+        raise UnsupportedError(f"{others[0]} is trained in full, and one batch has one value of it.")
 
     def stacked(path: str, weight: Any) -> Any:
-        own = [found.get(path) for found in nodes]
+        own = [cast(Lora | None, found.get(path)) for found in nodes]
         return weight if not any(own) else _stacked(path, weight, own, rows)
 
     return map_leaves(stacked, params)
 
 
 def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor) -> RowLora:
+    if is_embedding(path):
+        raise UnsupportedError(f"{path} is an embedding, which has no adapters per row.")
     if weight.ndim != 2:
         raise UnsupportedError(
             f"{path} {list(weight.shape)} is a weight of experts, which have no adapters per row: "
@@ -137,19 +168,26 @@ def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor
 
 
 def spec(config: DecoderConfig, params: Tree) -> Tree:
-    """The family's spec for `params` with adapters: only a and b are trainable, and weight decay applies to them."""
+    """The family's spec for `params` with adapters: only these are trainable, and weight decay applies to them.
+
+    What is trained in full is as trainable as in the family's spec, with its weight decay.
+    """
     leaves = tree.flatten(family_of(config).spec(config))
+    return map_leaves(lambda path, value: _spec(leaves[path], value), params)
 
-    def frozen(path: str, value: Any) -> Any:
-        leaf = leaves[path]
-        base = replace(leaf, trainable=False, decay=False)
-        if not isinstance(value, Lora):
-            return base
-        magnitude = (
-            None
-            if value.magnitude is None
-            else Leaf(leaf.shape[:-1], leaf.dtype, leaf.axes[:-1], Constant(1.0), unit=leaf.unit)
-        )
-        return Lora(base, *adapter_leaves(leaf, value.a.shape[-2]), value.scale, magnitude)
 
-    return map_leaves(frozen, params)
+def _spec(leaf: Leaf, value: Any) -> Any:
+    """The leaf of a base model's parameter and of what is trained for it."""
+    if isinstance(value, TwoUses):
+        uses = {use: with_base(_spec(leaf, own), None) for use in ("embed", "head") if (own := getattr(value, use))}
+        return TwoUses(_spec(leaf, None), **uses)
+    if isinstance(value, Replaced):
+        return Replaced(_spec(leaf, None), leaf)
+    if not isinstance(value, Lora):
+        return replace(leaf, trainable=False, decay=False)
+    magnitude = (
+        None
+        if value.magnitude is None
+        else Leaf(leaf.shape[:-1], leaf.dtype, leaf.axes[:-1], Constant(1.0), unit=leaf.unit)
+    )
+    return Lora(_spec(leaf, value.weight), *adapter_leaves(leaf, value.a.shape[-2]), value.scale, magnitude)

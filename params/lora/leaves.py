@@ -17,7 +17,10 @@ from params.axes import RANK
 from params.io.safetensors_file import Box
 from params.sharding import sharding_of
 
-from .nodes import Lora
+from .nodes import Lora, Replaced, TwoUses, base_of
+
+# 2-D leaves that are added, convolved or multiplied in another dtype
+_OTHER_MATRICES = ("embed_positions", "embed_types", "relative_bias", "_bias", "router", "conv", "A_log", "patch_proj")
 
 
 def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
@@ -37,16 +40,20 @@ def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]
     wrong = sorted(path for path in chosen if not takes_adapter(path, leaves[path]))
     if wrong:
         raise ValueError(f"{wrong[0]} {list(leaves[wrong[0]].shape)} is no weight of a linear map; adapters need one.")
+    flat = params_by_path(params) if any(is_embedding(path) for path in chosen) else {}
+    if sharded := [path for path in chosen if is_embedding(path) and sharding_of(flat[path]) is not None]:
+        raise UnsupportedError(f"{sharded[0]} is a DTensor, and an embedding's adapter is for plain tensors.")
     return {path: leaves[path] for path in chosen}
 
 
 def targets(config: DecoderConfig) -> list[str]:
-    """The paths of all weights whose adapters are trainable: linear ones, and those of experts.
+    """The paths of all weights whose adapters are trainable: linear ones, and those of experts; not the embedding.
 
     An indexer's (DeepSeek-V3.2), which gradients do not reach, are not among them.
     """
     leaves = tree.flatten(family_of(config).spec(config))
-    return [path for path, leaf in leaves.items() if leaf.trainable and takes_adapter(path, leaf)]
+    takes = {path: leaf for path, leaf in leaves.items() if leaf.trainable and takes_adapter(path, leaf)}
+    return [path for path in takes if not is_embedding(path)]
 
 
 def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
@@ -54,9 +61,21 @@ def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 
 
+def is_embedding(path: str) -> bool:
+    """Whether a leaf is the embedding of tokens."""
+    return path.rpartition(".")[2] == "embed_tokens"
+
+
 def takes_adapter(path: str, leaf: Leaf) -> bool:
-    """Whether a leaf is a linear weight or that of experts [E, out, in]."""
-    return is_linear(path, leaf) or (len(leaf.shape) == 3 and ".experts." in path and path.endswith("_proj"))
+    """Whether a leaf is a linear weight, that of experts [E, out, in], or the embedding of tokens."""
+    experts = len(leaf.shape) == 3 and ".experts." in path and path.endswith("_proj")
+    return is_linear(path, leaf) or experts or is_embedding(path)
+
+
+def may_read_adapter(path: str, leaf: Leaf) -> bool:
+    """Whether F.linear or F.embedding reads the leaf, whatever its name, so that a file may have an adapter of it."""
+    matrix = len(leaf.shape) == 2 and not path.endswith(_OTHER_MATRICES)
+    return takes_adapter(path, leaf) or matrix
 
 
 def adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
@@ -67,15 +86,15 @@ def adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
     return a, b
 
 
-def nodes_of(params: Tree) -> dict[str, Lora]:
-    """{path: node} of the adapters in `params`."""
-    found: dict[str, Lora] = {}
+def nodes_of(params: Tree) -> dict[str, Lora | Replaced | TwoUses]:
+    """{path: node} of the adapters in `params`, and of what is trained in full beside them."""
+    return {path: leaf for path, leaf in params_by_path(params).items() if isinstance(leaf, (Lora, Replaced, TwoUses))}
 
-    def note(path: str, leaf: Any) -> None:
-        if isinstance(leaf, Lora):
-            found[path] = leaf
 
-    map_leaves(note, params)
+def params_by_path(params: Tree) -> dict[str, Any]:
+    """{path: leaf}, where a node is one leaf."""
+    found: dict[str, Any] = {}
+    map_leaves(found.__setitem__, params)
     return found
 
 
@@ -96,13 +115,13 @@ def on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box
 
 def initial_magnitude(path: str, node: Lora) -> Tensor:
     """[out] or [E, out], DoRA's magnitude of an adapter that has not been trained; UnsupportedError for DTensors."""
-    if sharding_of(node.weight) is not None:
+    if sharding_of(base_of(node.weight)) is not None:
         raise UnsupportedError(f"{path} is a DTensor, for which DoRA is not supported: take plain LoRA.")
     return node.row_norms().to(node.weight.dtype)
 
 
 def map_leaves(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
-    """A tree map that calls function(path, leaf) and treats a `Lora` or `RowLora` as one leaf."""
+    """A tree map that calls function(path, leaf) and treats a node, such as `Lora`, as one leaf."""
     if isinstance(node, dict):
         return {key: map_leaves(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
     if isinstance(node, list):

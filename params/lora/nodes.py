@@ -1,19 +1,20 @@
-"""A weight with its adapter: nodes of the tree that `F.linear` applies."""
+"""Parameters with adapters: nodes of the tree that F.linear and F.embedding apply in a parameter's place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.errors import UnsupportedError
 from fnmodels.ops.linear import linear
 from fnmodels.tree import pytree, static
 from params.sharding import sharding_of
 
 
 class _AppliedByLinear:
-    """A weight that F.linear alone applies, by its method `linear`."""
+    """A weight that F.linear applies by its method `linear`, and F.embedding by `look_up` where it has one."""
 
     weight: Any
 
@@ -28,12 +29,19 @@ class _AppliedByLinear:
         """That of the weight: 2, or 3 for experts."""
         return int(self.weight.ndim)
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of the weight."""
+        shape: torch.Size = self.weight.shape
+        return shape
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """F.linear(x, self, bias); torch raises for every other function of a Lora, naming it."""
-        if func is not F.linear or isinstance(args[0], cls):
+        """F.linear(x, self, bias) and F.embedding(ids, self); torch raises for other functions, naming the class."""
+        method = {F.linear: "linear", F.embedding: "look_up"}.get(func, "")
+        if not hasattr(cls, method) or isinstance(args[0], cls):
             return NotImplemented
-        return args[1].linear(args[0], *args[2:], **(kwargs or {}))
+        return getattr(args[1], method)(args[0], *args[2:], **(kwargs or {}))
 
 
 @pytree
@@ -60,22 +68,29 @@ class Lora(_AppliedByLinear):
         y = (linear(x, self.weight) + low) * (1 / self.row_norms()).to(x.dtype) * self.magnitude.to(x.dtype)
         return y if bias is None else y + bias
 
+    def look_up(self, ids: Tensor, **_: Any) -> Tensor:
+        """Rows `ids` of an embedding with an adapter; UnsupportedError for DoRA."""
+        if self.magnitude is not None:
+            raise UnsupportedError("An embedding has no DoRA: take plain LoRA for it.")
+        rows = F.embedding(ids, self.weight)
+        return rows + (self.scale * (F.embedding(ids, self.b) @ self.a)).to(rows.dtype)
+
     def row_norms(self) -> Tensor:
         """[out] or [E, out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
-        weight, a, b = (leaf.detach() for leaf in (self.weight, self.a, self.b))
+        weight, a, b = (leaf.detach() for leaf in (base_of(self.weight, merged=True), self.a, self.b))
         return _sum(weight, a, b, self.scale).norm(dim=-1)
 
     def merged(self) -> Tensor:
         """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""
-        sharding = sharding_of(self.weight)
-        if sharding is not None:
+        if (sharding := sharding_of(self.weight)) is not None:
             with torch.no_grad():  # with gradients enabled, to_local would return views
-                weight, a, b = (leaf.to_local() for leaf in (self.weight, self.a, self.b))
+                weight, a, b = (leaf.to_local() for leaf in (base_of(self.weight, merged=True), self.a, self.b))
             return sharding.distribute(Lora(weight, a, b, self.scale).merged())
-        total = _sum(self.weight, self.a, self.b, self.scale)
+        weight = base_of(self.weight, merged=True)
+        total = _sum(weight, self.a, self.b, self.scale)
         if self.magnitude is not None:
             total = total * (self.magnitude / self.row_norms())[..., None]
-        return total.to(self.weight.dtype)
+        return total.to(weight.dtype)
 
 
 def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -110,3 +125,100 @@ class RowLora(_AppliedByLinear):
         y = linear(x, self.weight) + (x @ a.mT) @ b.mT
         y = y if self.factor is None else y * self.factor[self.rows].to(x.dtype)[:, None]
         return y if bias is None else y + bias
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Replaced:
+    """A parameter trained in full beside adapters (PEFT's modules_to_save): every function of torch reads `value`.
+
+    weight: the parameter of the base model, which is kept for others that share it.
+    """
+
+    weight: Any
+    value: Any
+    invariant: ClassVar[bool] = True
+
+    def merged(self) -> Tensor:
+        value: Tensor = self.value
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods and properties of the trained tensor."""
+        if name.startswith("__") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        def read(x: Any) -> Any:
+            if isinstance(x, (tuple, list)):
+                return type(x)(map(read, x))
+            return x.value if isinstance(x, cls) else x
+
+        function = linear if func is F.linear else func  # which knows invariant products
+        return function(*map(read, args), **{name: read(x) for name, x in (kwargs or {}).items()})
+
+    def __add__(self, other: Any) -> Tensor:
+        return torch.add(self.value, other)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> Tensor:
+        return torch.mul(self.value, other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Tensor:
+        return torch.neg(self.value)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        found: Tensor = self.value[index]
+        return found
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class TwoUses(_AppliedByLinear):
+    """An embedding that is the output head too (a tied one), of which the two uses are trained differently.
+
+    embed, head: a `Lora` or `Replaced` without its weight, for look-ups and for the head; None: the weight itself.
+    """
+
+    weight: Any
+    embed: Any = None
+    head: Any = None
+    invariant: ClassVar[bool] = True
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, with_base(self.head, self.weight), bias)
+
+    def look_up(self, ids: Tensor, **_: Any) -> Tensor:
+        return F.embedding(ids, with_base(self.embed, self.weight))
+
+    def merged(self) -> Tensor:
+        raise UnsupportedError(
+            "embed_tokens is embedding and head of this model, and its adapters make these differ: merging needs a "
+            'config with tie_word_embeddings=False, and params["lm_head"], a copy of the embedding.'
+        )
+
+
+NODES = (Lora, RowLora, Replaced, TwoUses)
+
+
+def base_of(leaf: Any, *, merged: bool = False) -> Any:
+    """The parameter of the base model in a node, or the leaf itself; merged: with what is trained in it."""
+    while isinstance(leaf, NODES):
+        leaf = leaf.merged() if merged and not isinstance(leaf, RowLora) else leaf.weight
+    return leaf
+
+
+def with_base(node: Any, weight: Any) -> Any:
+    """The node on this weight of the base model (None: without one), or the weight itself where there is no node."""
+    if node is None:
+        return weight
+    inner = with_base(node.weight, weight) if isinstance(node.weight, NODES) else weight
+    return replace(node, weight=inner)

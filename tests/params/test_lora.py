@@ -1,5 +1,6 @@
 """LoRA: only adapters are trained, merged weights equal the model, and files are compatible with PEFT."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ import params as P
 from fnmodels import tree
 from params import lora
 from params.checkpoint.manifest import ADAPTER_MANIFEST
+from params.lora import adapter_config
 from tests.support import adapters as every_target
 from tests.support.cases import batch_of, cases, generic, generic_params, off, segments
 from train import adamw, init_state, make_step, next_token_loss
@@ -140,7 +142,7 @@ def test_peft_reads_what_we_write_and_we_what_it_writes(tmp_path: Any) -> None:
     ("targets", "words"),
     [
         (("q_prj",), "'q_prj' names no parameter; linear weights end in .*q_proj"),
-        (("embed_tokens",), "no weight of a linear map"),
+        (("norm",), "no weight of a linear map"),
         (("input_layernorm",), "no weight of a linear map"),
     ],
 )
@@ -158,8 +160,9 @@ def test_other_mistakes_are_named(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="no adapters"):
         lora.save_adapters(tmp_path, CONFIG, params)
     phi = next(case.config for case in cases() if case.name == "phi3")
-    with pytest.raises(P.UnsupportedError, match="slice of a larger tensor"):
-        lora.save_adapters(tmp_path, phi, _adapted(phi, ("q_proj",)))
+    dora = lora.add(phi, generic_params(phi), rank=2, targets=("q_proj",), dora=True)
+    with pytest.raises(P.UnsupportedError, match="q_proj has an adapter that PEFT's format has no place for"):
+        lora.save_adapters(tmp_path, phi, dora)  # a magnitude of all rows of qkv_proj
     with pytest.raises(TypeError, match="matmul"):
         torch.matmul(torch.zeros(2, 3), lora.Lora(torch.zeros(4, 3), torch.zeros(1, 3), torch.zeros(4, 1)))
 
@@ -170,7 +173,19 @@ def test_other_mistakes_are_named(tmp_path: Any) -> None:
         ({"peft_type": "IA3"}, P.UnsupportedError, "peft_type"),
         ({"use_dora": True}, P.MismatchError, "lora_magnitude_vector.weight: missing"),
         ({"use_dora": "yes"}, P.ConfigError, "use_dora 'yes'"),
-        ({"rank_pattern": {"q": 3}}, P.UnsupportedError, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 5}}, P.MismatchError, r"expected \[5, 32\], found \[3, 32\]"),
+        ({"rank_pattern": {"q_proj": 0}}, P.ConfigError, "q_proj is 0"),
+        ({"alpha_pattern": {"(a+)+b*": 2}}, P.UnsupportedError, "repeats in more than 2 places"),
+        ({"alpha_pattern": {"(": 2}}, P.ConfigError, "no regular expression"),
+        ({"rank_pattern": [3]}, P.ConfigError, "rank_pattern is"),
+        ({"target_parameters": "experts"}, P.ConfigError, "target_parameters is"),
+        ({"trainable_token_indices": {"embed_tokens": [-1]}}, P.ConfigError, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1, 2]}, P.UnsupportedError, "acts only behind these tokens"),
+        ({"init_lora_weights": "pissa_niter_16"}, P.UnsupportedError, "a random projection"),
+        ({"init_lora_weights": "corda"}, P.UnsupportedError, "changed by its data"),
+        ({"init_lora_weights": "new"}, P.UnsupportedError, '"new" is unknown'),
+        ({"use_future": True}, P.ConfigError, r"'use_future' is unknown.*ignore_fields=\('use_future',\)"),
+        ({"bias": "some"}, P.ConfigError, "bias is"),
         ({"r": 0}, P.ConfigError, "r is 0"),
         ({"r": 5}, P.MismatchError, r"expected \[5, 32\], found \[3, 32\]"),
         ({"r": True}, P.ConfigError, "r is true"),
@@ -186,6 +201,25 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: 
     (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
     with pytest.raises(kind, match=words):
         lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+
+
+def test_every_field_of_pefts_config_is_read_neutral_or_refused(tmp_path: Any) -> None:
+    """All at their defaults are read; those that change what an adapter computes are refused by name."""
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    kinds = (adapter_config.READ, set(adapter_config.NEUTRAL), set(adapter_config.REFUSED))
+    assert fields <= set.union(*map(set, kinds)), "a field of PEFT's LoraConfig is ignored by accident"
+    assert sum(map(len, kinds)) == len(set.union(*map(set, kinds))), "a field is of two kinds"
+    lora.save_adapters(tmp_path, CONFIG, _adapted())
+    file = tmp_path / lora.CONFIG
+    values = peft.LoraConfig().to_dict() | json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"use_future": None, "_note": 1}))
+    lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+    for name in adapter_config.REFUSED:
+        file.write_text(json.dumps(values | {name: [[0, 2]] if name == "layer_replication" else True}))
+        with pytest.raises(P.UnsupportedError, match=name):
+            lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+    file.write_text(json.dumps(values | {"use_future": 1}))
+    lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG), ignore_fields=("use_future",))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
@@ -282,25 +316,6 @@ def test_experts_have_adapters(tmp_path: Any, dora: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(noisy), strict=True))
     leaves = tree.flatten(lora.spec(config, noisy))
     assert all(leaves[path].shape == value.shape for path, value in tree.flatten(noisy).items())
-
-
-def test_peft_reads_our_adapters_of_experts(tmp_path: Any) -> None:
-    """One module per expert in the file, which PEFT makes an adapter of the stacked weights."""
-    config = next(case.config for case in cases() if case.name == "mixtral")
-    plain, batch = generic_params(config), batch_of(config, segments((7,)))
-    added = lora.adapters(lora.add(config, plain, rank=2, targets=("layers.*.experts.*_proj", "q_proj")))
-    noisy = lora.attach(plain, tree.map_with_path(generic, added))
-    P.save_pretrained(tmp_path / "base", config, plain)
-    lora.save_adapters(tmp_path / "ours", config, noisy, base=str(tmp_path / "base"))
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
-    with torch.no_grad():
-        theirs = model(input_ids=batch.tokens, use_cache=False).logits
-    torch.testing.assert_close(theirs, _logits_of(batch, noisy), rtol=0, atol=1e-4)
-    assert off(theirs, _logits_of(batch, plain)) > 0.1
-    model.save_pretrained(tmp_path / "theirs")  # as adapters of stacked weights
-    with pytest.raises(P.UnsupportedError, match=r"rank_pattern|target_parameters"):
-        lora.load_adapters(tmp_path / "theirs", config, plain)
 
 
 def test_gradients_and_adapters_of_each_row_of_experts() -> None:

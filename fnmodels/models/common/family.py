@@ -216,6 +216,11 @@ class Traits:
     # names in a module, together, of tensors that transformers saves in equal parts of their sum
     equal_parts: tuple[tuple[str, ...], ...] = ()
 
+    # {pattern in a published name: what transformers' module in memory has there}, each replaced once, in this order.
+    # "{leaf}": the last part of the parameter's path without "_proj" or "_bias", where files fuse what modules do not
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    says_transposed: bool = False  # whether transformers' module of its experts says so, by which PEFT orients adapters
+
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """TypeError for a name that is no trait; dataclass makes `__init__`, which has the types."""
         for name in named:
@@ -238,7 +243,7 @@ class Traits:
 
 _VALUES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
-    **dict.fromkeys(("optional", "unread", "resaved"), (Mapping, "a dict")),
+    **dict.fromkeys(("optional", "unread", "resaved", "in_memory"), (Mapping, "a dict")),
     **dict.fromkeys(("inputs", "weights"), (str, "a string")),
     "router": (RouterDtypes | None, "a RouterDtypes, or None"),
 }
@@ -261,7 +266,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
-    | Literal["stacks", "batch_inputs", "hf_copies", "leftovers"]
+    | Literal["stacks", "batch_inputs", "hf_copies", "leftovers", "in_memory"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -283,6 +288,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
     "hf_copies": lambda config: {},  # (config) -> {name on disk: path of the parameter that it duplicates}
+    "in_memory": lambda config: {},  # (config) -> patterns beside `Traits.in_memory`, which depend on the config
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }
 

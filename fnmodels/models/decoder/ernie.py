@@ -30,6 +30,7 @@ TRAITS = Traits(
     router=ROUTER,
     # The MTP block in the files of 21B-A3B, which transformers does not read either.
     leftovers=(r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",),
+    in_memory={r"\.mlp\.moe_statics\.": ".mlp.gate.moe_statics."},
 )
 
 

@@ -24,6 +24,7 @@ from fnmodels.tree import Tree, flatten
 MODEL_TYPES = ("gpt_neox",)
 TRAITS = Traits(
     leftovers=(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),  # buffers in older files
+    in_memory={r"^embed_out\.": "lm_head."},
 )
 
 # The components of a path that have another name on disk.

@@ -28,7 +28,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt_oss",)
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TRAITS = Traits(kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER, sinks=True)
+TRAITS = Traits(kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER, sinks=True, says_transposed=True)
 
 # The default rope of transformers for a config.json without one.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

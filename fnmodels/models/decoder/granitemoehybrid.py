@@ -33,7 +33,16 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("granitemoehybrid",)
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TRAITS = Traits(kinds=("linear_moe", "full_moe", "linear", "full"), routed=True, router=ROUTER)
+TRAITS = Traits(
+    kinds=("linear_moe", "full_moe", "linear", "full"),
+    routed=True,
+    router=ROUTER,
+    in_memory={
+        r"\.block_sparse_moe\.input_linear\.weight$": ".block_sparse_moe.experts.gate_up_proj",
+        r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
+        r"\.router\.layer\.": ".router.",
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)

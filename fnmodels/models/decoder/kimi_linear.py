@@ -58,6 +58,10 @@ TRAITS = Traits(
     router=ROUTER,
     # transformers 5.23 saves dense layers under the name of mixtures.
     resaved={r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.weight": r"\1.mlp.\2_proj.weight"},
+    in_memory={
+        r"\.block_sparse_moe\.": ".mlp.",
+        r"\.self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)": r".self_attn.forget_gate.\1",
+    },
 )
 
 _DELTA = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4, "full_attn_layers": [*range(4, 27, 4), 27]}

@@ -28,7 +28,7 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("minimax_m2",)
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
-TRAITS = Traits(kinds=("full_moe",), routed=True, router=ROUTER)
+TRAITS = Traits(kinds=("full_moe",), routed=True, router=ROUTER, in_memory={r"\.block_sparse_moe\.": ".mlp."})
 
 # Fields of the published files that transformers ignores, with the values that mean this model.
 _EXPECTED = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}

@@ -20,7 +20,9 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mixtral",)
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
-TRAITS = Traits(kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER)
+TRAITS = Traits(
+    kinds=("full_moe", "sliding_moe"), routed=True, router=ROUTER, in_memory={r"\.block_sparse_moe\.": ".mlp."}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

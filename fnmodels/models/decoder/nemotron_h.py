@@ -43,6 +43,7 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     leftovers=(r"mtp\..*",),  # the layers that predict further tokens, which transformers does not read either
+    in_memory={r"^backbone\.": "model."},
 )
 
 _LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types")

@@ -29,6 +29,10 @@ TRAITS = Traits(
     # transformers 5.23 saves full layers' first norm under the name of linear layers' second.
     resaved={r"(model\.layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight"},
     equal_parts=(("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"),),  # as transformers 5.23 saves them
+    in_memory={
+        r"\.attention_layer_norm\.": ".input_layernorm.",
+        r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
+    },
 )
 
 PRESETS = {

@@ -20,6 +20,17 @@ TRAITS = Traits(
     causal=False,
     leftovers=(r"cls\.predictions\.decoder\.bias",),  # the head's bias once more
     resaved={r"nomic_bert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+    in_memory={
+        r"encoder\.layers\.": "layers.",
+        r"\bemb_ln\.": "embeddings.LayerNorm.",
+        r"\.attn\.Wqkv\.": ".self_attn.{leaf}_proj.",
+        r"\.attn\.out_proj\.": ".self_attn.o_proj.",
+        r"\.fc11\.": ".up_proj.",
+        r"\.fc12\.": ".gate_proj.",
+        r"\.fc2\.": ".down_proj.",
+        r"\.norm1\.": ".post_attention_layernorm.",
+        r"\.norm2\.": ".post_mlp_layernorm.",
+    },
 )
 
 _OLDER = {

@@ -53,6 +53,11 @@ def spec(config: Config) -> Tree:
     return text_tower.text_spec(config) | ({"projection": projection} if config.projection else {})
 
 
+def in_memory(config: Config) -> dict[str, str]:
+    """A model without a projection has no prefix in memory."""
+    return {} if config.projection else {r"^text_model\.": ""}
+
+
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}."""
     return text_tower.text_names(config) | ({"projection": "text_projection.weight"} if config.projection else {})

@@ -65,6 +65,11 @@ def spec(config: Config) -> Tree:
     return tree | vision.last_norm(config) | (projection if config.projection else {})
 
 
+def in_memory(config: Config) -> dict[str, str]:
+    """A model without a projection has no prefix in memory."""
+    return {} if config.projection else {r"^vision_model\.": ""}
+
+
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}."""
     at = "vision_model.embeddings"

@@ -19,7 +19,18 @@ from fnmodels.models.vision.common import position_table
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")
-TRAITS = Traits(inputs="patches", causal=False)
+TRAITS = Traits(
+    inputs="patches",
+    causal=False,
+    in_memory={
+        r"\.attention\.attention\.query\.": ".attention.q_proj.",
+        r"\.attention\.attention\.key\.": ".attention.k_proj.",
+        r"\.attention\.attention\.value\.": ".attention.v_proj.",
+        r"\.attention\.output\.dense\.": ".attention.o_proj.",
+        r"\.weights_in\.": ".{leaf}_proj.",
+        r"\.weights_out\.": ".down_proj.",
+    },
+)
 _SIZES = {"image_size": 518, "patch_size": 14}
 PRESETS = {
     "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], **_SIZES},

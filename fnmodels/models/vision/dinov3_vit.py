@@ -25,6 +25,7 @@ TRAITS = Traits(
     causal=False,
     # By which transformers 5.23 saves them, beside the published ones.
     resaved={r"model\.layer\.(.*)": r"layer.\1"},
+    in_memory={r"^layer\.": "model.layer."},
 )
 _FIELDS = {"num_register_tokens": 4, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
 PRESETS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("siglip_text_model", "siglip2_text_model")
-TRAITS = Traits(causal=False, leftovers=(r"(text_model\.)?embeddings\.position_ids",))
+TRAITS = Traits(causal=False, leftovers=(r"(text_model\.)?embeddings\.position_ids",), in_memory={r"^text_model\.": ""})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,12 @@ from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 
 MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model")
-TRAITS = Traits(inputs="patches", causal=False, leftovers=(r"(vision_model\.)?embeddings\.position_ids",))
+TRAITS = Traits(
+    inputs="patches",
+    causal=False,
+    leftovers=(r"(vision_model\.)?embeddings\.position_ids",),
+    in_memory={r"^vision_model\.": ""},
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,15 @@ TRAITS = Traits(
     inputs="patches",
     causal=False,
     optional={"pooler": "pooler"},  # files of a model saved without one
+    in_memory={
+        r"encoder\.layer\.": "layers.",
+        r"\.attention\.attention\.query\.": ".attention.q_proj.",
+        r"\.attention\.attention\.key\.": ".attention.k_proj.",
+        r"\.attention\.attention\.value\.": ".attention.v_proj.",
+        r"\.attention\.output\.dense\.": ".attention.o_proj.",
+        r"\.intermediate\.dense\.": ".mlp.fc1.",
+        r"\.output\.dense\.": ".mlp.fc2.",
+    },
 )
 PRESETS = {"vit-base-patch16-224": {"model_type": "vit", "architectures": ["ViTModel"]}}
 

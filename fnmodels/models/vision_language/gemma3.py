@@ -44,6 +44,7 @@ TRAITS = Traits(
     leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes the tower without the component that published files have.
     resaved=vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
+    in_memory=vision_language.MODULES,
 )
 # Fields that text_config leaves out where they equal the defaults.
 _TEXT = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}

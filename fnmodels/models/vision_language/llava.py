@@ -36,6 +36,7 @@ TRAITS = Traits(
     leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes the tower without the component that published files have.
     resaved=vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
+    in_memory=vision_language.MODULES,
 )
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 PRESETS: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mistral3",)
-TRAITS = Traits(resaved=vision_language.IN_MEMORY)
+TRAITS = Traits(resaved=vision_language.IN_MEMORY, in_memory=vision_language.MODULES)
 features_of = vision_language.features_by_config
 # Fields that text_config leaves out where they equal the defaults.
 _MISTRAL: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}

@@ -37,7 +37,10 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("qwen2_5_vl",)
 # Names that transformers has in memory, and files that were saved from there.
-TRAITS = Traits(resaved={r"model\.language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"})
+TRAITS = Traits(
+    resaved={r"model\.language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"},
+    in_memory={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
+)
 _TEXT: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
 _TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _TEXT |= {"sliding_window": 4096, "rope_theta": 1e6, "mrope_section": [16, 24, 24]}

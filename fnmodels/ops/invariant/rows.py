@@ -129,6 +129,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 f'kernel="invariant" multiplies by whole weights and adapters, not by a {type(weight).__name__}.'
             )
         return F.linear(x, weight, bias)
+    if not isinstance(bias, Tensor | None):  # it computes the product by this function too
+        return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():  # a Function's call takes longer than a small product
         return _InvariantLinear.forward(x, weight, bias)
     y: Tensor = _InvariantLinear.apply(x, weight, bias)

@@ -129,6 +129,7 @@ def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     gate = layer.get("shared_expert_gate")
     if gate is None:
         return y
+    gate = gate.merged() if hasattr(gate, "merged") else gate  # with an adapter
     # Written out: in a matrix product with one row, the last bits would depend on the memory alignment of that row.
     score = (upcast(x) * upcast(gate)).sum(-1, keepdim=True)
     return elementwise(torch.sigmoid, score.to(x.dtype)) * y

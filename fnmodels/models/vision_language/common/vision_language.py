@@ -33,6 +33,13 @@ IN_MEMORY_WITHOUT_VISION_MODEL = {
     r"(?:model\.)?vision_tower\.((?!vision_model\.).*)": r"vision_tower.vision_model.\1",
     **IN_MEMORY,
 }
+# The other way: {pattern in a published name: what the modules are called}.
+MODULES = {
+    r"^language_model\.model\.": "model.language_model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^vision_tower\.(vision_model\.)?": "model.vision_tower.",
+    r"^multi_modal_projector\.": "model.multi_modal_projector.",
+}
 
 
 # Fields that `text_config` may leave out where they equal the defaults.

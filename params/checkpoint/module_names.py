@@ -1,0 +1,44 @@
+"""Where transformers' modules in memory hold the parameters: adapters and state dicts name them so, not as files do."""
+
+import re
+from typing import Any
+
+from fnmodels import tree
+from fnmodels.models.common.family import function_of, traits_of
+from fnmodels.models.common.registry import family_of, hf_names
+from fnmodels.models.common.spec import Leaf
+from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, disk_names, renamed
+
+_EXPERT = re.compile(r"(.*\.experts)\.0\..*")
+
+
+def module_names(config: Any) -> dict[str, Stored]:
+    """{path of a parameter: the name in memory of the tensor that holds it, or its slice of one}.
+
+    As in transformers 5: experts' tensors are stacked, with gate and up in one, and the family's `in_memory` replaces
+    parts of names.
+    """
+    names, family = hf_names(config), family_of(config)
+    leaves = tree.flatten(family.spec(config))
+    patterns = {**traits_of(family).in_memory, **function_of(family, "in_memory")(config)}
+    found: dict[str, Stored] = {}
+    for path, stored in names.items():
+        found[path] = _stacked(path, stored, leaves)
+        for pattern, replacement in patterns.items():
+            found[path] = renamed(found[path], pattern, replacement)
+        if "{leaf}" in (name := disk_names(found[path])[0]):
+            found[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
+    return found
+
+
+def _stacked(path: str, stored: Stored, leaves: dict[str, Leaf]) -> Stored:
+    """The tensor of all experts for one that files hold expert by expert."""
+    match = _EXPERT.fullmatch(disk_name(stored.tensors[0])) if isinstance(stored, Stack) else None
+    if match is None:
+        return stored
+    where, _, leaf = path.rpartition(".")
+    if leaf == "down_proj" or f"{where}.gate_proj" not in leaves:
+        return f"{match[1]}.{leaf}"
+    inner = leaves[path].shape[1]
+    start = inner if leaf == "up_proj" else 0
+    return TensorSlice(f"{match[1]}.gate_up_proj", start, start + inner, 2 * inner, batched=True)

@@ -1,0 +1,198 @@
+"""The audit of PEFT's adapter_config.json: every field is read, neutral, or refused with the reason."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.models.common.config_json import shown
+from params.io.files import read_json
+
+CONFIG = "adapter_config.json"
+_HIGHEST = 1 << 24  # of ranks and scales: far above all that exist, and exact in every float
+_QUANTIFIERS = 2  # in a pattern of a file: with more of them, matching a name could take hours
+
+READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+        *("init_lora_weights", "target_parameters", "trainable_token_indices", "peft_version"),
+    }
+)
+# Fields that change nothing in what the tensors of a file compute, and why.
+NEUTRAL: dict[str, str] = {
+    **dict.fromkeys(("task_type", "auto_mapping", "base_model_name_or_path", "revision"), "where it comes from"),
+    **dict.fromkeys(("inference_mode", "lora_dropout", "velora_config", "runtime_config"), "acts in training alone"),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform"), "the tensors say which modules"),
+    **dict.fromkeys(("layers_pattern", "modules_to_save", "bias"), "the tensors say which modules"),
+    **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), "init_lora_weights says it"),
+    "fan_in_fan_out": "how PEFT's module stores its weight; A and B are the same",
+    "qalora_group_size": "use_qalora says it",
+    "megatron_core": "megatron_config says it",
+    "ensure_weight_tying": "the tensors of both uses are in the file",
+}
+# Fields that are refused unless they are off: what they do.
+REFUSED: dict[str, str] = {
+    "alora_invocation_tokens": "the adapter acts only behind these tokens of a prompt",
+    "arrow_config": "a router mixes several adapters",
+    "kasa_config": "the base weights lose their smallest singular values",
+    "layer_replication": "layers of the base model are repeated",
+    "lora_bias": "B has a bias",
+    "megatron_config": "modules are Megatron's",
+    "monteclora_config": "adapters are sampled",
+    "use_bdlora": "A or B is block-diagonal",
+    "use_qalora": "inputs are pooled before A",
+}
+_INITIAL = ("true", "false", "gaussian", "eva", "orthogonal", "mica")  # the base model is as published
+_MUTATED = ("pissa", "olora")  # the base model has lost what A and B begin with, which follows from it
+_TRAINED_WITH = {  # the base model has lost what no file says
+    "corda": "its data",
+    "lora_ga": "its gradients",
+    "loftq": "its quantized form",
+    "pissa_niter": "a random projection",
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What the tensors beside an adapter_config.json mean.
+
+    ranks, alphas: (pattern of module names, value) of modules that differ from `rank` and `alpha`, the first match.
+    mutated: "pissa" or "olora", what the base model has lost; "": nothing. parameters: the ends of names of
+    parameters, not modules, that have adapters. token_rows: (end of a module's name, rows of its embedding that are
+    trained); "" for every module.
+    """
+
+    file: Path
+    rank: int
+    alpha: float
+    rslora: bool
+    dora: bool
+    ranks: tuple[tuple[str, int], ...]
+    alphas: tuple[tuple[str, float], ...]
+    mutated: str
+    parameters: tuple[str, ...]
+    token_rows: tuple[tuple[str, tuple[int, ...]], ...]
+    peft_version: str
+
+    def rank_of(self, module: str) -> int:
+        """The rank of the adapter of a module of this name."""
+        return next((rank for pattern, rank in self.ranks if _matches(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What B A is multiplied with."""
+        alpha = next((alpha for pattern, alpha in self.alphas if _matches(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfig:
+    """The config of a LoRA, rsLoRA, DoRA, PiSSA or OLoRA adapter; ConfigError or UnsupportedError for anything else.
+
+    ignore_fields: names of fields that are not looked at.
+    """
+    values: Any = read_json(file)
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
+    values = {name: value for name, value in values.items() if name not in ignore_fields}
+    _audit(file, values)
+    rank = _rank(file, "r", values.get("r"))
+    alpha = _alpha(file, "lora_alpha", values.get("lora_alpha"), rank)
+    rslora, dora = (values.get(name) or False for name in ("use_rslora", "use_dora"))
+    if not isinstance(rslora, bool) or not isinstance(dora, bool):
+        raise ConfigError(f"{file}: use_rslora is {rslora!r} and use_dora {dora!r}; they must be true or false.")
+    return AdapterConfig(
+        file=file,
+        rank=rank,
+        alpha=alpha,
+        rslora=rslora,
+        dora=dora,
+        ranks=tuple((name, _rank(file, name, n)) for name, n in _patterns(file, values, "rank_pattern")),
+        alphas=tuple((name, _alpha(file, name, n, rank)) for name, n in _patterns(file, values, "alpha_pattern")),
+        mutated=_mutated(file, values.get("init_lora_weights")),
+        parameters=_names(file, values, "target_parameters"),
+        token_rows=_token_rows(file, values.get("trainable_token_indices")),
+        peft_version=str(values.get("peft_version") or ""),
+    )
+
+
+def _audit(file: Path, values: Mapping[str, Any]) -> None:
+    """Errors for fields that are refused, or that nobody knows and that are not null."""
+    for name, value in values.items():
+        if name in REFUSED and value not in (None, False, {}, []):
+            raise UnsupportedError(f"{file}: {name} is {shown(value)} ({REFUSED[name]}), which is not supported.")
+        known = name in READ or name in NEUTRAL or name in REFUSED or name.startswith("_") or "." in name
+        if not known and value is not None:
+            raise ConfigError(
+                f"{file}: the field {name!r} is unknown ({shown(value)}); if it changes nothing in what the adapter "
+                f"computes, pass ignore_fields=({name!r},)."
+            )
+    if values.get("bias", "none") not in ("none", "all", "lora_only", None):
+        raise ConfigError(f"{file}: bias is {shown(values['bias'])}; it must be none, all or lora_only.")
+
+
+def _rank(file: Path, name: str, rank: Any) -> int:
+    if type(rank) is not int or not 1 <= rank <= _HIGHEST:
+        raise ConfigError(f"{file}: {name} is {shown(rank)}; a rank is a whole number from 1.")
+    return rank
+
+
+def _alpha(file: Path, name: str, alpha: Any, rank: int) -> float:
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not number or not -_HIGHEST <= alpha <= _HIGHEST:  # also NaN
+        raise ConfigError(f"{file}: {name} {shown(alpha)} is no number that scales an adapter.")
+    return float(alpha)
+
+
+def _patterns(file: Path, values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """The entries of rank_pattern or alpha_pattern, whose keys are regular expressions of a stranger."""
+    patterns = values.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{file}: {name} is {shown(patterns)}; it maps names of modules to numbers.")
+    for pattern in patterns:
+        if len(re.findall(r"[*+{]", pattern)) > _QUANTIFIERS:
+            raise UnsupportedError(
+                f"{file}: the pattern {pattern!r} of {name} repeats in more than {_QUANTIFIERS} places, which is not "
+                "matched: write the modules' names."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{file}: the pattern {pattern!r} of {name} is no regular expression: {error}.") from None
+    return list(patterns.items())
+
+
+def _mutated(file: Path, initial: Any) -> str:
+    """What the base model has lost, by init_lora_weights; UnsupportedError where no file says what that is."""
+    name = str(True if initial is None else initial).lower()
+    if name in _INITIAL:
+        return ""
+    if name in _MUTATED:
+        return name
+    if (kind := re.sub(r"_\d+$", "", name)) in _TRAINED_WITH:
+        raise UnsupportedError(
+            f"{file}: init_lora_weights is {shown(initial)}: the base model that these adapters add to was changed "
+            f"by {_TRAINED_WITH[kind]}; convert them by PEFT's path_initial_model_for_weight_conversion."
+        )
+    raise UnsupportedError(f"{file}: init_lora_weights {shown(initial)} is unknown.")
+
+
+def _names(file: Path, values: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    names = values.get(name) or []
+    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f"{file}: {name} is {shown(names)}; it must be a list of names.")
+    return tuple(names)
+
+
+def _token_rows(file: Path, rows: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    by_module = rows if isinstance(rows, dict) else {"": rows or []}
+    for name, ids in by_module.items():
+        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+            raise ConfigError(f"{file}: trainable_token_indices of {name!r} is {shown(ids)}; it must be a list of ids.")
+    return tuple((name, tuple(ids)) for name, ids in by_module.items())

@@ -1,0 +1,345 @@
+"""Reading of a folder of adapters in PEFT's format."""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import MismatchError, UnsupportedError, memory_for
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.storage import disk_shape, extract
+from fnmodels.tree import Tree
+from params.checkpoint.shard_index import as_lines
+from params.checkpoint.tensor_map import is_leftover
+from params.io.files import plain_file
+from params.io.safetensors_file import check_floating, map_file, mapped_tensor, open_tensors
+from params.sharding import sharding_of
+
+from .adapter_config import CONFIG, AdapterConfig, read_config
+from .leaves import adapter_leaves, initial_magnitude, map_leaves, on_same_mesh, params_by_path
+from .nodes import Lora, Replaced, TwoUses, base_of, with_base
+from .peft_modules import INNER, PREFIX, Factors, Layout, Place, cut, layout_of, whole
+
+WEIGHTS = "adapter_model.safetensors"
+# What the names of a module's tensors end in, and what they are.
+_ENDINGS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "table_a",
+    "lora_embedding_B": "table_b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",  # of older releases of PEFT
+    "token_adapter.trainable_tokens_delta": "token_rows",
+}
+_NAMES = {part: ending for ending, part in reversed(_ENDINGS.items())}
+_NAMES["magnitude"] = "lora_magnitude_vector.weight"
+
+
+def load_adapters(
+    path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, ignore_fields: Collection[str] = ()
+) -> Tree:
+    """`params` with the adapters of a folder in PEFT's format.
+
+    LoRA, rsLoRA and DoRA of linear weights, embeddings, heads, fused weights and experts (a module each, or stacked as
+    PEFT's target_parameters), with ranks and alphas of their own; PiSSA and OLoRA become adapters of the unchanged base
+    model, of twice the rank. What is trained in full (modules_to_save, biases, rows of tokens, resized embeddings)
+    becomes `Replaced`. Names may be those of files or of transformers' modules.
+
+    Args:
+        path: The folder with adapter_config.json and adapter_model.safetensors.
+        config: The base model's config.
+        params: The base model's parameters; a model whose vocabulary the adapters extend is resized first
+            (`params.resize_vocab`).
+        ignore_fields: Fields of adapter_config.json that change nothing, where this audit does not know them.
+
+    Returns:
+        The tree with `Lora`, `Replaced` and `TwoUses` nodes at their parameters' paths.
+
+    Raises:
+        ConfigError: A field of adapter_config.json has a wrong value or is unknown.
+        UnsupportedError: A field changes what the adapters compute in a way that is not supported.
+        MismatchError: Names every tensor that is missing, unexpected or mis-shaped.
+    """
+    folder = Path(path)
+    settings = read_config(folder / CONFIG, ignore_fields)
+    with memory_for(folder), ExitStack() as stack:
+        file = open_tensors(plain_file(folder, WEIGHTS), stack)
+        check_floating(file)
+        mapping = map_file(file)
+        tensors = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
+    weights = {path: base_of(leaf) for path, leaf in params_by_path(params).items()}
+    reader = _Reader(config, settings, layout_of(config), weights)
+    reader.read(tensors)
+    if reader.faults:
+        raise MismatchError(
+            f"{folder / WEIGHTS}: {len(reader.faults)} adapters do not fit the model:{as_lines(reader.faults)}"
+        )
+    nodes = reader.nodes()
+    return map_leaves(lambda where, leaf: with_base(nodes.get(where), base_of(leaf)), params)
+
+
+@dataclass
+class _Reader:
+    """Collects what the tensors of a file are, and what does not fit.
+
+    weights: the base model's parameters by path. found: {path: {expert, or None: (factors, scale)}}. values: {path: a
+    parameter trained in full}. both: the paths in `values` that hold for both uses of a tied embedding.
+    """
+
+    config: DecoderConfig
+    settings: AdapterConfig
+    layout: Layout
+    weights: Mapping[str, Any]
+    faults: list[str] = field(default_factory=list)
+    found: dict[str, dict[int | None, tuple[Factors, float]]] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    both: set[str] = field(default_factory=set)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        modules: dict[str, dict[str, Tensor]] = {}
+        bare = _lacks_prefix(self.layout, tensors)
+        for name, value in tensors.items():
+            module, part = _parsed(bare + name.removeprefix(PREFIX))
+            if not name.startswith(PREFIX) or (part == "" and not self._full(module, value)):
+                self._unexpected(name)
+            elif part != "":
+                modules.setdefault(module, {})[part] = value
+        square: list[tuple[str, str, dict[str, Tensor]]] = []
+        for module, parts in modules.items():
+            places = self.layout.memory.linear.get(module) or self.layout.files.linear.get(module)
+            if "token_rows" in parts:
+                self._token_rows(module, places, parts.pop("token_rows"))
+            if parts and places is not None:
+                self._linear(module, places, parts)
+            elif parts and (parameter := self._parameter(module)) is not None:
+                square.append((module, parameter, parts))
+            elif parts:
+                self._unexpected(*(f"{PREFIX}{module}.{_NAMES[part]}" for part in parts))
+        self._stacked(square)
+        self.missing_experts()
+
+    def _unexpected(self, *names: str) -> None:
+        self.faults += [f"{name!r}: unexpected, the model has no such weight that takes an adapter" for name in names]
+
+    def _full(self, name: str, value: Tensor) -> bool:
+        """Notes a parameter trained in full; whether there is one of this name."""
+        plain = re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", name)
+        plain = self.layout.copies.get(plain, plain)
+        places = self.layout.memory.tensors.get(plain) or self.layout.files.tensors.get(plain)
+        if places is None:
+            return is_leftover(self.config, plain)
+        for place in places:
+            shape = disk_shape(place.stored, place.leaf.shape)
+            if tuple(value.shape) != shape:
+                resized = place.path.endswith(("embed_tokens", "lm_head")) and value.shape[1:] == shape[1:]
+                hint = f"; params.resize_vocab(config, params, {len(value)}) resizes the base model" if resized else ""
+                self.faults.append(f"{PREFIX}{name}: expected {list(shape)}, found {list(value.shape)}{hint}")
+                continue
+            own, base = extract(place.stored, value).contiguous(), self._weight(place.path)
+            if place.expert is not None:
+                return False  # PEFT saves no expert by itself
+            copied = INNER in name and sharding_of(base) is None and torch.equal(own.to(base), base)
+            if not copied:
+                self.values[place.path] = own
+        return True
+
+    def _weight(self, path: str) -> Any:
+        """The base model's parameter of a path, a tied head's too."""
+        tied = self.layout.tied
+        return self.weights[tied[0] if tied and path == tied[1] else path]
+
+    def _token_rows(self, module: str, places: list[Place] | None, rows: Tensor) -> None:
+        """Rows of an embedding that are trained, in both of its uses."""
+        named = [ids for end, ids in self.settings.token_rows if f".{module}".endswith(f".{end}") or not end]
+        base = None if places is None else self._weight(places[0].path)
+        if base is None or len(named) != 1 or tuple(rows.shape) != (len(named[0]), base.shape[1]):
+            self.faults.append(
+                f"{PREFIX}{module}.{_NAMES['token_rows']}: {list(rows.shape)} does not fit trainable_token_indices"
+            )
+            return
+        if sharding_of(base) is not None:
+            raise UnsupportedError(f"{module} is a DTensor, and rows of tokens are read into plain tensors.")
+        path = places[0].path  # type: ignore[index]
+        self.values[path] = base.index_copy(0, torch.tensor(named[0], device=base.device), rows.to(base))
+        self.both.add(path)
+
+    def _linear(self, module: str, places: list[Place], parts: dict[str, Tensor]) -> None:
+        out_size, in_size = places[0].module_shape
+        rank = self.settings.rank_of(module)
+        table = "table_a" in parts or "table_b" in parts
+        shapes: dict[str, tuple[int, ...]] = {"a": (rank, in_size), "b": (out_size, rank)}
+        shapes = {"table_a": (rank, out_size), "table_b": (in_size, rank)} if table else shapes
+        if self.settings.dora and table:
+            raise UnsupportedError(f"{module} is an embedding with DoRA, which is not supported.")
+        shapes |= {"magnitude": (out_size,)} if self.settings.dora else {}
+        if not self._fits(module, parts, shapes):
+            return
+        a, b = (parts["table_b"].T, parts["table_a"].T) if table else (parts["a"], parts["b"])
+        factors, scale = Factors(a, b, parts.get("magnitude")), self.settings.scale_of(module)
+        if self.settings.mutated and not table:
+            factors = self._of_unchanged_base(places, factors, rank, scale)
+        for path, own in cut(places, factors, self.settings.rank).items():
+            expert = places[0].expert
+            self.found.setdefault(path, {})[expert] = own, scale
+
+    def _fits(self, module: str, parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        names = {part: f"{PREFIX}{module}.{_NAMES[part]}" for part in (*parts, *shapes)}
+        faults = [f"{names[part]}: missing" for part in shapes if part not in parts]
+        for part, value in parts.items():
+            if part not in shapes:
+                self._unexpected(names[part])
+                faults.append("")
+            elif tuple(value.shape) != shapes[part]:
+                faults.append(f"{names[part]}: expected {list(shapes[part])}, found {list(value.shape)}")
+        self.faults += filter(None, faults)
+        return not faults
+
+    def _of_unchanged_base(self, places: list[Place], factors: Factors, rank: int, scale: float) -> Factors:
+        """Factors that add to the published weight W: those of the file add to W - scale B0 A0, with which they began.
+
+        PiSSA (arXiv 2404.02948): the largest singular values; OLoRA (arXiv 2406.01775): the first rows of R in W = Q R.
+        """
+        parts = {place.path: self._weight(place.path) for place in places}
+        if scale <= 0 or any(sharding_of(part) is not None for part in parts.values()):
+            raise UnsupportedError(
+                f"{self.settings.file}: {self.settings.mutated} needs full weights and a positive alpha."
+            )
+        weight = whole(places, parts, stored=False).float()
+        if self.settings.mutated == "pissa":
+            u, s, v = torch.linalg.svd(weight, full_matrices=False)
+            root = (s[:rank] / scale).sqrt()
+            first_a, first_b = root[:, None] * v[:rank], u[:, :rank] * root
+        else:
+            if any(getattr(place.stored, "transposed", False) for place in places):
+                raise UnsupportedError(f"{self.settings.file}: PEFT's OLoRA of transposed weights changes the model.")
+            q, r = torch.linalg.qr(weight)
+            first_a, first_b = r[:rank], q[:, :rank]
+        a, b = torch.cat([factors.a.float(), first_a]), torch.cat([factors.b.float(), -first_b], 1)
+        return replace(factors, a=a, b=b)
+
+    def _parameter(self, module: str) -> str | None:
+        """The parameter of the module `container` or `container.base_layer` that PEFT's target_parameters adapt."""
+        container = re.sub(rf"(\{INNER})+$", "", module)
+        stacked = self.layout.memory.stacked.get(container, {})
+        ends = tuple(f".{name}" for name in self.settings.parameters)
+        nested = [name for name in stacked if f".{container}.{name}".endswith(ends)]
+        depth = len(nested) - 1 - module.count(INNER)
+        return f"{container}.{nested[depth]}" if 0 <= depth < len(nested) else None
+
+    def _stacked(self, modules: list[tuple[str, str, dict[str, Tensor]]]) -> None:
+        """Adapters of parameters: matrices, or [E, ., .], which have one for every expert."""
+        turned: dict[str, bool] = {}  # by container: whether A reads the size out, as the shapes of its parameters say
+        for module, parameter, parts in modules:
+            container, _, leaf = parameter.rpartition(".")
+            places = self.layout.memory.stacked[container][leaf]
+            *experts, out_size, in_size = places[0].module_shape
+            count = self.settings.rank_of(parameter) * (experts[0] if experts else 1)
+            shapes = {"a": (count, in_size), "b": (out_size, count)}
+            other = {"a": (count, out_size), "b": (in_size, count)}
+            if out_size != in_size:
+                turned[container] = all(part in parts and tuple(parts[part].shape) == other[part] for part in other)
+            self._fits(module, parts, other if turned.get(container) and out_size != in_size else shapes)
+        if self.faults:
+            return
+        for _, parameter, parts in modules:
+            container, _, leaf = parameter.rpartition(".")
+            places = self.layout.memory.stacked[container][leaf]
+            reads_out = turned.get(container, self.layout.a_reads_out(places[0], self.settings.peft_version))
+            scale = self.settings.scale_of(parameter)
+            factors = _of_experts(parts["a"], parts["b"], places[0].module_shape, turned=reads_out)
+            if self.settings.mutated:
+                raise UnsupportedError(f"{self.settings.file}: {parameter} has {self.settings.mutated}: unsupported.")
+            for path, own in cut(places, factors, self.settings.rank).items():
+                self.found.setdefault(path, {})[None] = own, scale
+
+    def nodes(self) -> dict[str, Any]:
+        """{path: node without its weight} of everything that was read."""
+        found: dict[str, Any] = {path: self._lora(path, experts) for path, experts in self.found.items()}
+        for path, value in self.values.items():
+            node = Replaced(None, _like(self._weight(path), value))
+            found[path] = replace(found[path], weight=node) if path in found else node
+        if self.layout.tied is None:
+            return found
+        table, head = self.layout.tied
+        embed, other = found.pop(table, None), found.pop(head, None)
+        if embed is not None and (table in self.both or _equal(embed, other)):
+            return found | {table: embed}
+        return found if embed is None and other is None else found | {table: TwoUses(None, embed, other)}
+
+    def _lora(self, path: str, experts: Mapping[int | None, tuple[Factors, float]]) -> Lora:
+        weight, leaf = self._weight(path), self.layout.leaves[path]
+        count = leaf.shape[0] if len(leaf.shape) == 3 and None not in experts else 0
+        each = [experts[expert] for expert in (range(count) if count else [None])]
+        if len({scale for _, scale in each}) > 1 or len({factors.a.shape for factors, _ in each}) > 1:
+            raise UnsupportedError(f"{self.settings.file}: the experts of {path} have several ranks or alphas.")
+        factors, scale = each[0]
+        if count:
+            magnitudes = [one.magnitude for one, _ in each]
+            magnitude = None if magnitudes[0] is None else torch.stack([x for x in magnitudes if x is not None])
+            pairs = [(one.a, one.b) for one, _ in each]
+            factors = Factors(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]), magnitude)
+        make = (lambda box, x=x: x.clone() if box is None else x[box].clone() for x in (factors.a, factors.b))
+        a, b = on_same_mesh(weight, adapter_leaves(leaf, factors.a.shape[-2]), *make)
+        node = Lora(None, a, b, scale)
+        if factors.magnitude is None:
+            return node
+        initial_magnitude(path, replace(node, weight=weight))  # refuses what has none
+        return replace(node, magnitude=factors.magnitude.to(weight).contiguous())
+
+    def missing_experts(self) -> None:
+        """Notes the experts without an adapter beside some that have one."""
+        for module, places in self.layout.files.linear.items():
+            for place in places:
+                experts = self.found.get(place.path)
+                if experts and None not in experts and place.expert not in experts:
+                    self.faults.append(f"{PREFIX}{module}.{_NAMES['a']}: missing")
+
+
+def _of_experts(a: Tensor, b: Tensor, shape: tuple[int, ...], *, turned: bool) -> Factors:
+    """a [E, rank, in] and b [E, out, rank] from PEFT's [rank E, in] and [out, rank E], or those of the transpose."""
+    if len(shape) == 3:
+        a, b = a.unflatten(0, (shape[0], -1)), b.unflatten(1, (-1, shape[0])).permute(2, 0, 1)
+    return Factors(b.mT, a.mT) if turned else Factors(a, b)
+
+
+def _like(weight: Any, value: Tensor) -> Tensor:
+    """The value on the weight's device, in its dtype and sharded to match."""
+    sharding = sharding_of(weight)
+    if sharding is None:
+        return value.to(weight)
+    return sharding.distribute(value[sharding.local_box()].clone().to(weight.device, weight.dtype))
+
+
+def _equal(node: Any, other: Any) -> bool:
+    """Whether two nodes compute the same."""
+    if type(node) is not type(other) or getattr(node, "scale", None) != getattr(other, "scale", None):
+        return False
+    ours, theirs = tree.flatten({"x": node}), tree.flatten({"x": other})
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[path], theirs[path]) for path in ours)
+
+
+def _parsed(name: str) -> tuple[str, str]:
+    """(module, what the tensor is) by its name; (name, "") of a parameter trained in full."""
+    for ending, part in _ENDINGS.items():
+        default = re.sub(r"(lora_(?:embedding_)?[A-Za-z]+)", r"\1.default", ending)  # with PEFT's name of an adapter
+        for form in (ending, default):
+            if name.endswith(f".{form}"):
+                return name.removesuffix(f".{form}"), part
+    return name, ""
+
+
+def _lacks_prefix(layout: Layout, names: Collection[str]) -> str:
+    """The first part of all the model's names, with its dot, where the file omits it: adapters of a bare ...Model."""
+    known = {module for modules in (layout.memory, layout.files) for module in (*modules.linear, *modules.stacked)}
+    found = {re.sub(rf"(\{INNER})+$", "", _parsed(name.removeprefix(PREFIX))[0]) for name in names}
+    if found & known:
+        return ""
+    prefixes = {module.partition(".")[0] + "." for module in known}
+    return next((prefix for prefix in sorted(prefixes) if any(prefix + module in known for module in found)), "")

@@ -1,0 +1,111 @@
+"""Every model that transformers has too, as PEFT sees it: decoders, encoders, towers, readers of images, pairs."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.models.common import storage
+from fnmodels.tree import Tree
+from params import lora
+from params.checkpoint.module_names import module_names
+from params.lora.leaves import params_by_path
+from tests.fnmodels.models import test_t5, test_vision, test_whisper
+from tests.support.cases import Case, cases, structure
+from tests.support.image_texts import image_cases
+from tests.support.oracle import model_of, params_of
+
+# transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
+CONCATENATED = ("q_conv", "k_conv", "v_conv")
+
+
+@dataclass(frozen=True, eq=False)
+class PeftCase:
+    """A model of transformers with generic parameters, its Config and how our parameters are made of it."""
+
+    name: str
+    config: Any
+    model: Callable[[], Any]
+    params: Callable[[], Tree]
+    values: Any = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def fresh(self, dtype: torch.dtype = torch.float64) -> Any:
+        """A copy of the model, whose parameters may be written."""
+        return copy.deepcopy(self.model()).to(dtype)
+
+    def base(self, dtype: torch.dtype = torch.float64) -> Tree:
+        return tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, self.params())
+
+
+@functools.cache
+def peft_cases() -> tuple[PeftCase, ...]:
+    """The first variant of each structure of decoders and encoders, every tower, reader of images, T5 and Whisper."""
+    first: dict[Any, Case] = {}
+    for case in cases():
+        if case.values is not None:
+            first.setdefault(structure(case), case)
+    found = [decoder_case(case) for case in first.values()]
+    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in image_cases()]
+    for name in test_vision.EVERY:
+        made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
+        found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))
+    for name in test_t5.VARIANTS:
+        made = functools.partial(test_t5.reference, name), functools.partial(test_t5.params_of, name)
+        found.append(PeftCase(name, test_t5.config_of(name), *made))
+    return (*found, PeftCase("whisper", test_whisper.CONFIG, test_whisper.reference, test_whisper.weights))
+
+
+def decoder_case(case: Case) -> PeftCase:
+    """A decoder or encoder by its config.json."""
+    model = functools.partial(model_of, case.values)
+    return PeftCase(case.name, case.config, model, lambda: params_of(model(), case.config), case.values)
+
+
+def in_memory(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by their names, a tied one by each."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def weights_by_path(config: Any, model: Any) -> dict[str, Tensor]:
+    """{path: values} of our parameters in a model of transformers."""
+    held = in_memory(model)
+    names = {path: stored for path, stored in module_names(config).items() if not path.endswith(CONCATENATED)}
+    return {path: storage.extract_parameter(stored, held).detach() for path, stored in names.items()}
+
+
+def merged_by_path(params: Tree) -> dict[str, Tensor]:
+    """{path: values} of params with adapters merged, but of embeddings whose two uses differ."""
+    flat = params_by_path(params)
+    return params_by_path(lora.merge({path: leaf for path, leaf in flat.items() if not isinstance(leaf, lora.TwoUses)}))
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """(the largest difference, relative to the largest value of its parameter, and its path)."""
+    assert ours.keys() >= theirs.keys() - {p for p in theirs if p not in ours and p.endswith("embed_tokens")}
+    off = {
+        path: float((ours[path] - value).abs().max() / value.abs().max().clamp(min=1e-3))
+        for path, value in theirs.items()
+        if path in ours
+    }
+    path = max(off, key=lambda each: off[each])
+    return off[path], path
+
+
+def linear_modules(model: Any) -> list[str]:
+    """The names of the modules that PEFT adapts as linear maps; within nn.MultiheadAttention it does so in vain."""
+    found = dict(model.named_modules())
+    kinds = (torch.nn.Linear,)
+    return [
+        name
+        for name, module in found.items()
+        if (isinstance(module, kinds) or type(module).__name__ == "Conv1D")
+        and not isinstance(found[name.rpartition(".")[0]], torch.nn.MultiheadAttention)
+    ]
