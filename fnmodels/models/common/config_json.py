@@ -179,6 +179,14 @@ class Fields:
             raise self._wrong(name, value, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
+    def plain(self, **defaults: bool | int | float) -> dict[str, Any]:
+        """{name: value} of fields that a Config has under the same names; each default says how its field is read.
+
+        That is as `boolean`, `integer` (of at least 1) or `number` (above 0).
+        """
+        readers: dict[type, Any] = {bool: self.boolean, int: self.integer, float: self.number}
+        return {name: readers[type(default)](name, default) for name, default in defaults.items()}
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Requires a field that would change the maths to be absent or one of `allowed`; else UnsupportedError."""
         value = self.take(name, allowed[0])

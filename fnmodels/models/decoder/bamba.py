@@ -60,9 +60,7 @@ class Config(decoder.BaseConfig):
         config = Config(
             **usual,
             mixer=mamba_from_hf(fields, fields.integer("mamba_expand", 2) * usual["hidden_size"]),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False),
             layer_kinds=tuple("full" if i in attends else "linear" for i in range(layers)),
         )
         # settings of kernels and of training, and what no code reads

@@ -45,9 +45,7 @@ class Config(decoder.BaseConfig):
         config = Config(
             **usual,
             **(_cohere_fields if is_first else _cohere2_fields)(fields, usual),
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            logit_scale=fields.number("logit_scale", 0.0625),
+            **fields.plain(layer_norm_eps=1e-5, attention_bias=False, logit_scale=0.0625),
         )
         return decoder.finished(config, fields)
 

@@ -104,8 +104,7 @@ class Config(mixture.GroupedConfig):
         config = Config(
             **sizes | experts,
             index_n_heads=fields.integer("index_n_heads", 32 if glm else 64),
-            index_head_dim=fields.integer("index_head_dim", 128),
-            index_topk=fields.integer("index_topk", 2048),
+            **fields.plain(index_head_dim=128, index_topk=2048),
             index_rope_interleave=glm,
             layer_kinds=tuple(map("".join, zip(indexers, mlps, strict=True))),
             rope=rope_from_hf(fields, head_dim=width, max_positions=sizes["max_position_embeddings"], theta=1e4),

@@ -93,9 +93,7 @@ class Config(decoder.BaseConfig):
         config = Config(
             **usual,
             mixer=mixer,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False),
             mlp_gate_multiplier=of_gate,
             mlp_down_multiplier=of_output,
             **multipliers,

@@ -125,14 +125,16 @@ class Config(decoder.BaseConfig):
             moe_intermediate_size=inner,
             rope=_rope(fields, "full_attention", full["global_head_dim"], sizes),
             local_rope=_rope(fields, "sliding_attention", sizes["head_dim"], sizes),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.boolean("attention_bias", False),
+            **fields.plain(
+                rms_norm_eps=1e-6,
+                attention_bias=False,
+                sliding_window=512,
+                vocab_size_per_layer_input=262144,
+                use_double_wide_mlp=False,
+            ),
             hidden_act=fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
-            sliding_window=fields.integer("sliding_window", 512),
             final_softcap=fields.number("final_logit_softcapping") if capped else None,
             hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 256, low=0),
-            vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262144),
-            use_double_wide_mlp=fields.boolean("use_double_wide_mlp", False),
             layer_kinds=tuple(
                 ("sliding" if near else "full") + "_reuse" * (i >= first) + "_moe" * sparse
                 for i, near in enumerate(slides)

@@ -39,8 +39,7 @@ class Config(decoder.BaseConfig):
         defaults: Any = {"partial": _PARTIAL, "kv_heads": 2, "head_dim": 128, "max_positions": 131072}
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, **defaults),
-            rms_norm_eps=fields.number("rms_norm_eps", 1.5625e-7),
-            attention_bias=fields.boolean("attention_bias", True),
+            **fields.plain(rms_norm_eps=1.5625e-7, attention_bias=True),
         )
         return decoder.finished(config, fields)
 

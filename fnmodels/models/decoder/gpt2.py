@@ -95,10 +95,8 @@ class Config:
             num_attention_heads=_size(fields, "n_head"),
             max_position_embeddings=_size(fields, "n_positions", 1024),
             layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+            **fields.plain(tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
             hidden_act=fields.choice("activation_function", tuple(ACTIVATIONS), "gelu_new"),
-            scale_attn_weights=fields.boolean("scale_attn_weights", True),
-            scale_attn_by_inverse_layer_idx=fields.boolean("scale_attn_by_inverse_layer_idx", False),
             initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
             model_type=model_type,
         )

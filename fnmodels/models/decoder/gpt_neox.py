@@ -63,9 +63,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, activation="gelu", rope=_rope),
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", True),
-            use_parallel_residual=fields.boolean("use_parallel_residual", True),
+            **fields.plain(layer_norm_eps=1e-5, attention_bias=True, use_parallel_residual=True),
         )
         return decoder.finished(config, fields)
 

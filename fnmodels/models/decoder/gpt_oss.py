@@ -67,10 +67,7 @@ class Config(decoder.SizesConfig):
             **usual,
             num_local_experts=experts,
             num_experts_per_tok=chosen,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", True),
-            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
-            swiglu_limit=fields.number("swiglu_limit", 7.0),
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0),
             sliding_window=fields.integer("sliding_window", 0 if "sliding_window" in values else 128, low=0) or None,
             layer_kinds=tuple("sliding_moe" if slide else "full_moe" for slide in slides),
         )

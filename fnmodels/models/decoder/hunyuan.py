@@ -43,8 +43,7 @@ class Config(decoder.BaseConfig):
             fields.expect(name, value)
         config = Config(
             **usual,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=False),
         )
         return decoder.finished(config, fields, ignored=("pool_type",))  # of heads for classes
 

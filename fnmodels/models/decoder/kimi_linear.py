@@ -111,9 +111,7 @@ class Config(mla.LatentMixtureConfig):
             linear_num_heads=fields.integer("linear_num_heads", 32, high=1 << 16),
             linear_head_dim=fields.integer("linear_head_dim", 128, high=1 << 16),
             linear_conv_kernel_dim=fields.integer("linear_conv_kernel_dim", 4, high=1 << 16),
-            n_group=fields.integer("n_group", 1),
-            topk_group=fields.integer("topk_group", 1),
-            norm_topk_prob=fields.boolean("norm_topk_prob", True),
+            **fields.plain(n_group=1, topk_group=1, norm_topk_prob=True),
         )
         return decoder.finished(config, fields, ignored=("rope_theta", "rope_scaling", "rope_parameters"))
 

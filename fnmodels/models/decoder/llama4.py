@@ -81,16 +81,18 @@ class Config(decoder.BaseConfig):
         fields.expect("attn_temperature_tuning", True, False, 4)  # the first files have 4 for true
         config = Config(
             **usual | {"model_type": model_type},
-            intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
+            **fields.plain(
+                intermediate_size_mlp=16384,
+                rms_norm_eps=1e-5,
+                attention_bias=False,
+                use_qk_norm=True,
+                attn_scale=0.1,
+                floor_scale=8192,
+                attention_chunk_size=8192,
+            ),
             num_local_experts=experts,
             num_experts_per_tok=chosen,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            use_qk_norm=fields.boolean("use_qk_norm", True),
             attn_temperature_tuning=bool(fields.take("attn_temperature_tuning", True)),
-            attn_scale=fields.number("attn_scale", 0.1),
-            floor_scale=fields.integer("floor_scale", 8192),
-            attention_chunk_size=fields.integer("attention_chunk_size", 8192),
             layer_kinds=_layer_kinds(fields, usual["num_hidden_layers"]),
         )
         return decoder.finished(config, fields)

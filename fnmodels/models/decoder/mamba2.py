@@ -106,10 +106,8 @@ class Config:
             hidden_size=width,
             num_hidden_layers=fields.integer("num_hidden_layers", 64, high=LAYERS_LIMIT),
             mixer=mamba_from_hf(fields, fields.integer("expand", 2) * width, _MIXER),
-            layer_norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+            **fields.plain(layer_norm_epsilon=1e-5, residual_in_fp32=True, tie_word_embeddings=False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            residual_in_fp32=fields.boolean("residual_in_fp32", True),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             initializer_range=fields.number("initializer_range", 0.1, above=-1e-9),
             model_type=model_type,
         )

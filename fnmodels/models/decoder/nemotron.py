@@ -46,8 +46,7 @@ class Config(decoder.BaseConfig):
         config = Config(
             **usual,
             norm_eps=epsilon,
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **fields.plain(attention_bias=False, mlp_bias=False),
         )
         return decoder.finished(config, fields)
 

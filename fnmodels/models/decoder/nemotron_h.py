@@ -127,8 +127,7 @@ class Config(decoder.BaseConfig):
             mamba_hidden_act=fields.choice("mamba_hidden_act", tuple(ACTIVATIONS), "silu"),
             layer_norm_epsilon=epsilon,
             moe_latent_size=fields.integer("moe_latent_size", 0, low=0),
-            norm_topk_prob=fields.boolean("norm_topk_prob", True),
-            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+            **fields.plain(norm_topk_prob=True, routed_scaling_factor=1.0),
             layer_kinds=listed,
             model_type=model_type,
         )

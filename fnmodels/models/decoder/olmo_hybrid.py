@@ -81,9 +81,7 @@ class Config(decoder.BaseConfig):
             **sizes,
             **delta.sizes_from_hf(fields, heads, heads, dk, 2 * dk, 4),
             rope=rope or Rope(),
-            linear_allow_neg_eigval=fields.boolean("linear_allow_neg_eigval", True),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.boolean("attention_bias", False),
+            **fields.plain(linear_allow_neg_eigval=True, rms_norm_eps=1e-6, attention_bias=False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             layer_kinds=tuple(
                 "linear" if one else "full" if rope else "full_nope"

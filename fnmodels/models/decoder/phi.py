@@ -54,8 +54,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=2048, activation="gelu_new"),
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
-            qk_layernorm=fields.boolean("qk_layernorm", False),
+            **fields.plain(layer_norm_eps=1e-5, qk_layernorm=False),
         )
         return decoder.finished(config, fields)
 

@@ -140,8 +140,7 @@ class Config(decoder.BaseConfig):
             num_experts=experts,
             num_experts_per_tok=chosen,
             norm_topk_prob=fields.boolean("norm_topk_prob", True) if text_type == "qwen3_next" else True,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.boolean("attention_bias", False),
+            **fields.plain(rms_norm_eps=1e-6, attention_bias=False),
             mrope_section=sections,
             layer_kinds=tuple(
                 ("linear" if near else "full") + ("_moe" if e else "")

@@ -46,10 +46,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, partial=0.25, max_positions=4096, kv_heads=32),
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
-            use_qkv_bias=fields.boolean("use_qkv_bias", False),
-            qk_layernorm=fields.boolean("qk_layernorm", False),
-            use_parallel_residual=fields.boolean("use_parallel_residual", False),
+            **fields.plain(layer_norm_eps=1e-5, use_qkv_bias=False, qk_layernorm=False, use_parallel_residual=False),
         )
         return decoder.finished(config, fields)
 

@@ -51,9 +51,7 @@ class Config(decoder.BaseConfig):
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, theta=1e4, max_positions=8192),
             **head_fields(fields, "EuroBert", HEADS),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False),
             classifier_pooling=fields.choice("classifier_pooling", POOLINGS, "late"),
         )
         tokens = ("bos_token", "eos_token", "mask_token", "mask_token_id", "pad_token")

@@ -140,7 +140,7 @@ class Config:
         below = fields.integer("num_decoder_layers", layers, high=LAYERS_LIMIT)
         both = stack == "both"
         config = Config(
-            vocab_size=fields.integer("vocab_size", 32128),
+            **fields.plain(vocab_size=32128, initializer_factor=1.0),
             hidden_size=fields.integer("d_model", 512),
             head_dim=fields.integer("d_kv", 64),
             intermediate_size=fields.integer("d_ff", 2048),
@@ -156,7 +156,6 @@ class Config:
             tie_word_embeddings=scaled or not both,  # where outputs are not scaled, files have a head
             stack=stack,
             decoder_start_token_id=fields.integer("decoder_start_token_id", 0, low=0),
-            initializer_factor=fields.number("initializer_factor", 1.0),
         )
         dropout = fields.take("dropout_rate", None)  # `forward` applies none; kept for saving
         kept = () if dropout is None else (("dropout_rate", json.dumps(dropout)),)

@@ -86,9 +86,7 @@ class Config(vision.VisionConfig):
             **usual,
             **vision.head_of(fields, "Dinov2WithRegisters" if registers else "Dinov2"),
             num_register_tokens=fields.integer("num_register_tokens", 4) if registers else 0,
-            qkv_bias=fields.boolean("qkv_bias", True),
-            mlp_ratio=fields.integer("mlp_ratio", 4),
-            use_swiglu_ffn=fields.boolean("use_swiglu_ffn", False),
+            **fields.plain(qkv_bias=True, mlp_ratio=4, use_swiglu_ffn=False),
             use_mask_token=registers or fields.boolean("use_mask_token", True),
             layerscale_value=fields.number("layerscale_value", 1.0, above=-1.0),
         )

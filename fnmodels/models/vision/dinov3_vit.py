@@ -79,10 +79,8 @@ class Config(vision.VisionConfig):
         rope.expect("rope_type", "default")
         config = Config(
             **usual,
-            num_register_tokens=fields.integer("num_register_tokens", 0),
+            **fields.plain(num_register_tokens=0, key_bias=False, use_gated_mlp=False),
             rope_theta=fields.number("rope_theta", rope.number("rope_theta", 100.0)),
-            key_bias=fields.boolean("key_bias", False),
-            use_gated_mlp=fields.boolean("use_gated_mlp", False),
             layerscale_value=fields.number("layerscale_value", 1.0, above=-1.0),
         )
         object.__setattr__(config, "extra", vision.kept_fields(fields, _IGNORED))

@@ -65,11 +65,10 @@ class Config(qwen_tower.QwenTowerConfig):
         layers = qwen_tower.layer_list(fields, "fullatt_block_indexes", [7, 15, 23, 31])
         config = Config(
             **usual,
-            out_hidden_size=fields.integer("out_hidden_size", 3584),
+            **fields.plain(out_hidden_size=3584, tokens_per_second=4),
             # whole cells, as the reference rounds
             window=size // usual["merge"] // patch * usual["merge"],
             full_layers=tuple(sorted({i for i in layers if i < usual["num_hidden_layers"]})),
-            tokens_per_second=fields.integer("tokens_per_second", 4),
         )
         object.__setattr__(config, "extra", fields.finish())
         return config
