@@ -81,7 +81,7 @@ def skeletons(name: str, like: str | None = None) -> dict[Path, str]:
 
 def _types_of(like: str) -> tuple[list[str], str]:
     """The model types of a family, and the one that its Config has by default."""
-    types = [found for found, module in families().items() if module.endswith(f".{like}")]
+    types = [model_type for model_type, module in families().items() if module.endswith(f".{like}")]
     family = family_for(types[0])
     return types, family.Config.__dataclass_fields__["model_type"].default or model_types(family)[0]
 

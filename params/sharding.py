@@ -195,8 +195,8 @@ def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Shar
         raise ValueError(f"The plan is of another model: {min(flat.keys() ^ leaves.keys())} is in only one of them.")
     for path, sharding in flat.items():
         if sharding.shape != leaves[path].shape:
-            here = f"{path} is {list(leaves[path].shape)}"
-            raise ValueError(f"The plan is of another model: {here}, and there {list(sharding.shape)}.")
+            in_model = f"{path} is {list(leaves[path].shape)}"
+            raise ValueError(f"The plan is of another model: {in_model}, and there {list(sharding.shape)}.")
     return flat
 
 

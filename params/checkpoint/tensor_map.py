@@ -71,8 +71,8 @@ def by_name(parameters: Iterable[StoredLeaf]) -> dict[str, list[Piece]]:
     return grouped
 
 
-def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> str:
-    """The first component of all names on disk, with its dot, if the files `found` omit it; else "".
+def missing_prefix(parameters: Iterable[StoredLeaf], on_disk: Container[str]) -> str:
+    """The first component of all names on disk, with its dot, if the names `on_disk` omit it; else "".
 
     Names in OpenAI's GPT-2 and in models saved without a head begin with `wte` or `layers`, not `transformer` or
     `model`.
@@ -81,7 +81,7 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
     names = [name for parameter in parameters if parameter.path not in heads for name in disk_names(parameter.stored)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)
-    bare = not any(name in found for name in names) and any(name.removeprefix(prefix) in found for name in names)
+    bare = not any(name in on_disk for name in names) and any(name.removeprefix(prefix) in on_disk for name in names)
     return prefix if common and bare else ""
 
 
@@ -103,18 +103,18 @@ def refuse_unread(config: DecoderConfig, names: Iterable[str], drop: Collection[
             )
 
 
-def names_of_head(declared: DecoderConfig, config: DecoderConfig, found: Iterable[str]) -> set[str]:
+def names_of_head(declared: DecoderConfig, config: DecoderConfig, on_disk: Iterable[str]) -> set[str]:
     """The names on disk that a config read without its head does not expect, but the `declared` one knows."""
     if declared == config:
         return set()
     known = by_name(stored_leaves(declared)).keys() | tied_names(declared).keys()
-    return {name for name in found if name in known or is_leftover(declared, name)}
+    return {name for name in on_disk if name in known or is_leftover(declared, name)}
 
 
 def published_names(
-    config: DecoderConfig, expected: Container[str], found: Collection[str], prefix: str = ""
+    config: DecoderConfig, expected: Container[str], on_disk: Collection[str], prefix: str = ""
 ) -> list[str]:
-    """The names `found` in files, with the published one for a name in the trait `resaved`.
+    """The names `on_disk`, with the published one for a name in the trait `resaved`.
 
     Only where the published one is expected and not there too, so that no two tensors get one name.
     """
@@ -124,10 +124,10 @@ def published_names(
         for pattern, replacement in patterns.items() if name not in expected else ():
             if match := re.fullmatch(pattern, prefix + name):
                 other = match.expand(replacement).removeprefix(prefix)
-                return other if other in expected and other not in found else name
+                return other if other in expected and other not in on_disk else name
         return name
 
-    return [published(name) for name in found]
+    return [published(name) for name in on_disk]
 
 
 def why_wrong(config: DecoderConfig, names: Iterable[str]) -> str:

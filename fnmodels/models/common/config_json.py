@@ -143,8 +143,8 @@ class Fields:
         self.read[name] = default if value is None else value
         return self.read[name]
 
-    def _wrong(self, name: str, value: Any, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name!r} is {shown(value)}, but must be {wanted}.")
+    def _wrong(self, name: str, value: Any, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name!r} is {shown(value)}, but must be {expected}.")
 
     def integer(self, name: str, default: Any = _MISSING, *, low: int = 1, high: int = 1 << 31) -> int:
         value = self.take(name, default)
@@ -191,8 +191,8 @@ class Fields:
         """Requires a field that would change the maths to be absent or one of `allowed`; else UnsupportedError."""
         value = self.take(name, allowed[0])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-            wanted = " or ".join(shown(a) for a in allowed)
-            raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {wanted} is supported here.")
+            expected = " or ".join(shown(a) for a in allowed)
+            raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {expected} is supported here.")
 
     def finish(self, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
         """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs.
@@ -257,10 +257,10 @@ def renamed(fields: Fields, names: Mapping[str, str]) -> Fields:
     return merged(Fields(kept, fields.where), [(old, new, fields.values.get(old)) for old, new in names.items()])
 
 
-def merged(fields: Fields, given: Iterable[tuple[str, str, Any]]) -> Fields:
+def merged(fields: Fields, renamed: Iterable[tuple[str, str, Any]]) -> Fields:
     """The fields and those given, (name in the file, name, value or None). ConfigError where values differ."""
     values = dict(fields.values)
-    for old, new, value in given:
+    for old, new, value in renamed:
         if value is not None:
             if values.get(new) not in (None, value):
                 raise ConfigError(

@@ -140,10 +140,10 @@ def encoder_to_hf(config: EncoderConfig, classes: str, *, names: Mapping[str, st
 
     names: {Config field: its name in the file} where they differ, "" where the file has none. rest: further fields.
     """
-    kept = {key: json.loads(value) for key, value in config.extra}
+    saved = {key: json.loads(value) for key, value in config.extra}
     own = {name: getattr(config, key) for key in _WRITTEN if (name := names.get(key, key))}
     own["max_position_embeddings"] += config.first_position
-    out = kept | {"model_type": config.model_type} | own | rest | head_to_hf(config, classes, kept)
+    out = saved | {"model_type": config.model_type} | own | rest | head_to_hf(config, classes, saved)
     return decoder.expressible(config, out)
 
 
@@ -209,7 +209,7 @@ def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
     names: {path within a layer, or outside: the name on disk, with {} for the layer}. "attention.q" stands for q_proj
     and q_bias, another path for a parameter and its bias; without .weight or .bias at its end, a name gets one.
     """
-    found = {}
+    names_on_disk = {}
     for path in flatten(family_of(config).spec(config)):
         parts = path.split(".")
         layer, inner = (parts[1], ".".join(parts[2:])) if parts[0] == "layers" else ("", path)
@@ -217,19 +217,19 @@ def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
         name = names[inner] if inner in names else names[stem]
         if not name.endswith((".weight", ".bias")):
             name += ".bias" if inner.endswith("_bias") else ".weight"
-        found[path] = name.format(layer)
-    return found
+        names_on_disk[path] = name.format(layer)
+    return names_on_disk
 
 
 def fused_names(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
     """As `encoder_names`, where parameters of one name are rows of one tensor, in their order."""
-    found: dict[str, Any] = dict(encoder_names(config, names))
+    names_on_disk: dict[str, Any] = dict(encoder_names(config, names))
     rows: dict[str, dict[str, int]] = {}
     for path, leaf in flatten(family_of(config).spec(config)).items():
-        rows.setdefault(found[path], {})[path] = leaf.shape[0]
+        rows.setdefault(names_on_disk[path], {})[path] = leaf.shape[0]
     for name, parts in rows.items():
-        found |= fuse(name, parts) if len(parts) > 1 else {}
-    return found
+        names_on_disk |= fuse(name, parts) if len(parts) > 1 else {}
+    return names_on_disk
 
 
 def kinds(config: Any) -> tuple[str, ...]:

@@ -232,9 +232,9 @@ class Traits:
 
     def __post_init__(self) -> None:
         for trait in fields(self):
-            value, wanted = getattr(self, trait.name), _VALUES.get(trait.name, (bool, "True or False"))
-            if not isinstance(value, wanted[0]):
-                raise TypeError(f"The trait {trait.name} is {value!r}; it must be {wanted[1]}.")
+            value, expected = getattr(self, trait.name), _VALUES.get(trait.name, (bool, "True or False"))
+            if not isinstance(value, expected[0]):
+                raise TypeError(f"The trait {trait.name} is {value!r}; it must be {expected[1]}.")
         if not self.kinds or not self.heads:
             raise TypeError("The traits kinds and heads must name at least one kind of layers and one head.")
         if self.inputs not in ("tokens", "patches", "latents"):

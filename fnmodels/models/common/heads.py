@@ -57,12 +57,14 @@ def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[st
 
 def problem_field(fields: Fields, head: str) -> dict[str, str]:
     """The Config field `problem_type` from a config.json: one of PROBLEMS, "" where it has none or another head."""
-    given = fields.take("problem_type", None)
-    if head not in PER_DOCUMENT or given is None:
+    problem = fields.take("problem_type", None)
+    if head not in PER_DOCUMENT or problem is None:
         return {}
-    if given not in PROBLEMS:
-        raise ConfigError(f"{fields.where}: 'problem_type' is {shown(given)}; it must be one of {', '.join(PROBLEMS)}.")
-    return {"problem_type": given}
+    if problem not in PROBLEMS:
+        raise ConfigError(
+            f"{fields.where}: 'problem_type' is {shown(problem)}; it must be one of {', '.join(PROBLEMS)}."
+        )
+    return {"problem_type": problem}
 
 
 def problem_of(config: Any) -> str:
@@ -120,11 +122,11 @@ def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> 
     """A decoder's config with the head that "architectures" names, and with `extra`, what is kept for saving."""
     declared = fields.take("architectures", None)
     names = [str(name) for name in declared] if isinstance(declared, list) else []
-    found = [head for head in DECODER_HEADS if any(name.endswith(CLASSES[head]) for name in names)]
-    if found:
-        object.__setattr__(config, "head", found[0])
+    heads = [head for head in DECODER_HEADS if any(name.endswith(CLASSES[head]) for name in names)]
+    if heads:
+        object.__setattr__(config, "head", heads[0])
         object.__setattr__(config, "num_labels", _labels(fields))
-        for name, problem in problem_field(fields, found[0]).items():
+        for name, problem in problem_field(fields, heads[0]).items():
             object.__setattr__(config, name, problem)
         check_head(config)
         extra += label_names(fields)

@@ -116,13 +116,13 @@ def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIEL
 def time_step_limit(fields: Fields) -> tuple[float, float]:
     """`time_step_limit`: two numbers, the second usually infinite, as JSON of either dialect writes it."""
     value = fields.take("time_step_limit", (0.0, math.inf))
-    found = [math.inf if one == {"__float__": "Infinity"} else one for one in value] if _is_list(value) else []
-    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in found)
-    if len(found) != 2 or not numbers:
+    limits = [math.inf if one == {"__float__": "Infinity"} else one for one in value] if _is_list(value) else []
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in limits)
+    if len(limits) != 2 or not numbers:
         raise ConfigError(
             f"{fields.where}: 'time_step_limit' is {shown(value)}, but must be two numbers from 0 to infinity."
         )
-    return float(found[0]), float(found[1])
+    return float(limits[0]), float(limits[1])
 
 
 def _is_list(value: Any) -> bool:
@@ -151,19 +151,19 @@ def mamba_leaves(width: int, mixer: Mamba, *, std: float) -> dict[str, Leaf]:
     return leaves | ({"o_bias": bias(width, "embed")} if mixer.out_bias else {})
 
 
-def mamba_names(mixer: Mamba, where: str, there: str) -> dict[str, Stored]:
-    """{path: name on disk} of the mixer at `where` in the tree, such as "layers.0.attention", and `there` on disk."""
+def mamba_names(mixer: Mamba, where: str, on_disk: str) -> dict[str, Stored]:
+    """{path: name on disk} of the mixer at `where` in the tree ("layers.0.attention", say), and `on_disk` in files."""
     rows = mixer.rows
-    names: dict[str, Stored] = {f"{where}.{name}": f"{there}.{name}" for name in ("A_log", "dt_bias", "D")}
-    names[f"{where}.o_proj"] = f"{there}.out_proj.weight"
-    names |= {f"{where}.o_bias": f"{there}.out_proj.bias"} if mixer.out_bias else {}
-    names |= {f"{where}.norm": f"{there}.norm.weight"} if mixer.norm != "none" else {}
-    names |= fuse(f"{there}.in_proj.weight", {f"{where}.{name}_proj": n for name, n in rows.items()})
+    names: dict[str, Stored] = {f"{where}.{name}": f"{on_disk}.{name}" for name in ("A_log", "dt_bias", "D")}
+    names[f"{where}.o_proj"] = f"{on_disk}.out_proj.weight"
+    names |= {f"{where}.o_bias": f"{on_disk}.out_proj.bias"} if mixer.out_bias else {}
+    names |= {f"{where}.norm": f"{on_disk}.norm.weight"} if mixer.norm != "none" else {}
+    names |= fuse(f"{on_disk}.in_proj.weight", {f"{where}.{name}_proj": n for name, n in rows.items()})
     if mixer.proj_bias:
-        names |= fuse(f"{there}.in_proj.bias", {f"{where}.{name}_bias": n for name, n in rows.items()})
-    names |= fuse(f"{there}.conv1d.weight", {f"{where}.{name}_conv": rows[name] for name in _CONVOLVED})
+        names |= fuse(f"{on_disk}.in_proj.bias", {f"{where}.{name}_bias": n for name, n in rows.items()})
+    names |= fuse(f"{on_disk}.conv1d.weight", {f"{where}.{name}_conv": rows[name] for name in _CONVOLVED})
     if mixer.conv_bias:
-        names |= fuse(f"{there}.conv1d.bias", {f"{where}.{name}_conv_bias": rows[name] for name in _CONVOLVED})
+        names |= fuse(f"{on_disk}.conv1d.bias", {f"{where}.{name}_conv_bias": rows[name] for name in _CONVOLVED})
     return names
 
 

@@ -65,13 +65,13 @@ def uses_of(
     """
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kind_of = dict(zip(layers, kinds, strict=True))
-    found: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
+    by_kind: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
     normed = {HEADS, KV_HEADS} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
             layer = _LAYER.fullmatch(path)
-            uses = found[kinds[-1] if layer is None else kind_of[layer[1]]]
+            uses = by_kind[kinds[-1] if layer is None else kind_of[layer[1]]]
             is_norm = dims[path] is not None and leaf.axes[0] in normed and leaf.axes[1:] == () and "norm" in inner
             use = Use("norm", False) if is_norm else _use(leaf, dims[path] is not None, sharded, region)
             if uses.setdefault(inner, use) != use:
@@ -80,7 +80,7 @@ def uses_of(
                     "the rules."
                 )
             uses |= {f"{inner}.{part}": one for part, one in _adapted(leaf, dims[path], use, sharded, region).items()}
-    return found
+    return by_kind
 
 
 def sharded_dims(

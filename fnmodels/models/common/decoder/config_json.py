@@ -116,14 +116,14 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
     written by `rope_to_hf`, and its partial factor even if it is 1 where the family has another default. Raises
     ConfigError if the result would not be read back as the same config, because `config.model_type` cannot express it.
     """
-    kept = {name: json.loads(value) for name, value in config.extra}
+    saved = {name: json.loads(value) for name, value in config.extra}
     sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
     rope = rope_to_hf(config.rope)
     if getattr(type(config), "rope", config.rope).partial != 1:
         rope["partial_rotary_factor"] = config.rope.partial
-    own = {"rope_parameters": rope} | {name: getattr(config, name) for name in names} | rest
-    head = decoder_head_to_hf(config, architecture, kept)
-    return expressible(config, kept | head | {"model_type": config.model_type} | sizes | own)
+    family_fields = {"rope_parameters": rope} | {name: getattr(config, name) for name in names} | rest
+    head = decoder_head_to_hf(config, architecture, saved)
+    return expressible(config, saved | head | {"model_type": config.model_type} | sizes | family_fields)
 
 
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
     """
     again = type(config).from_hf(out)
     parts = [name for name in traits_of(family_of(config)).optional.values() if not getattr(config, name)]
-    found: dict[str, Any] = dict.fromkeys(parts, 0)
+    changes: dict[str, Any] = dict.fromkeys(parts, 0)
     if field_of(config, "head") == "none" and field_of(again, "head") == "lm":
-        found["head"] = "none"
-    again = dataclasses.replace(again, **found)
+        changes["head"] = "none"
+    again = dataclasses.replace(again, **changes)
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]
         lost = [name for name in fields if getattr(again, name) != getattr(config, name)]

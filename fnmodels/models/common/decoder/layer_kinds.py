@@ -11,8 +11,8 @@ from ..family import UsualConfig
 
 def kinds(config: UsualConfig) -> tuple[str, ...]:
     """The kind of each layer, the keys of masks and freqs_cis."""
-    found: tuple[str, ...] = config.layer_kinds
-    return found
+    names: tuple[str, ...] = config.layer_kinds
+    return names
 
 
 def sliding_layers(
@@ -48,10 +48,12 @@ def one_window(fields: Fields, layers: int, suffix: str = "") -> dict[str, Any]:
 def sliding_pattern(fields: Fields, default: int) -> int:
     """n, where every nth layer has full attention and the others a sliding window, under its old or new field name."""
     names = [n for n in ("sliding_window_pattern", "_sliding_window_pattern") if fields.take(n, None) is not None]
-    found = [fields.integer(name) for name in names] or [default]
-    if len(set(found)) > 1:
-        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree: {found[0]} and {found[1]}.")
-    return found[0]
+    patterns = [fields.integer(name) for name in names] or [default]
+    if len(set(patterns)) > 1:
+        raise ConfigError(
+            f"{fields.where}: {' and '.join(map(repr, names))} disagree: {patterns[0]} and {patterns[1]}."
+        )
+    return patterns[0]
 
 
 def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
@@ -69,18 +71,18 @@ def listed_kinds(fields: Fields, names: Sequence[str], known: Mapping[str, str])
 
     A string is a list of letters. ConfigError for other entries and for two lists that disagree.
     """
-    found: list[tuple[str, ...]] = []
-    given = [name for name in names if fields.take(name, None) is not None]
-    for name in given:
+    lists: list[tuple[str, ...]] = []
+    present = [name for name in names if fields.take(name, None) is not None]
+    for name in present:
         types = fields.values[name]
         if not isinstance(types, list | str) or not types or any(t not in list(known) for t in types):
             raise ConfigError(
                 f"{fields.where}: {name!r} is {shown(types)}, but must name the layers, each one of {', '.join(known)}."
             )
-        found.append(tuple(known[t] for t in types))
-    if len(set(found)) > 1:
-        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, given))} disagree.")
-    return found[0] if found else None
+        lists.append(tuple(known[t] for t in types))
+    if len(set(lists)) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, present))} disagree.")
+    return lists[0] if lists else None
 
 
 def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
@@ -94,9 +96,9 @@ def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
     The interval is not compared with the list: transformers writes its default 4 beside any list and ignores it.
     """
     every = fields.integer("no_rope_layer_interval", 4)
-    found = [int((i + 1) % every != 0) for i in range(layers)] if listed is None else listed
-    if not isinstance(found, list) or len(found) != layers or any(one not in (0, 1) for one in found):
+    rotating = [int((i + 1) % every != 0) for i in range(layers)] if listed is None else listed
+    if not isinstance(rotating, list) or len(rotating) != layers or any(one not in (0, 1) for one in rotating):
         raise ConfigError(
             f"{fields.where}: 'no_rope_layers' must be a list of {layers} zeros (no rope) and ones (rope)."
         )
-    return found
+    return rotating
