@@ -21,7 +21,7 @@ RANK = "rank"  # of an adapter
 
 
 @dataclass(frozen=True)
-class Axis:
+class LogicalAxis:
     """One logical axis of the parameters of layers.
 
     mesh: the mesh dimension that shards it, or None.
@@ -39,27 +39,27 @@ class Axis:
 
 
 _TABLE = (
-    Axis(EMBED),
-    Axis(HEADS, "tp", HEADS, whole_heads=True),
-    Axis(KV_HEADS, "tp", HEADS, whole_heads=True, read_by=HEADS),
-    Axis(LATENT, region=HEADS),
-    Axis(HEAD_DIM, region=HEADS),
-    Axis(MLP, "tp", MLP),
-    Axis("activation", region=MLP),
-    Axis(LINEAR_HEADS, "tp", LINEAR_HEADS, whole_heads=True),
-    Axis(LINEAR_KV_HEADS, "tp", LINEAR_HEADS, whole_heads=True, read_by=LINEAR_HEADS),
-    Axis("linear_head_dim", region=LINEAR_HEADS),
-    Axis("linear_latent", region=LINEAR_HEADS),
-    Axis(CONV, "tp", CONV),
-    Axis(KERNEL),
-    Axis(EXPERT, "ep"),
-    Axis(EXPERT_MLP, "tp"),
-    Axis("router"),
-    Axis("moe_latent"),
-    Axis("per_layer"),
-    Axis("modulation"),
-    Axis("one"),
-    Axis(VOCAB, "tp"),
+    LogicalAxis(EMBED),
+    LogicalAxis(HEADS, "tp", HEADS, whole_heads=True),
+    LogicalAxis(KV_HEADS, "tp", HEADS, whole_heads=True, read_by=HEADS),
+    LogicalAxis(LATENT, region=HEADS),
+    LogicalAxis(HEAD_DIM, region=HEADS),
+    LogicalAxis(MLP, "tp", MLP),
+    LogicalAxis("activation", region=MLP),
+    LogicalAxis(LINEAR_HEADS, "tp", LINEAR_HEADS, whole_heads=True),
+    LogicalAxis(LINEAR_KV_HEADS, "tp", LINEAR_HEADS, whole_heads=True, read_by=LINEAR_HEADS),
+    LogicalAxis("linear_head_dim", region=LINEAR_HEADS),
+    LogicalAxis("linear_latent", region=LINEAR_HEADS),
+    LogicalAxis(CONV, "tp", CONV),
+    LogicalAxis(KERNEL),
+    LogicalAxis(EXPERT, "ep"),
+    LogicalAxis(EXPERT_MLP, "tp"),
+    LogicalAxis("router"),
+    LogicalAxis("moe_latent"),
+    LogicalAxis("per_layer"),
+    LogicalAxis("modulation"),
+    LogicalAxis("one"),
+    LogicalAxis(VOCAB, "tp"),
 )
 AXES = {axis.name: axis for axis in _TABLE}
 
