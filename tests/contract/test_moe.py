@@ -18,6 +18,7 @@ import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common import context
+from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import loop_experts
@@ -259,14 +260,15 @@ def declared_routing(
 def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
     """M4: in a bf16 model the router weight, logits and weights of the chosen experts agree bit for bit."""
     family, seen = fnmodels.family_of(case.config), []
-    published = getattr(variants_of(case.family), "ROUTER", family.ROUTER)
-    assert published == family.ROUTER, f"ROUTER in tests/variants/{case.family}.py is {published}."
+    declared = traits_of(family).router
+    published = getattr(variants_of(case.family), "ROUTER", declared)
+    assert published == declared, f"ROUTER in tests/variants/{case.family}.py is {published}."
     moe = context.moe
 
     def watched(layer: Any, x: Any, route: Any, **options: Any) -> Any:
         y, aux = moe(layer, x, route, **options)
         read = x[0] if isinstance(x, tuple) else x
-        want = declared_routing(layer, read, route, aux["expert_indices"], family.ROUTER)
+        want = declared_routing(layer, read, route, aux["expert_indices"], declared)
         seen.append(((layer["router"], aux["router_logits"], aux["expert_weights"]), want))
         return y, aux
 
@@ -286,6 +288,7 @@ def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = dataclasses.replace(family.ROUTER, param="wide")
     monkeypatch.setattr(variants_of(case.family), "ROUTER", declared)
     monkeypatch.setattr(family, "ROUTER", declared)
+    monkeypatch.setattr(family, "TRAITS", dataclasses.replace(family.TRAITS, router=declared))
     try:
         with pytest.raises(AssertionError, match=r"^param: torch\.bfloat16, declared torch\.float32"):
             test_routers_keep_to_the_declared_dtypes(case)

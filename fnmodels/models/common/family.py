@@ -199,7 +199,7 @@ class Traits:
     kinds: tuple[str, ...] = ("full",)  # the kinds of its layers, the default first
     heads: tuple[str, ...] = ("lm", "none", "classification", "tokens")  # of its Config, the default first, see `heads`
     # or "patches": a vision tower, see `common.vision`; "latents": a diffusion model, see `fnmodels.diffusion`
-    inputs: str = "tokens"
+    inputs: Literal["tokens", "patches", "latents"] = "tokens"
     causal: bool = True  # whether no token sees a later one, so that a model can generate
     routed: bool = False  # whether kinds with the word "moe" are MoE layers
     router: RouterDtypes | None = None  # the dtypes of its router
