@@ -17,7 +17,7 @@ LONGER = {
     "fnmodels.apply.run_layers",
     "fnmodels.mtp.hidden",
     "fnmodels.models.common.context.attend",
-    "fnmodels.models.common.context.run",  # a family's block, as `with_context` makes it
+    "fnmodels.models.common.context.context",  # a family's block, as `with_context` makes it
     "fnmodels.ops.attention.math.math_attention",
     "fnmodels.ops.attention.select.attention",
     "fnmodels.ops.moe.layer.moe",
