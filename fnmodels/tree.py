@@ -246,7 +246,57 @@ def contains(tree: Tree, node: type) -> bool:
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves, in the order of `flatten`."""
-    return list(flatten(tree).values())
+    into: list[Any] = []
+    _collect(tree, into)
+    return into
+
+
+def _collect(tree: Tree, into: list[Any]) -> None:
+    if isinstance(tree, torch.Tensor):
+        into.append(tree)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, into)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, into)
+    elif tree is None:
+        return
+    elif (fields := _node(tree)) is not None:
+        for name in fields[0]:
+            _collect(getattr(tree, name), into)
+    else:
+        into.append(tree)
+
+
+def watch(tree: Tree) -> Callable[[], bool]:
+    """A function that tells whether the tree still has the containers, keys and leaves that it has now."""
+    sizes: list[tuple[Any, int]] = []
+    entries: list[tuple[Any, Any, Any]] = []  # container, key, entry
+
+    def note(value: Tree) -> None:
+        if isinstance(value, (dict, list)):
+            sizes.append((value, len(value)))
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                entries.append((value, key, entry))
+                note(entry)
+        elif isinstance(value, tuple):  # it cannot change, but what it holds can
+            for entry in value:
+                note(entry)
+        elif (fields := _node(value)) is not None:
+            for name in fields[0]:
+                note(getattr(value, name))
+
+    def unchanged() -> bool:
+        try:
+            return all(len(node) == size for node, size in sizes) and all(
+                node[key] is was for node, key, was in entries
+            )
+        except KeyError:
+            return False
+
+    note(tree)
+    return unchanged
 
 
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -1,7 +1,6 @@
 """One optimizer update from summed gradients: division by the count, clipping, update of params and state."""
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.tree import Tree
 from train.batch import Batch
 from train.gradients import Sums, valid_count
 from train.losses.moe_balance import moved_biases
@@ -47,28 +47,25 @@ Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 class Plan:
     """What is computed once for a State and its optimizer, as long as the State has these very tensors.
 
-    leaves: {path: tensor} of params. moments: the tensors of opt_state. trains: for each leaf of params, whether it is
-    trained. run: the optimizer's update in place, bound to these tensors; None: it has none.
+    trains: for each leaf of params, whether it is trained. run: the optimizer's update in place, bound to the State's
+    tensors; None: it has none. unchanged: whether params and opt_state have the entries which they had then.
     """
 
-    leaves: dict[str, Tensor]
-    moments: list[Tensor]
+    params: Tree
+    opt_state: Tree
     trains: list[bool]
     run: InPlace | None
+    unchanged: Callable[[], bool]
 
     @classmethod
     def of(cls, optimizer: Optimizer, state: State) -> "Plan":
         trains = tree.leaves(trainable_mask(state.params, optimizer.traits.trainable))
         run = None if optimizer.bind is None else optimizer.bind(state.opt_state, state.params)
-        return cls(tree.flatten(state.params), tree.leaves(state.opt_state), trains, run)
+        return cls(state.params, state.opt_state, trains, run, tree.watch((state.params, state.opt_state)))
 
     def is_of(self, state: State) -> bool:
         """Whether the State has these tensors, at these paths: a caller may replace entries of its dicts."""
-        leaves, moments = tree.flatten(state.params), tree.leaves(state.opt_state)
-        if list(leaves) != list(self.leaves) or len(moments) != len(self.moments):
-            return False
-        known = [*self.leaves.values(), *self.moments]
-        return all(map(operator.is_, [*leaves.values(), *moments], known))
+        return state.params is self.params and state.opt_state is self.opt_state and self.unchanged()
 
 
 class Plans:
@@ -121,12 +118,12 @@ def update(
     _check_reached(sums)
     divisor = valid_count(sums.total, sums.count if divide_by is None else torch.as_tensor(divide_by).to(sums.total))
     loss, norm = sums.total / divisor, norm_of(sums.grads)
-    scale = torch.ones_like(norm) if sums.divided else 1 / divisor
-    norm = norm * scale
-    finite = loss.isfinite() & norm.isfinite()
+    scale = None if sums.divided else 1 / divisor
+    norm = norm if scale is None else norm * scale
+    finite = (loss - loss) == (norm - norm)  # of inf and NaN the difference is NaN
     if clip is not None:
-        scale = scale * clip_factor(norm, clip)
-    if not sums.divided or clip is not None:
+        scale = clip_factor(norm, clip) if scale is None else scale * clip_factor(norm, clip)
+    if scale is not None:
         for grad in sums.grads:
             grad.mul_(scale)
     metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
