@@ -144,6 +144,8 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 # Both run over every parameter in every step. A tree alone cannot differ from another, and paths are only formatted for
 # an error.
 def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     if isinstance(tree, dict):
         entries = {key: _map_one(function, value) for key, value in tree.items()}
         return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
@@ -203,7 +205,9 @@ def _differs(path: tuple[Any, ...], tree: Tree, other: Tree) -> str:
 
 
 def _walk(tree: Tree, path: str, into: dict[str, Any]) -> None:
-    if isinstance(tree, dict):
+    if isinstance(tree, torch.Tensor):
+        into[path] = tree
+    elif isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str) or "." in key or not key:
                 raise ValueError(f"The key {key!r} at {path or 'the root'!r} must be a non-empty string without a dot.")
@@ -289,9 +293,8 @@ def watch(tree: Tree) -> Callable[[], bool]:
 
     def unchanged() -> bool:
         try:
-            return all(len(node) == size for node, size in sizes) and all(
-                node[key] is was for node, key, was in entries
-            )
+            same_sizes = all(len(node) == size for node, size in sizes)
+            return same_sizes and all(node[key] is entry for node, key, entry in entries)
         except KeyError:
             return False
 

@@ -138,3 +138,26 @@ def test_stacked_trees_and_back() -> None:
 def test_map_with_path_names_each_leaf_as_flatten_does() -> None:
     named = tree.map_with_path(lambda path, leaf, other: (path, leaf - other), TREE, TREE)
     assert named["b"][1]["x"] == ("b.1.x", 0) and named["n"].value == ("n.value", 0) and named["p"].right == ("p.1", 0)
+
+
+WATCHED = {
+    "an entry": lambda t: t.update(a=torch.zeros(1)),
+    "an entry below": lambda t: t["b"][1].update(c=torch.zeros(1)),
+    "an entry of a tuple's dict": lambda t: t["d"][0].update(e=torch.zeros(1)),
+    "a list's entry": lambda t: t["b"].__setitem__(0, torch.zeros(1)),
+    "a new key": lambda t: t["b"][1].update(new=torch.zeros(1)),
+    "a key less": lambda t: t["b"][1].pop("c"),
+    "another name": lambda t: t["b"][1].update(other=t["b"][1].pop("c")),
+    "a longer list": lambda t: t["b"].append(torch.zeros(1)),
+    "equal containers": lambda t: t.update(b=list(t["b"])),
+}
+
+
+@pytest.mark.parametrize("change", WATCHED)
+def test_a_watched_tree_that_changed_is_noticed(change):
+    watched = {"a": torch.zeros(1), "b": [torch.zeros(1), {"c": torch.zeros(1)}], "d": ({"e": torch.zeros(1)},)}
+    unchanged = tree.watch(watched)
+    watched["a"].add_(1)  # values may change
+    assert unchanged()
+    WATCHED[change](watched)
+    assert not unchanged()
