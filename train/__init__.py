@@ -69,9 +69,9 @@ from train.optim.stochastic_rounding import stochastic_round, with_stochastic_ro
 from train.optim.transforms import chain, clip_norm, masked
 from train.optim.wrappers import averaged, partition, with_ema, with_master
 from train.state import State, init_state
-from train.step import make_eval_step, make_forward_only, make_step
+from train.step import make_eval_step, make_forward_only, make_step, pure_step
 
-__all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step"]
+__all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step", "pure_step"]
 __all__ += ["float8_layers", "keep_freed_memory"]
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]

@@ -24,7 +24,7 @@ class StepOptions:
     """The options of `train.make_step` apart from loss, optimizer and mesh. ValueError for one out of range."""
 
     accumulate: int = 1
-    clip: float | None = None
+    clip: float | Tensor | None = None
     remat: str = "none"
     compile: str = "none"
     inplace: bool = True
@@ -103,7 +103,7 @@ def update(
     *,
     plan: Plan | None = None,
     divide_by: float | Tensor | None = None,
-    clip: float | None = None,
+    clip: float | Tensor | None = None,
     inplace: bool = True,
     balance_rate: float | None = None,
     norm_of: Callable[[list[Tensor]], Tensor] = list_norm,
@@ -120,17 +120,14 @@ def update(
     loss, norm = sums.total / divisor, norm_of(sums.grads)
     scale = None if sums.divided else 1 / divisor
     norm = norm if scale is None else norm * scale
-    finite = (loss - loss) == (norm - norm)  # of inf and NaN the difference is NaN
+    finite = is_finite(loss, norm)
     if clip is not None:
         scale = clip_factor(norm, clip) if scale is None else scale * clip_factor(norm, clip)
     if scale is not None:
         for grad in sums.grads:
             grad.mul_(scale)
     metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
-    traits = optimizer.traits
-    metrics["lr"] = _as_rate(float("nan") if traits.lr is None else traits.lr(state.opt_state))
-    if traits.rates is not None:
-        metrics["lr_of"] = {name: _as_rate(rate) for name, rate in traits.rates(state.opt_state).items()}
+    metrics |= rates_of(optimizer, state.opt_state)
     if sums.aux is not None:
         metrics["aux"] = sums.aux
     plan = plan or Plan.of(optimizer, state)
@@ -140,7 +137,7 @@ def update(
         moved = biases_of(state.params, counts, balance_rate, skip)
     values = iter(sums.grads)
     grads = [next(values) if trains else None for trains in plan.trains]
-    after = _updated(optimizer, plan, state, grads, skip, inplace)
+    after = _after(optimizer, plan, state, grads, skip, inplace)
     if moved:
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
         after = State(after.step, params, after.opt_state)
@@ -192,11 +189,11 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _updated(
+def _after(
     optimizer: Optimizer, plan: Plan, state: State, grads: list[Tensor | None], skip: Tensor, inplace: bool
 ) -> State:
     if plan.run is None:
-        after = _purely(optimizer, state, grads, skip)
+        after = updated(optimizer, state, grads, skip)
         if inplace:
             consume(state)
         return after
@@ -212,14 +209,28 @@ def _updated(
     return after
 
 
-def _purely(optimizer: Optimizer, state: State, grads: list[Tensor | None], skip: Tensor) -> State:
-    """The update by `Optimizer.update`."""
+def updated(optimizer: Optimizer, state: State, grads: Sequence[Tensor | None], skip: Tensor) -> State:
+    """The State after one `Optimizer.update`. grads: one for each leaf of params; skip: True keeps every bit."""
     values = iter(grads)
     given = tree.map(lambda _: {} if (grad := next(values)) is None else grad, state.params)
     updates, opt_state = optimizer.update(given, state.opt_state, state.params)
     params = apply_updates(state.params, updates)
     keep = functools.partial(tree.map, lambda old, new: old if old is new else torch.where(skip, old, new))
     return State(state.step + 1, keep(state.params, params), keep(state.opt_state, opt_state))
+
+
+def is_finite(loss: Tensor, norm: Tensor) -> Tensor:
+    """Whether both are finite: of inf and NaN the difference is NaN. torch.isfinite takes four operations for each."""
+    return (loss - loss) == (norm - norm)
+
+
+def rates_of(optimizer: Optimizer, opt_state: Tree) -> dict[str, Any]:
+    """The metrics `lr` and, of several groups, `lr_of`."""
+    lr, rates = optimizer.traits.lr, optimizer.traits.rates
+    one = {"lr": _as_rate(float("nan") if lr is None else lr(opt_state))}
+    if rates is None:
+        return one
+    return one | {"lr_of": {name: _as_rate(rate) for name, rate in rates(opt_state).items()}}
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:

@@ -232,7 +232,7 @@ def list_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(vector_norms(grads, wide_dtype(dtype)))))
 
 
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
+def clip_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
     """The factor that scales gradients of this norm to at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 

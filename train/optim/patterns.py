@@ -5,12 +5,20 @@ of them alone, so `train.init_state` judges the paths of all stages, in every pr
 """
 
 import fnmatch
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+Patterns = Mapping[str, re.Pattern[str]]
 
 
-def first_match(path: str, patterns: Iterable[str]) -> str | None:
+def patterns_of(texts: Iterable[str]) -> Patterns:
+    """{shell pattern: what matches as it does}, translated once: fnmatch itself has no place in a compiled graph."""
+    return {text: re.compile(fnmatch.translate(text)) for text in texts}
+
+
+def first_match(path: str, patterns: Patterns) -> str | None:
     """The first of the patterns that matches the path; None: none of them."""
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(path, pattern)), None)
+    return next((text for text, pattern in patterns.items() if pattern.match(path) is not None), None)
 
 
 def check_used(patterns: Iterable[str], used: Collection[str | None], paths: Iterable[str]) -> None:

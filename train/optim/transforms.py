@@ -10,7 +10,7 @@ from fnmodels.tree import Tree
 from params.sharding import is_stage_share
 
 from .base import InPlace, Optimizer, clip_by_global_norm, combine, with_paths, with_traits
-from .patterns import check_used, first_match
+from .patterns import check_used, first_match, patterns_of
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -86,12 +86,14 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
     if transform.traits.lr is not None:
         raise ValueError("masked is for transforms before an optimizer; train.partition assigns optimizers to leaves.")
 
+    known_patterns = patterns_of(patterns)
+
     def own(values: Tree) -> Tree:
-        return with_paths(lambda path, leaf: {} if first_match(path, patterns) is None else leaf, values)
+        return with_paths(lambda path, leaf: {} if first_match(path, known_patterns) is None else leaf, values)
 
     def check_paths(paths: Iterable[str]) -> None:
         known = list(paths)
-        used = {pattern for pattern in patterns if any(first_match(path, [pattern]) for path in known)}
+        used = {text for text, pattern in known_patterns.items() if any(map(pattern.match, known))}
         check_used(patterns, used, known)
 
     def init(params: Tree) -> Tree:

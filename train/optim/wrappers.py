@@ -13,7 +13,7 @@ from params.sharding import is_stage_share
 
 from . import base
 from .base import InPlace, Optimizer, with_paths
-from .patterns import check_used, first_match
+from .patterns import Patterns, check_used, first_match, patterns_of
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
@@ -27,17 +27,17 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
     if not trained:
         raise ValueError("partition needs at least one optimizer.")
-    optimizers = list(trained.values())
+    optimizers, patterns = list(trained.values()), patterns_of(groups)
 
     def init(params: Tree) -> Tree:
         if not is_stage_share(params):
             _check_groups(groups, tree.flatten(params))
-        pruned = _parts(params, trained, _assigned(groups, params))
+        pruned = _parts(params, trained, _assigned(patterns, params))
         with next(iter(tree.leaves(params))).device:  # for the step count of a group without a leaf on this stage
             return [optimizer.init(pruned[pattern]) for pattern, optimizer in trained.items()]
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        assigned = _assigned(groups, params)
+        assigned = _assigned(patterns, params)
         pruned, given = (_parts(values, trained, assigned) for values in (params, grads))
         updates: dict[str, Tensor] = {}
         states = []
@@ -48,7 +48,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         return base.updates_tree(grads, updates), states
 
     def bind(opt_state: Tree, params: Tree) -> InPlace:
-        assigned = _assigned(groups, params)
+        assigned = _assigned(patterns, params)
         pruned = _parts(params, trained, assigned)
         runs: list[tuple[list[int], InPlace]] = []
         for (pattern, optimizer), state in zip(trained.items(), opt_state, strict=True):
@@ -64,7 +64,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
 
     def trainable(params: Tree) -> Tree:
         mask = dict.fromkeys(tree.flatten(params), False)
-        for pattern, part in _parts(params, trained, _assigned(groups, params)).items():
+        for pattern, part in _parts(params, trained, _assigned(patterns, params)).items():
             mask |= tree.flatten(base.trainable_mask(part, trained[pattern].traits.trainable))
         return with_paths(lambda path, _: mask[path], params)
 
@@ -86,22 +86,22 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     return Optimizer(init, update, bind if in_place else None, traits)
 
 
-def _assigned_to(groups: Mapping[str, Optimizer | None], paths: Iterable[str]) -> dict[str, str]:
+def _assigned_to(patterns: Patterns, paths: Iterable[str]) -> dict[str, str]:
     """{path: its pattern}. ValueError for a path without one."""
-    matches = {path: first_match(path, groups) for path in paths}
+    matches = {path: first_match(path, patterns) for path in paths}
     lost = [path for path, pattern in matches.items() if pattern is None]
     if lost:
-        raise ValueError(f"No pattern of {list(groups)} matches {lost[0]} ({len(lost)} such leaves).")
+        raise ValueError(f"No pattern of {list(patterns)} matches {lost[0]} ({len(lost)} such leaves).")
     return {path: pattern for path, pattern in matches.items() if pattern is not None}
 
 
-def _assigned(groups: Mapping[str, Optimizer | None], params: Tree) -> dict[str, str]:
-    return _assigned_to(groups, tree.flatten(params))
+def _assigned(patterns: Patterns, params: Tree) -> dict[str, str]:
+    return _assigned_to(patterns, tree.flatten(params))
 
 
 def _check_groups(groups: Mapping[str, Optimizer | None], paths: Iterable[str]) -> None:
     """`Traits.check_paths` of `partition`."""
-    assigned = _assigned_to(groups, paths)
+    assigned = _assigned_to(patterns_of(groups), paths)
     check_used(groups, assigned.values(), assigned)
     for pattern, optimizer in groups.items():
         if optimizer is not None and optimizer.traits.check_paths is not None:
