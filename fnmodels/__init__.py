@@ -83,7 +83,7 @@ from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
 from fnmodels.module import as_module
 from fnmodels.ops.attention.select import explain_kernel
-from fnmodels.ops.linear import explain_products
+from fnmodels.ops.cpu.linear import explain_products
 from fnmodels.options import PerLayer
 from fnmodels.pairs import pair_batch, prepare_pair
 from fnmodels.per_sample import per_sample_gradients

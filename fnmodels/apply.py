@@ -24,7 +24,7 @@ from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers, stack_configs
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.ops.norm import watched_norms
+from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
 from fnmodels.preparation import prepare
 from fnmodels.stack_plan import plan_stack

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
@@ -16,6 +17,7 @@ from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, 
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
+from fnmodels.ops.rotary import Rotation, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.stack_plan import LayerPlan, StackPlan
@@ -90,6 +92,7 @@ def run_stack(
     """
     layers, wanted, cache = params["layers"], plan.wanted, batch.cache
     check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, cached=cache is not None)
+    tables = _tables(batch.freqs_cis, plan.used, options)
     masks = _masks_by_choice(plan, batch.masks, options, x)
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside else None
     run = range(plan.first, plan.first + len(plan.layers))
@@ -105,7 +108,7 @@ def run_stack(
         x = before = _around("input", x, own) if own else x
         if bind is not None:
             block = bind(layer, options.layer_fn, own, tensors)
-        result = block(layers[index], x, masks[layer.choice][kind], batch.freqs_cis[kind], **tensors)
+        result = block(layers[index], x, masks[layer.choice][kind], tables[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
@@ -196,6 +199,18 @@ class LayerSideInputs:
                 f"before {first}."
             )
         return self.lent[source]
+
+
+def _tables(
+    freqs_cis: Mapping[str, Tensor], used: Iterable[str], options: ForwardOptions
+) -> dict[str, Tensor | Rotation]:
+    """{kind: its table}, laid out once for all layers where blocks run as they are in eager mode."""
+    tables: dict[str, Tensor | Rotation] = {kind: freqs_cis[kind] for kind in used}
+    if options.layer_fn is not None or torch.compiler.is_compiling():
+        return tables
+    distinct = {id(t): t for t in tables.values() if isinstance(t, Tensor) and t.ndim == 4 and t.shape[-2]}
+    made = {key: laid_out(table) for key, table in distinct.items()}
+    return {kind: made.get(id(table), table) for kind, table in tables.items()}
 
 
 def _masks_by_choice(

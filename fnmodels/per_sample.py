@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from . import tree
+from .ops.cpu.linear import gains_alone, uses_onednn
 from .ops.cpu.onednn import product
-from .ops.linear import gains_alone, linear, uses_onednn
+from .ops.linear import linear
 from .tree import Tree
 
 # (per-row gradients [B, *shape] of a parameter, gradient of the operation's output, 0 to overwrite or 1 to accumulate)

@@ -13,7 +13,7 @@ from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, is_routed, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.ops.moe.layer import KEPT
-from fnmodels.ops.norm import watched_norms
+from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree, flatten
 from fnmodels.tree import map as map_tree

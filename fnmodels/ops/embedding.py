@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import gradients_are_unread
+from .unread import gradients_are_unread
 
 
 def embed_tokens(table: Tensor, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -34,7 +34,7 @@ def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """F.embedding whose gradient is a node of the graph without a value; see `linear.unread_gradients`."""
+    """F.embedding whose gradient is a node of the graph without a value; see `unread_gradients`."""
 
     generate_vmap_rule = True
 

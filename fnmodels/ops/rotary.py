@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.inputs.values import constants
 
-from .cpu.blocks import Space, like, rows_of_block
-from .torch_internals import alone
-
-_MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
+from .cpu.rotary import fits_blocks, rotate_by_blocks
 
 
 @dataclass(frozen=True)
@@ -218,100 +215,70 @@ def no_rotation(positions: Tensor) -> Tensor:
     return torch.empty((*positions.shape[:2], 0, 2), dtype=torch.float32, device=positions.device)
 
 
+@tree.pytree
+@dataclass(frozen=True)
+class Rotation:
+    """A table laid out for `apply_rotary`, once for all layers: cos and sin [B|1, S, 1, R] of both halves of R.
+
+    sin is negative in the first half. table: as in `rotary_table`.
+    """
+
+    table: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def laid_out(table: Tensor) -> Rotation:
+    """The `Rotation` of a table [B|1, S, R/2, 2]."""
+    cos, sin = _cos_sin(table)
+    return Rotation(table, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def table_of(table: Tensor | Rotation) -> Tensor:
+    """The table [B|1, S, R/2, 2], laid out or not."""
+    return table.table if isinstance(table, Rotation) else table
+
+
 def _cos_sin(table: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = table.unsqueeze(-3).unbind(-1)  # one table for all heads
     return cos, sin
 
 
-def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, table: Tensor | Rotation) -> Tensor:
     """Rotate the pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half-split layout.
 
     x [B, S, N, H]; table [B|1, S, R/2, 2], R = 0 for a layer without position. Computed in fp32 at least and cast back
     to x's dtype.
     """
-    half = table.shape[-2]
+    plain = table_of(table)
+    half = plain.shape[-2]
     if half == 0:
         return x
-    if _fits_blocks(x, table):
-        rotated: Tensor = _Rotary.apply(x, table)
-        return rotated
-    cos, sin = _cos_sin(table)
-    # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
-    whole = x if 2 * half == x.shape[-1] else x[..., : 2 * half]  # is_grads_batched has no slice of everything
+    # is_grads_batched has no slice of everything
+    read = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
     if torch.compiler.is_compiling():
-        # Inductor fuses these with their reader, but stores concatenations: a step of decoding had two per layer.
-        signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)[:, None]
-        halves = whole.unflatten(-1, (2, half))
-        turned = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), sin.unsqueeze(-2) * signs).flatten(-2)
+        turned = _turned_in_graph(read, plain)
+    elif fits_blocks(x, plain):
+        return rotate_by_blocks(x, plain, apply_rotary)
     else:
-        turned = torch.addcmul(whole * torch.cat((cos, cos), -1), whole.roll(half, -1), torch.cat((-sin, sin), -1))
+        # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
+        both = table if isinstance(table, Rotation) else laid_out(table)
+        turned = torch.addcmul(read * both.cos, read.roll(half, -1), both.sin)
     turned = turned.to(x.dtype)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
+    return turned if read is x else torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
 
-def _fits_blocks(x: Tensor, table: Tensor) -> bool:
-    """Whether these are plain tensors of more than one block, and no gradient of the table is asked for."""
-    return (
-        not torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
-        and x.numel() >= _MIN_ELEMENTS
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and table.dtype is torch.float32
-        and (x.ndim, table.ndim, table.shape[1]) == (4, 4, x.shape[1])
-        and not table.requires_grad
-        and not table.is_inference()  # which the backward pass could not read
-        and alone(x, table)
-    )
+def _turned_in_graph(x: Tensor, table: Tensor) -> Tensor:
+    """x [..., R] rotated; Inductor fuses this with its reader, but stores concatenations: two per layer of a step."""
+    cos, sin = _cos_sin(table)
+    signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device)[:, None]
+    halves = x.unflatten(-1, (2, table.shape[-2]))
+    return torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), sin.unsqueeze(-2) * signs).flatten(-2)
 
 
-class _Rotary(torch.autograd.Function):
-    """`apply_rotary` by blocks of tokens, which stay in the cache. Its gradient is the rotation back."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, table: Tensor) -> Tensor:
-        return _rotated(x, table, 1.0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return apply_rotary(tangent, ctx.saved_tensors[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (table,) = ctx.saved_tensors
-        if torch.is_grad_enabled() or not alone(grad):  # a second derivative, or several first ones
-            return apply_rotary(grad, table * table.new_tensor((1.0, -1.0))), None
-        return _rotated(grad, table, -1.0), None
-
-
-def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
-    """`apply_rotary` by the angles of the table, or with the sign -1 by their negatives."""
-    half, out = table.shape[-2], like(x)
-    cos, sin = (t.expand(len(x), -1, 1, -1) for t in _cos_sin(table))
-    cos, sin = torch.cat((cos, cos), -1), sin * sign
-    space, size = Space(cos), rows_of_block(x.shape[2] * x.shape[3])
-    for rows in zip(*(t.flatten(0, 1).split(size) for t in (out, x, cos, sin, -sin)), strict=True):
-        into, given, of_cos, of_sin, negative = rows
-        read = given[..., : 2 * half]
-        read = read if x.dtype is cos.dtype else space("read", *read.shape).copy_(read)
-        to = into[..., : 2 * half] if x.dtype is cos.dtype else space("turned", *read.shape)
-        turned = torch.mul(read, of_cos, out=to)
-        turned[..., :half].addcmul_(read[..., half:], negative)
-        turned[..., half:].addcmul_(read[..., :half], of_sin)
-        if turned.dtype is not into.dtype:
-            into[..., : 2 * half].copy_(turned)
-        if 2 * half < x.shape[-1]:
-            into[..., 2 * half :].copy_(given[..., 2 * half :])
-    return out
-
-
-def apply_rotary_interleaved(x: Tensor, table: Tensor) -> Tensor:
+def apply_rotary_interleaved(x: Tensor, table: Tensor | Rotation) -> Tensor:
     """`apply_rotary` for the pairs (2i, 2i + 1): the interleaved layout of the original paper."""
+    table = table_of(table)
     half = table.shape[-2]
     if half == 0:
         return x

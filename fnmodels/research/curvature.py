@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from fnmodels import tree
-from fnmodels.ops.linear import unread_gradients
+from fnmodels.ops.unread import unread_gradients
 from fnmodels.tree import Tree
 
 from .compiled import CompiledBlocks

@@ -22,9 +22,9 @@ from tests.support.cases import (
 # A bound of elements, or of multiplications, and one that every tensor of a tiny model is above.
 BOUNDS = {
     "fnmodels.ops.cpu.blocks.ELEMENTS": 64,
-    "fnmodels.ops.norm._MIN_ELEMENTS": 1,
-    "fnmodels.ops.rotary._MIN_ELEMENTS": 1,
-    "fnmodels.ops.linear._MIN_MULTIPLICATIONS": 1,
+    "fnmodels.ops.cpu.norm._MIN_ELEMENTS": 1,
+    "fnmodels.ops.cpu.rotary._MIN_ELEMENTS": 1,
+    "fnmodels.ops.cpu.linear._MIN_MULTIPLICATIONS": 1,
     "fnmodels.ops.cpu.onednn._WIDENED": 64,
     "fnmodels.ops.recurrent.gated_norm._ELEMENTS": 64,
     "fnmodels.ops.recurrent.conv._ELEMENTS": 64,
@@ -56,7 +56,7 @@ def test_results_are_those_of_the_paths_of_small_tensors(
     wanted = results(case, taps=taps)
     for name, bound in BOUNDS.items():
         monkeypatch.setattr(name, bound)
-    monkeypatch.setattr("fnmodels.ops.linear._gains", lambda x, weight, biased: True)  # whatever is faster here
+    monkeypatch.setattr("fnmodels.ops.cpu.linear._gains", lambda x, weight, biased: True)  # whatever is faster here
     monkeypatch.setattr("fnmodels.ops.cpu.product_table.ONEDNN", frozenset(product_table.FORMS))
     found = results(case, taps=taps)
     assert off({str(i): part for i, part in enumerate(found)}, {str(i): part for i, part in enumerate(wanted)}) < 5e-5

@@ -168,7 +168,7 @@ def norms_of(case: Case) -> dict[str, tuple[Tensor, Tensor, float]]:
     """{tap: (x, weight, eps)} of every norm that has a tap, as it is called; the x of a LayerNorm is centered."""
     names = [name for name in tap_names(case.config) if f"{name}.scale" in tap_names(case.config)]
     calls: dict[int, tuple[Tensor, Tensor, float]] = {}
-    watched = norm._watched
+    watched = norm.watched
 
     def record(x: Tensor, weight: Any, eps: float) -> Any:
         seen = watched(x, weight, eps)
@@ -176,7 +176,7 @@ def norms_of(case: Case) -> dict[str, tuple[Tensor, Tensor, float]]:
             calls.setdefault(id(weight), (x, weight, eps))  # an indexer computes one again
         return seen
 
-    with mock.patch.object(norm, "_watched", record):
+    with mock.patch.object(norm, "watched", record):
         batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math", taps=tuple(names))
     return dict(zip(names, calls.values(), strict=True))
 

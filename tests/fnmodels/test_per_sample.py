@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import per_sample, tree
-from fnmodels.ops import linear as linear_module
+from fnmodels.ops.cpu import linear as linear_module
 from fnmodels.ops.cpu import product_table
 from tests.support.cases import (
     Case,

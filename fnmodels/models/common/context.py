@@ -45,7 +45,7 @@ from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
-from fnmodels.ops.norm import watched_norms
+from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import Block, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten

@@ -24,7 +24,7 @@ from fnmodels.ops import apply_rotary, look_up, split_heads
 from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
-from fnmodels.ops.rotary import Rope, frequencies
+from fnmodels.ops.rotary import Rope, Rotation, frequencies, table_of
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma4_vision",)
@@ -193,9 +193,9 @@ def _linear(weights: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
     return y.clamp(limits["output_min"], limits["output_max"])
 
 
-def _rotated(x: Tensor, freqs: Tensor) -> Tensor:
+def _rotated(x: Tensor, freqs: Tensor | Rotation) -> Tensor:
     """Each half of the heads of x [B, S, N, H] by its half of the table."""
-    halves = zip(x.chunk(2, -1), freqs.chunk(2, -2), strict=True)
+    halves = zip(x.chunk(2, -1), table_of(freqs).chunk(2, -2), strict=True)
     return torch.cat([apply_rotary(half, table) for half, table in halves], -1)
 
 

@@ -18,7 +18,8 @@ from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.cpu.blocks import blocks, like
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
-from fnmodels.ops.norm import is_watched, rms_norm, rms_norm_fp32_weight
+from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
+from fnmodels.ops.norm_taps import is_watched
 from fnmodels.ops.torch_internals import alone
 
 Gated = Callable[[Tensor, Tensor], Tensor]

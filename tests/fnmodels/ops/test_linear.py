@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
-from fnmodels.ops import linear as ops_linear
+from fnmodels.ops.cpu import linear as ops_linear
 from fnmodels.ops.cpu import onednn, product_table
-from fnmodels.ops.linear import _Times, linear, linear_gelu
+from fnmodels.ops.cpu.linear import _Times
+from fnmodels.ops.linear import linear, linear_gelu
 from fnmodels.ops.torch_internals import onednn_layout, onednn_linear
 from params import weight_forms
 from tests.support.processor import needs_bf16_products
@@ -272,7 +273,7 @@ def test_gradients_that_vmap_batches_are_rows_of_one_product(monkeypatch: pytest
         rows.append(x.shape[:-1].numel())
         return onednn.product(x, weight, bias)
 
-    monkeypatch.setattr("fnmodels.ops.linear.product", counted)
+    monkeypatch.setattr("fnmodels.ops.cpu.linear.product", counted)
     got = torch.func.vmap(lambda g: torch.autograd.grad(y, x, g, retain_graph=True)[0])(grad_outputs)
     torch.testing.assert_close(got, grad_outputs @ W, rtol=1e-4, atol=1e-3)
     assert rows == [3 * ROWS]

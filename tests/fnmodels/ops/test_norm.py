@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
 
+from fnmodels.ops.cpu.norm import _LayerNorm
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.norm import _LayerNorm, layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered
+from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered
 
 EPS = 1e-2
 torch.manual_seed(0)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fnmodels.ops import rotary
 from fnmodels.ops.cpu import blocks
+from fnmodels.ops.cpu import rotary as by_blocks
+from fnmodels.ops.cpu.rotary import rotate_by_blocks
 from fnmodels.ops.rotary import (
     Rope,
     apply_rotary,
     apply_rotary_interleaved,
     attention_factor,
+    laid_out,
     mrope_table,
     no_rotation,
     rotary_table,
@@ -180,24 +182,34 @@ def test_blocks_of_tokens(rows: int, partial: float, dtype: torch.dtype, monkeyp
 
     names: list[str] = []
     wanted: list[Any] = all_of()
-    monkeypatch.setattr(rotary, "_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(by_blocks, "_MIN_ELEMENTS", 1)
     off = 1e-6 if dtype is torch.float32 else 2**-7
     for got, want in zip(all_of(), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=off, atol=off)
     assert names[0] != names[1] == "_RotaryBackward"
-    _, tangent = torch.func.jvp(lambda x: rotary._Rotary.apply(x, table), (given[0],), (given[1],))
-    torch.testing.assert_close(tangent, rotary._Rotary.apply(given[1], table), rtol=off, atol=off)
+    _, tangent = torch.func.jvp(lambda x: rotate_by_blocks(x, table, apply_rotary), (given[0],), (given[1],))
+    torch.testing.assert_close(tangent, rotate_by_blocks(given[1], table, apply_rotary), rtol=off, atol=off)
     with torch.inference_mode():
         frozen = table.clone()
     torch.testing.assert_close(
         apply_rotary(given[0].requires_grad_(), frozen), apply_rotary(given[0], table), rtol=off, atol=off
     )
     given.detach_()
-    right = rotary._rotated
-    monkeypatch.setattr(rotary, "_rotated", lambda x, table, sign: right(x, table, 1.0))  # a planted bug
+    right = by_blocks._rotated
+    monkeypatch.setattr(by_blocks, "_rotated", lambda x, table, sign: right(x, table, 1.0))  # a planted bug
     assert (all_of()[3] - wanted[3]).abs().max() > 0.1
     of_table = table.clone().requires_grad_()  # has a gradient, so that its angles can be trained
     assert torch.autograd.grad(apply_rotary(wide.transpose(1, 2), of_table).float().square().sum(), of_table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+def test_a_table_laid_out_once_rotates_with_the_same_bits(partial: float, dtype: torch.dtype) -> None:
+    table = rotary_table(Rope(partial=partial), DIM, torch.arange(7)[None])
+    x = torch.randn(2, 7, 3, DIM, dtype=dtype)
+    for rotate in (apply_rotary, apply_rotary_interleaved):
+        assert torch.equal(rotate(x, laid_out(table)), rotate(x, table))
+    assert not torch.equal(apply_rotary(x, laid_out(table * -1)), apply_rotary(x, table))
 
 
 def test_an_unknown_kind_is_named() -> None:

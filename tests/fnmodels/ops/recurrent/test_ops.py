@@ -14,7 +14,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from fnmodels.inputs import order
 from fnmodels.ops import decay
 from fnmodels.ops.cpu.recurrent import scan
-from fnmodels.ops.norm import watched_norms
+from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
