@@ -48,6 +48,11 @@ Edit = Callable[..., Tensor] | Tensor
 Tap = Callable[[str, Tensor], Tensor]
 
 
+def is_invariant(kernel: object) -> bool:
+    """Whether this choice of a kernel is "invariant", which has effect on all layers, embedding and head together."""
+    return kernel == "invariant"
+
+
 def untapped(name: str, value: Tensor) -> Tensor:
     """The `Tap` of operations outside of a model."""
     return value
@@ -98,7 +103,7 @@ class ForwardOptions:
         """One layer's options, with what a `PerLayer` chooses there; ValueError where that is kernel="invariant"."""
         given = {"kernel": self.kernel, "layer_fn": self.layer_fn}
         chosen = {name: value.choose(index) for name, value in given.items() if isinstance(value, PerLayer)}
-        if chosen.get("kernel") == "invariant":
+        if is_invariant(chosen.get("kernel")):
             raise ValueError(
                 f'The PerLayer chooses kernel="invariant" for layer {index}, which has effect only for all layers, '
                 'embedding and head together: pass kernel="invariant" itself.'
@@ -113,7 +118,7 @@ class ForwardOptions:
     @property
     def invariant(self) -> bool:
         """Whether a token's bits shall depend on its document's tokens alone: kernel="invariant"."""
-        return self.kernel == "invariant"
+        return is_invariant(self.kernel)
 
     @property
     def expert_path(self) -> str | Experts:

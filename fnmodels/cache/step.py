@@ -15,7 +15,7 @@ from fnmodels.inputs.rules import Everything, reads_spans, simplify
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.attention.select import ByIndex
+from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.slots import Entry, SlotUse, write

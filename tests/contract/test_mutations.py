@@ -302,7 +302,7 @@ def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
     stale = fnmodels.document_layout(torch.arange(12)[None], torch.ones(4, 12, dtype=torch.long))
     patch.setattr(fnmodels, "layout", lambda masks: stale)
     # as in a context where values cannot be read
-    patch.setattr("fnmodels.ops.attention.select._check_documents", lambda *given: None)
+    patch.setattr("fnmodels.ops.attention.checks._check_documents", lambda *given: None)
 
 
 @bug("P4", "llama", through(test_packing.test_rows_of_padding_and_of_one_token))

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from fnmodels.ops.attention.block_sparse import Plan, Step
-from fnmodels.ops.attention.select import ByIndex
+from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.moe.dispatch import Dispatched
 from params.lora import Lora
 from train.state import State

@@ -13,7 +13,7 @@ import fnmodels
 from fnmodels import DecodingStep
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.attention import TILE
-from fnmodels.options import ForwardKwargs
+from fnmodels.options import ForwardKwargs, is_invariant
 from fnmodels.tree import Tree
 
 from .checks import check_request, learned_positions
@@ -84,7 +84,7 @@ def serve(
             f'compile is {compile!r}; it must be "none", "step", "graph" or a result of fnmodels.compiled_step or '
             "fnmodels.captured_step."
         )
-    if callable(compile) and (options.get("kernel") == "invariant" or options.get("layer_fn") is not None):
+    if callable(compile) and (is_invariant(options.get("kernel")) or options.get("layer_fn") is not None):
         raise ValueError(
             'compile is a compiled step, which has no layer_fn and not kernel="invariant": leave compile out, or these.'
         )
@@ -244,6 +244,6 @@ def _served(
 ) -> Iterator[Event]:
     slots = max(1, min(len(made), SLOTS)) if slots is None else slots
     capacity = capacity_of(made)
-    if options.get("kernel") == "invariant":  # whose tiles are full then, and read where they are
+    if is_invariant(options.get("kernel")):  # whose tiles are full then, and read where they are
         capacity = -(-capacity // TILE) * TILE
     return serve(params, config, made, slots=slots, capacity=capacity, **options)

@@ -1,13 +1,37 @@
 """kernel="sdpa": torch's fused scaled_dot_product_attention, with is_causal, no mask, or a dense mask."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels import tree
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.cpu.one_query import is_one_query, one_query_attention
 from fnmodels.ops.cpu.tiled_kernel import pad_to_equal_width
 from fnmodels.ops.dtypes import upcast
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class ByIndex:
+    """The mask form of "sdpa" for rows of one full document: `Causal()` by index, or `Everything()`."""
+
+    rule: Rule = tree.static()
+
+
+def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
+    """`Causal()` if the mask equals is_causal over indices, `Everything()` if all keys are visible; else None."""
+    if not isinstance(mask, Mask) or layout is None or not layout.plain:
+        return None
+    spans = [(first, first + layout.length - 1) for (first,) in layout.firsts]
+    rules = [simplify(mask.rule, span, span) for span in spans]
+    plain = rules[0] in (Causal(), Everything()) and all(rule == rules[0] for rule in rules)
+    return rules[0] if plain else None
 
 
 def sdpa_attention(

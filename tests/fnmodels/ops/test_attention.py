@@ -1,12 +1,17 @@
 """The attention function against one query at a time. What each kernel does with each mask stands in test_kernels."""
 
 import math
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from fnmodels import Causal, build_mask, layout
+from fnmodels.ops.attention.kernels import KERNELS, AttentionKernel
+from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.sdpa import sdpa_attention
 from fnmodels.ops.attention.select import attention, materialize
 
@@ -146,3 +151,33 @@ def test_one_compiled_function_for_any_number_of_heads(biased: bool) -> None:
         q, k, v = draw(groups=groups)
         bias = torch.randn(1, 4, 5, 5, generator=torch.Generator().manual_seed(2)) if biased else None
         torch.testing.assert_close(compiled(q, k, v, bias), call(q, k, v, bias))
+
+
+def test_a_kernel_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
+    mask = build_mask(Causal(), torch.arange(5)[None], torch.ones(1, 5, dtype=torch.int64))
+    negated = replace(KERNELS["math"], run=lambda *args: -KERNELS["math"].run(*args), accepts=frozenset({"sinks"}))
+    monkeypatch.setitem(cast("dict[str, AttentionKernel]", KERNELS), "negated", negated)
+    wanted = attention(q, k, v, mask, kernel="math", scale=0.5)
+    assert torch.equal(attention(q, k, v, mask, kernel="negated", scale=0.5), -wanted)
+    with pytest.raises(ValueError, match="known are auto, math, sdpa, blocks, flex, varlen, invariant, negated"):
+        attention(q, k, v, mask, kernel="spiral", scale=0.5)
+    with pytest.raises(ValueError, match='kernel="negated" has no relative position bias'):
+        attention(q, k, v, mask, kernel="negated", scale=0.5, bias=cast("RelativeBias", torch.zeros(1)))
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("flex", "varlen")])
+def test_a_record_says_which_changes_of_scores_its_kernel_computes(name: str) -> None:
+    q, k, v = (torch.randn(1, 6, 2, 16) for _ in range(3))
+    positions = torch.arange(6)[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions))
+    bias = RelativeBias(torch.randn(9, 2), positions, positions)
+    calls: dict[str, Any] = {"softcap": 2.0, "sinks": torch.randn(2), "bias": bias, "tap": lambda tap, scores: scores}
+    for change, value in calls.items():
+        how: Any = {"scale": 0.5, "layout": layout({"": mask}), change: value}
+        if change in KERNELS[name].accepts:
+            want = attention(q, k, v, mask, kernel="math", **how)
+            assert_close(attention(q, k, v, mask, kernel=name, **how), want, rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(ValueError, match=name):
+                attention(q, k, v, mask, kernel=name, **how)

@@ -40,10 +40,11 @@ from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visibl
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import ordered_kinds
+from fnmodels.ops.attention.kernels import KERNELS
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
-from fnmodels.options import Kernel
+from fnmodels.options import Kernel, is_invariant
 from train.comm import collectives
 from train.loss import Balance
 from train.parallel.mesh import DATA, mesh_of
@@ -162,18 +163,18 @@ def _groups(devices: DeviceMesh, names: Sequence[str]) -> list[ProcessGroup]:
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
     """A kernel for `fnmodels.forward` on a shard of the batch, sharded over the ranks of `group` in order.
 
-    inner: the kernel of `fnmodels.ops.attention.select.KERNELS` that computes on a rank. "ring" has its own; "gather"
+    inner: the kernel of `fnmodels.ops.attention.kernels.KERNELS` that computes on a rank. "ring" has its own; "gather"
     takes those that need no layout, and on CUDA only "flex" avoids a dense mask there. All ranks must call the kernel
     equally often and in the same order, as they do by running the same model, also under remat. ValueError for
     combinations that a method does not support.
     """
-    if inner == "invariant":
+    if is_invariant(inner):
         raise NotImplementedError(
             'kernel="invariant" needs all keys of a document in one process: sum over them in one, without cp.'
         )
     if method not in _METHODS:
         raise ValueError(f"method is {method!r}; it is one of {', '.join(_METHODS)}.")
-    if method == "gather" and inner in ("blocks", "varlen"):
+    if method == "gather" and inner in KERNELS and KERNELS[inner].needs_layout:
         raise ValueError(
             f'inner="{inner}" must know where documents lie, and a rank that gathers keys has only its own queries: '
             '"sdpa", "flex" and "math" can do with that, and with method="ulysses" all can.'

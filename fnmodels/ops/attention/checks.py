@@ -1,0 +1,85 @@
+"""Checks of attention's arguments: shapes that a kernel would silently broadcast, and the layout of another batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.inputs.convert import shape_of
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.layout import layout as layout_of
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Everything
+from fnmodels.inputs.values import has_values, unwrapped
+from fnmodels.ops.invariant.attention import Tiles
+from fnmodels.ops.torch_internals import undisturbed
+
+from .block_sparse import Plan
+from .kernels import FORMS
+from .sdpa import ByIndex
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any, form: Any) -> None:
+    """ValueError for shapes that a kernel would silently broadcast or truncate. form: the mask as it is read."""
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: these are [B, Q, N, H], [B, K, G, H] and "
+            "[B, K, G, Hv]."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}: groups of queries share a head of keys, so that their "
+            "number must divide."
+        )
+    (batch, queries, heads), keys = q.shape[:3], k.shape[1]
+    if isinstance(mask, ByIndex) and mask.rule != Everything() and queries != keys:
+        raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
+    if isinstance(mask, FORMS) or isinstance(form, Plan | Tiles):
+        return  # a plan is checked where it is used
+    rows, per_head, *seen = shape_of(mask)
+    if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
+        raise ValueError(
+            f"The mask is {[rows, per_head, *seen]}, but q and k need [{batch}, {heads}, {queries}, {keys}], of which "
+            "the first two may be 1: one for all rows, or heads. Queries and keys are never broadcast."
+        )
+
+
+def check_layout(mask: Mask, layout: Layout) -> None:
+    """ValueError for the layout of another batch."""
+    lengths = (mask.q_positions.shape[1], mask.kv_positions.shape[1])
+    if lengths != (layout.length, layout.length):
+        raise ValueError(
+            f"The layout describes rows of {layout.length} tokens, the mask {lengths[0]} queries and "
+            f"{lengths[1]} keys: make it of this batch, or leave it out."
+        )
+    _check_documents(mask, layout)
+
+
+def _check_documents(mask: Mask, layout: Layout) -> None:
+    """ValueError if the layout is not that of the mask, checked where values can be read without a device sync.
+
+    Not checked in traced graphs and under vmap, where a tensor has no value or many.
+    """
+    if torch.compiler.is_compiling():
+        return
+    mask = tree.map(unwrapped, mask)
+    if not all(has_values(t) and t.is_cpu for t in tree.leaves(mask)):
+        return
+    if not undisturbed(_describes, layout, mask):
+        raise ValueError(
+            "The layout describes other documents than the mask: make it of this batch in this order, "
+            "fnmodels.layout(masks), or leave it out."
+        )
+
+
+def _describes(layout: Layout, mask: Mask) -> bool:
+    """Whether the layout is that of the mask, by a few comparisons for rows of one document."""
+    positions, segments = mask.q_positions, mask.q_segments
+    if not layout.plain or positions is not mask.kv_positions or segments is not mask.kv_segments:
+        return layout_of({"": mask}) == layout
+    rows, first = len(layout.rows), segments[:, :1]
+    want = torch.tensor(layout.firsts) + torch.arange(layout.length)
+    if (positions.shape[0], segments.shape[0]) != (rows, rows):
+        return layout_of({"": mask}) == layout
+    return torch.equal(positions, want) and bool(((segments == first) & (first > 0)).all())
