@@ -24,7 +24,7 @@ _SAVED_MODULES = {
     "fnmodels.inputs.mask": "fnmodels.mask",
     "fnmodels.inputs.rules": "fnmodels.rules",
     "fnmodels.ops.attention.block_sparse": "fnmodels.ops.attention_blocks",
-    "fnmodels.ops.attention.select": "fnmodels.ops.attention",
+    "fnmodels.ops.attention.sdpa": "fnmodels.ops.attention",
     "fnmodels.ops.moe.dispatch": "fnmodels.ops.dispatch",
     "params.lora.nodes": "params.lora",
 }
