@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import family_of, tree
-from fnmodels.models.common.family import LayerKind
+from fnmodels.models.common.family import parsed
 from fnmodels.tree import Tree
 from train.comm.collectives import broadcast, summed
 from train.comm.dtensor import full_tensor, of_all_stages
@@ -50,7 +50,7 @@ def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
     mesh, group = mesh_of(placed.devices), placed.devices.get_group("pp")
     rank, pipe = placed.devices.get_local_rank("pp"), pipeline_of(placed.config, mesh, placed.strategy)
     kinds = family_of(placed.config).kinds(placed.config)
-    sparse = [index for index, kind in enumerate(kinds) if LayerKind.parse(kind).routed]
+    sparse = [index for index, kind in enumerate(parsed(kinds)) if kind.routed]
     rows = [sparse.index(i) for stage in pipe.stages(rank) for i in range(*pipe.layers[stage]) if i in sparse]
     known: dict[str, tuple[torch.Size, torch.dtype]] = {}
 

@@ -14,7 +14,7 @@ from fnmodels.models.common.family import own_choices
 from fnmodels.ops.slots import Entry
 from fnmodels.tree import Tree
 
-from .family import LayerKind
+from .family import LayerKind, parsed
 
 
 def takes_choice(kinds: Sequence[str], index: int) -> bool:
@@ -25,7 +25,7 @@ def takes_choice(kinds: Sequence[str], index: int) -> bool:
 
 def borrowed(kinds: Sequence[str], index: int) -> list[str]:
     """The kinds whose keys and values layers from `index` on borrow from layers before `index`."""
-    sources = ((i, LayerKind.parse(kind).source) for i, kind in enumerate(kinds) if i >= index)
+    sources = ((i, kind.source) for i, kind in enumerate(parsed(kinds)) if i >= index)
     return list(dict.fromkeys(source for i, source in sources if source and source not in kinds[index:i]))
 
 

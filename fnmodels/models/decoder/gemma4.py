@@ -259,8 +259,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
     for path in flatten(spec(config)):
         end = next((end for end in _NAMES if path.endswith(end)), None)
         names[path] = f"model.{path.removesuffix(end)}{_NAMES[end]}" if end else decoder.decoder_name(path)
-    for index, kind in enumerate(config.layer_kinds):
-        if LayerKind.parse(kind).routed:
+    for index, kind in enumerate(parsed(config.layer_kinds)):
+        if kind.routed:
             stored = stacked_experts(f"layers.{index}.experts", config.moe_intermediate_size)
             names |= {path.replace(".experts.", ".mlp.experts."): name for path, name in stored.items()}
     return {path: renamed(name, r"^model\.", _prefix(config)) for path, name in names.items()}

@@ -117,11 +117,11 @@ def hf_names(config: Config) -> dict[str, Stored]:
     flat = flatten(spec(config))
     names: dict[str, Stored] = {path: decoder.decoder_name(path) for path in flat}
     inner, shared = config.intermediate_size, config.shared_intermediate_size
-    for index, kind in enumerate(config.layer_kinds):
+    for index, kind in enumerate(parsed(config.layer_kinds)):
         where, there = f"layers.{index}", f"model.layers.{index}"
-        if LayerKind.parse(kind).ordered:
+        if kind.ordered:
             names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mamba")
-        dense = f"{where}.mlp.shared_expert" if LayerKind.parse(kind).routed else f"{where}.mlp"
+        dense = f"{where}.mlp.shared_expert" if kind.routed else f"{where}.mlp"
         names |= fuse(f"{there}.shared_mlp.input_linear.weight", {f"{dense}.{n}_proj": shared for n in ("gate", "up")})
         names[f"{dense}.down_proj"] = f"{there}.shared_mlp.output_linear.weight"
         experts, routed = f"{where}.mlp.experts", f"{there}.block_sparse_moe"

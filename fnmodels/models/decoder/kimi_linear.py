@@ -196,13 +196,13 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     flat, heads = flatten(spec(config)), config.linear_num_heads
     names = mla.latent_names(mixture.block_sparse_names(flat, config.n_routed_experts))
-    for index, kind in enumerate(config.layer_kinds):
+    for index, kind in enumerate(parsed(config.layer_kinds)):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        if LayerKind.parse(kind).ordered:
+        if kind.ordered:
             names |= delta.separate_names(f"{ours}.attention", f"{theirs}.self_attn", _delta_leaves(config))
             A_log = TensorSlice(f"{theirs}.self_attn.A_log", 0, heads, heads, ones=(2, 1))
             names[f"{ours}.attention.A_log"] = A_log
-        if LayerKind.parse(kind).routed:
+        if kind.routed:
             there = f"{theirs}.block_sparse_moe"
             names[f"{ours}.mlp.selection_bias"] = f"{there}.gate.e_score_correction_bias"
             for leaf in ("gate_proj", "up_proj", "down_proj"):

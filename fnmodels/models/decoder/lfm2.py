@@ -168,10 +168,10 @@ def spec(config: Config) -> Tree:
     layers = [
         layer_leaves(
             D,
-            _conv_leaves(config) if LayerKind.parse(kind).ordered else full,
-            sparse if LayerKind.parse(kind).routed else dense,
+            _conv_leaves(config) if kind.ordered else full,
+            sparse if kind.routed else dense,
         )
-        for kind in config.layer_kinds
+        for kind in parsed(config.layer_kinds)
     ]
     return decoder_leaves(config, layers)
 
@@ -212,13 +212,13 @@ def hf_names(config: Config) -> dict[str, Stored]:
             name = name.replace(ours, theirs)
         names[path] = name
     D = config.hidden_size
-    for index, kind in enumerate(config.layer_kinds):
-        if LayerKind.parse(kind).routed:
+    for index, kind in enumerate(parsed(config.layer_kinds)):
+        if kind.routed:
             there = f"model.layers.{index}.feed_forward.experts"
             for leaf, disk in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
                 stack = expert_names(there, config.num_experts, f"{disk}.weight")
                 names[f"layers.{index}.mlp.experts.{leaf}_proj"] = stack
-        if not LayerKind.parse(kind).ordered:
+        if not kind.ordered:
             continue
         ours, theirs = f"layers.{index}.attention", f"model.layers.{index}.conv"
         for leaf, disk in (("proj", "weight"), ("bias", "bias")):

@@ -146,8 +146,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names: dict[str, Stored] = {
         path: prefix + name.replace(".mlp.", ".feed_forward.") for path, name in decoder.hf_names(config).items()
     }
-    for i, kind in enumerate(config.layer_kinds):
-        if LayerKind.parse(kind).routed:
+    for i, kind in enumerate(parsed(config.layer_kinds)):
+        if kind.routed:
             ours, theirs = f"layers.{i}.mlp.experts", f"{prefix}model.layers.{i}.feed_forward.experts"
             names |= mixture.transposed_experts(ours, theirs, D, inner, in_turn=False)
     return names

@@ -9,7 +9,7 @@ from fnmodels.inputs.order import build_segments
 from fnmodels.inputs.segments import text_order
 from fnmodels.ops.rotary import mrope_table, no_rotation, query_temperature, rotary_table
 
-from ..family import LayerKind, TwoRopesConfig, UsualConfig, field_of
+from ..family import TwoRopesConfig, UsualConfig, field_of, parsed
 
 
 def attention_masks(
@@ -21,7 +21,7 @@ def attention_masks(
     or 4] if the config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
     """
     window = field_of(config, "sliding_window")
-    kinds = [LayerKind.parse(name) for name in sorted(set(config.layer_kinds))]
+    kinds = parsed(sorted(set(config.layer_kinds)))
     if field_of(config, "mrope_section") and positions.ndim == 3:
         counted = positions.shape[-1] == 4
         positions = positions[..., 0] if counted else text_order(positions, segment_ids)
@@ -47,7 +47,7 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
         table = mrope_table(config.rope, config.head_dim, axes, sections, interleaved=interleaved, length=length)
     else:
         table = rotary_table(config.rope, config.head_dim, positions, length)
-    kinds = [LayerKind.parse(name) for name in sorted(set(config.layer_kinds))]
+    kinds = parsed(sorted(set(config.layer_kinds)))
     return {kind.name: table if kind.rotates and not kind.ordered else none for kind in kinds}
 
 
