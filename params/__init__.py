@@ -6,6 +6,7 @@ initialize    `init`, `abstract` and `count`: trees from a family's `spec`
 axes          the logical axes of parameters: what shards each, and where a layer computes with it
 sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions, without torch.distributed
 lora          LoRA adapters as trees: init, merge, load and save
+vocabulary    `resize_vocab`: embeddings and heads of another number of tokens
 weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4
 checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map and dequantization
 io/           the safetensors reader, staged saves with their lock, checks of paths and files
@@ -42,9 +43,10 @@ from params.checkpoint.save import save_pretrained
 from params.checkpoint.transaction import recover
 from params.initialize import abstract, count, init, new_head
 from params.sharding import Rules, Sharding, describe, plan
+from params.vocabulary import resize_vocab
 from params.weight_forms import packed, quantize
 
-__all__ = ["abstract", "count", "init", "new_head", "Rules", "Sharding", "describe", "plan", "lora"]
+__all__ = ["abstract", "count", "init", "new_head", "resize_vocab", "Rules", "Sharding", "describe", "plan", "lora"]
 __all__ += ["flatten", "unflatten"]
 __all__ += ["packed", "quantize"]
 __all__ += ["Constant", "Leaf", "Normal"]

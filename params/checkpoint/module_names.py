@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from fnmodels import tree
-from fnmodels.models.common.family import function_of, traits_of
+from fnmodels.models.common.family import field_of, function_of, traits_of
 from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, disk_names, renamed
@@ -15,8 +15,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.0\..*")
 def module_names(config: Any) -> dict[str, Stored]:
     """{path of a parameter: the name in memory of the tensor that holds it, or its slice of one}.
 
-    As in transformers 5: experts' tensors are stacked, with gate and up in one, and the family's `in_memory` replaces
-    parts of names.
+    As in transformers 5: experts' tensors are stacked, with gate and up in one, the family's `in_memory` replaces parts
+    of names, and a decoder without a head has no first part ("model").
     """
     names, family = hf_names(config), family_of(config)
     leaves = tree.flatten(family.spec(config))
@@ -28,6 +28,9 @@ def module_names(config: Any) -> dict[str, Stored]:
             found[path] = renamed(found[path], pattern, replacement)
         if "{leaf}" in (name := disk_names(found[path])[0]):
             found[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
+    first = {name.partition(".")[0] for stored in found.values() for name in disk_names(stored)}
+    if field_of(config, "head") == "none" and len(first) == 1:
+        found = {path: renamed(stored, r"^\w+\.", "") for path, stored in found.items()}
     return found
 
 

@@ -38,6 +38,7 @@ _ENDINGS = {
     "lora_magnitude_vector.weight": "magnitude",  # of older releases of PEFT
     "token_adapter.trainable_tokens_delta": "token_rows",
 }
+_TEXT_IN_WRAPPER = r"^(model\.language_model|language_model\.model)\."
 _NAMES = {part: ending for ending, part in reversed(_ENDINGS.items())}
 _NAMES["magnitude"] = "lora_magnitude_vector.weight"
 
@@ -104,9 +105,9 @@ class _Reader:
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         modules: dict[str, dict[str, Tensor]] = {}
-        bare = _lacks_prefix(self.layout, tensors)
+        pattern, replacement = _renaming(self.layout, tensors)
         for name, value in tensors.items():
-            module, part = _parsed(bare + name.removeprefix(PREFIX))
+            module, part = _parsed(re.sub(pattern, replacement, name.removeprefix(PREFIX)))
             if not name.startswith(PREFIX) or (part == "" and not self._full(module, value)):
                 self._unexpected(name)
             elif part != "":
@@ -172,7 +173,9 @@ class _Reader:
 
     def _linear(self, module: str, places: list[Place], parts: dict[str, Tensor]) -> None:
         out_size, in_size = places[0].module_shape
-        rank = self.settings.rank_of(module)
+        named = f".{module}.weight".endswith(tuple(f".{name}" for name in self.settings.parameters))
+        key = f"{module}.weight" if named else module  # as PEFT matches patterns
+        rank = self.settings.rank_of(key)
         table = "table_a" in parts or "table_b" in parts
         shapes: dict[str, tuple[int, ...]] = {"a": (rank, in_size), "b": (out_size, rank)}
         shapes = {"table_a": (rank, out_size), "table_b": (in_size, rank)} if table else shapes
@@ -182,7 +185,7 @@ class _Reader:
         if not self._fits(module, parts, shapes):
             return
         a, b = (parts["table_b"].T, parts["table_a"].T) if table else (parts["a"], parts["b"])
-        factors, scale = Factors(a, b, parts.get("magnitude")), self.settings.scale_of(module)
+        factors, scale = Factors(a, b, parts.get("magnitude")), self.settings.scale_of(key)
         if self.settings.mutated and not table:
             factors = self._of_unchanged_base(places, factors, rank, scale)
         for path, own in cut(places, factors, self.settings.rank).items():
@@ -335,11 +338,14 @@ def _parsed(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _lacks_prefix(layout: Layout, names: Collection[str]) -> str:
-    """The first part of all the model's names, with its dot, where the file omits it: adapters of a bare ...Model."""
+def _renaming(layout: Layout, names: Collection[str]) -> tuple[str, str]:
+    """(pattern, replacement) that make a file's names the model's, which may be of a bare ...Model or of a wrapper.
+
+    The first lack the first part of all names, which it adds; those of the text in a wrapper begin with its name there.
+    """
     known = {module for modules in (layout.memory, layout.files) for module in (*modules.linear, *modules.stacked)}
-    found = {re.sub(rf"(\{INNER})+$", "", _parsed(name.removeprefix(PREFIX))[0]) for name in names}
-    if found & known:
-        return ""
-    prefixes = {module.partition(".")[0] + "." for module in known}
-    return next((prefix for prefix in sorted(prefixes) if any(prefix + module in known for module in found)), "")
+    modules = {re.sub(rf"(\{INNER})+$", "", _parsed(name.removeprefix(PREFIX))[0]) for name in names}
+    changes = [("^", ""), (_TEXT_IN_WRAPPER, "model.")]
+    changes += [("^", prefix) for prefix in sorted({module.partition(".")[0] + "." for module in known})]
+    fits = (change for change in changes if any(re.sub(*change, module) in known for module in modules))
+    return next(fits, changes[0])

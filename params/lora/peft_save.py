@@ -31,6 +31,8 @@ from .peft_load import WEIGHTS
 from .peft_modules import INNER, PREFIX, Factors, Layout, Place, joined, layout_of, whole
 
 _TASKS_OF_LABELS = {"classification": "SEQ_CLS", "tokens": "TOKEN_CLS"}
+# PEFT takes modules of these names for experts, which it stacks, where a model has any: it must adapt their parameter.
+_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 _Uses = dict[str, dict[str, str]]  # {path of a parameter, or of a tied head: {what: path of a tensor in the tree}}
 
 
@@ -104,7 +106,13 @@ def _adapted(layout: Layout, uses: _Uses) -> list[_Adapted]:
     """The modules with adapters, in the order of the model's parameters; UnsupportedError where PEFT has none."""
     have = {path for path, parts in uses.items() if "a" in parts}
     dora = {path for path in have if "magnitude" in uses[path]}
-    found = [_of_module(name, places, have) for name, places in layout.memory.linear.items()]
+    taken = _EXPERTS if any(name.endswith("experts") for name in layout.memory.stacked) and not dora else ()
+    found = []
+    for name, places in layout.memory.linear.items():
+        if name.endswith(taken):
+            found.append(_of_module(f"{name}.weight", places, have, key=name, parameter="weight"))
+        else:
+            found.append(_of_module(name, places, have))
     for container, parameters in layout.memory.stacked.items():
         held = [name for name, places in parameters.items() if any(p.path in have - dora for p in places)]
         for depth, name in enumerate(reversed(held)):  # the first is the innermost module
@@ -153,7 +161,7 @@ def _tensors(
 def _full(layout: Layout, uses: _Uses, modules: list[_Adapted]) -> dict[str, list[Place]]:
     """{name in PEFT's file: what it holds} of the parameters trained in full."""
     trained = {path for path, parts in uses.items() if "value" in parts or "base" in parts}
-    adapted = {module.name for module in modules}
+    adapted = {module.key for module in modules}
     found: dict[str, list[Place]] = {}
     for name, places in layout.memory.tensors.items():
         held = [place for place in places if place.path in trained]

@@ -17,7 +17,7 @@ from params import lora
 from params.checkpoint.manifest import ADAPTER_MANIFEST
 from params.lora import adapter_config
 from tests.support import adapters as every_target
-from tests.support.cases import batch_of, cases, generic, generic_params, off, segments
+from tests.support.cases import batch_of, cases, generic, generic_params, off, richest, segments
 from train import adamw, init_state, make_step, next_token_loss
 
 CASE = next(case for case in cases() if case.name == "llama_biases" or case.name == "llama")
@@ -440,3 +440,24 @@ def test_a_name_of_a_weight_that_gradients_do_not_reach_names_the_others() -> No
     found = {path for path in tree.flatten(adapted) if path.endswith(".a")}
     assert found and not any(".indexer." in path for path in found)
     assert not any(".indexer." in path for path in lora.targets(config))
+
+
+@pytest.mark.parametrize("case", richest(lambda case: case.family), ids=str)
+def test_every_parameter_may_be_trained_in_full_beside_adapters(case: Any) -> None:
+    """All at once, over a base model of NaN: outputs and gradients are those of the plain values."""
+    params = generic_params(case.config)
+    batch = batch_of(case.config, segments((7, 5), (12,)))
+
+    def outputs(leaves: Any, wrapped: bool) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        made = tree.map(lambda t: lora.Replaced(torch.full_like(t, torch.nan), t) if wrapped else t, leaves)
+        found = batch.forward(made, kernel="math")
+        floats = [leaf for leaf in tree.leaves(leaves) if leaf.requires_grad]
+        return found, torch.autograd.grad(found.square().sum(), floats, allow_unused=True)
+
+    leaves = tree.map(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, params)
+    (plain, wanted), (found, grads) = outputs(leaves, False), outputs(leaves, True)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    for got, want in zip(grads, wanted, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))

@@ -8,15 +8,19 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fnmodels
+import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
+from fnmodels.models.common.registry import hf_names
 from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
 from params.lora.peft_modules import layout_of
 from tests.support.cases import Case, batch_of, cases, generic, segments
+from tests.support.oracle import on_disk
 from tests.support.peft_cases import (
     CONCATENATED,
     PeftCase,
@@ -243,8 +247,7 @@ HEADS = {
 def test_heads_with_labels_are_saved_in_full(architecture: str, tmp_path: Path) -> None:
     model_type = architecture.partition("For")[0].lower()
     values = next(case.values for case in cases() if case.values and case.config.model_type == model_type)
-    values |= {"architectures": [architecture], "num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}
-    values = {name: value for name, value in values.items() if name != "num_labels"}
+    values = values | {"architectures": [architecture], "id2label": {"0": "a", "1": "b", "2": "c"}}
     config = fnmodels.family_for(model_type).Config.from_hf(values)
     case = decoder_case(Case(model_type, architecture, values, config))
     settings = {"modules_to_save": list(HEADS[architecture]), "init_lora_weights": False}
@@ -269,3 +272,135 @@ def test_heads_with_labels_are_saved_in_full(architecture: str, tmp_path: Path) 
         again = peft.PeftModel.from_pretrained(case.fresh(), tmp_path / "ours")
     assert again.peft_config["default"].task_type == settings["task_type"]
     assert worst(weights_by_path(config, _merged(again)), want)[0] <= 1e-6
+
+
+EXPERTS = ("mixtral", "deepseek_v3", "qwen2_moe", "nemotron_h_moe", "lfm2_moe")
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, "phi3", "image_llava_llama", "image_gemma3"])
+def test_names_of_files_are_read_too(name: str, tmp_path: Path) -> None:
+    """As PEFT with transformers 4 and others name modules: one for each expert, and prefixes as in checkpoints."""
+    case, names = _case(name), hf_names(_case(name).config)
+    state = {key: leaf.double() for key, leaf in on_disk(case.model()).items()}
+    modules = layout_of(case.config).files.linear
+    assert any(".experts." in module for module in modules) == (name in EXPERTS)
+    tensors, want = {}, dict(state)
+    for module, places in modules.items():
+        if places[0].path.endswith("embed_tokens") or module not in {key.removesuffix(".weight") for key in state}:
+            continue
+        out_size, in_size = places[0].module_shape
+        a, b = generic(f"{module}.A", torch.empty(2, in_size)), generic(f"{module}.B", torch.empty(out_size, 2))
+        tensors |= {f"base_model.model.{module}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+        delta = 1.5 * b.double() @ a.double()
+        stored = state[f"{module}.weight"]
+        want[f"{module}.weight"] = stored + (delta if delta.shape == stored.shape else delta.T)
+    save_file(tensors, tmp_path / lora.WEIGHTS)
+    (tmp_path / lora.CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 3}')
+    merged = merged_by_path(lora.load_adapters(tmp_path, case.config, case.base()))
+    assert len(tensors) > 10
+    for path, stored in names.items():
+        if all(each in want for each in storage.disk_names(stored)):  # towers are saved otherwise
+            torch.testing.assert_close(merged[path], storage.extract_parameter(stored, want), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "BertModel", "Qwen3Model", "NomicBertModel", "GPT2Model"])
+def test_models_without_a_head_have_no_prefix(architecture: str, tmp_path: Path) -> None:
+    model_type = {"NomicBertModel": "nomic_bert"}.get(architecture, architecture.removesuffix("Model").lower())
+    values = next(case.values for case in cases() if case.values and case.config.model_type == model_type)
+    values = values | {"architectures": [architecture]}
+    config = dataclasses.replace(fnmodels.family_for(model_type).Config.from_hf(values), head="none")
+    case = decoder_case(Case(model_type, architecture, values, config))
+    modules = [name for name in linear_modules(case.model()) if "layer" in name or name.startswith("h.")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False, task_type="FEATURE_EXTRACTION")
+        model = peft.get_peft_model(case.fresh(), settings)
+        model.save_pretrained(tmp_path / "theirs")
+        params = P.from_tensors(config, on_disk(case.fresh()).items())
+        ours = lora.load_adapters(tmp_path / "theirs", config, params)
+        lora.save_adapters(tmp_path / "ours", config, ours)
+        again = _merged(peft.PeftModel.from_pretrained(case.fresh(), tmp_path / "ours"))
+    want, found = in_memory(_merged(model)), in_memory(again)
+    assert modules and all(torch.allclose(found[name], leaf, atol=1e-9) for name, leaf in want.items())
+    assert len([leaf for leaf in params_by_path(ours).values() if isinstance(leaf, lora.Lora)]) >= len(modules)
+
+
+@pytest.mark.parametrize("name", ["image_gemma3", "image_qwen3_vl", "image_llava_llama"])
+def test_adapters_of_a_wrappers_text_fit_the_text_alone(name: str, tmp_path: Path) -> None:
+    case = _case(name)
+    modules = [module for module in linear_modules(case.model()) if ".language_model.layers." in module]
+    model = peft.get_peft_model(case.fresh(), peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False))
+    model.save_pretrained(tmp_path)
+    both = lora.load_adapters(tmp_path, case.config, case.base())
+    text = lora.load_adapters(tmp_path, case.config.text, case.base()["text"])
+    wanted, found = tree.flatten(both["text"]), tree.flatten(text)
+    assert found.keys() == wanted.keys() and any(path.endswith(".a") for path in found)
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in found.items())
+
+
+OURS = {
+    "llama_tied": (("embed_tokens", "q_proj"), ("norm", "layers.*.input_layernorm")),
+    "llama": (("embed_tokens", "lm_head", "layers.1.mlp.*_proj"), ("norm",)),
+    "phi3": (("q_proj", "v_proj", "up_proj"), ("lm_head",)),
+    "mixtral": (("layers.*.experts.up_proj", "o_proj"), ()),
+    "gpt_oss": (("layers.*.experts.gate_proj", "layers.*.experts.down_proj"), ()),
+    "gpt2": (
+        ("k_proj", "down_proj"),
+        ("layers.0.attention.q_bias", "layers.0.attention.k_bias", "layers.0.attention.v_bias"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_trained_here_is_read_by_peft_and_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Parts of fused weights, stacks of experts, a tied embedding, norms and biases."""
+    case, (targets, full) = _case(name), OURS[name]
+    made = lora.unfreeze(lora.add(case.config, case.base(), rank=2, alpha=3, targets=targets), full)
+    trained = tree.map_with_path(lambda path, leaf: generic(path, leaf).to(leaf), lora.adapters(made))
+    ours = lora.attach(case.base(), trained)
+    lora.save_adapters(tmp_path, case.config, ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(case.fresh(), tmp_path)
+    assert _off(case, ours, model) <= 2e-5
+    assert _off(case, case.base(), model) > 1e-2
+    back = tree.flatten(lora.adapters(lora.load_adapters(tmp_path, case.config, case.base())))
+    assert back.keys() == tree.flatten(trained).keys()
+    assert all(torch.equal(leaf, back[path]) for path, leaf in tree.flatten(trained).items())
+    spec = tree.flatten(lora.spec(case.config, ours))
+    assert {path for path, leaf in spec.items() if leaf.trainable} == back.keys()
+
+
+def test_parameters_that_peft_saves_together_are_named() -> None:
+    case = _case("gpt2")
+    made = lora.unfreeze(case.base(), ("layers.0.attention.q_bias",))
+    with pytest.raises(P.UnsupportedError, match=r"PEFT saves layers\.0\.attention\.k_bias with it: unfreeze both"):
+        list(lora.export_adapters(case.config, lora.adapters(made)))
+    with pytest.raises(ValueError, match="'skore' names no parameter"):
+        lora.unfreeze(case.base(), ("skore",))
+    with pytest.raises(ValueError, match=r"q_bias has an adapter already, or is trained in full"):
+        lora.unfreeze(made, ("layers.0.attention.q_bias",))
+    tied = _case("llama_tied")
+    embedding = lora.adapters(lora.add(tied.config, tied.base(), rank=2, targets=("embed_tokens",)))["embed_tokens"]
+    split = {"embed_tokens": lora.TwoUses(None, head=embedding)}
+    with pytest.raises(P.UnsupportedError, match="tie_word_embeddings=False"):
+        lora.merge(lora.attach(tied.base(), split))
+
+
+ROUTED = [case for case in peft_cases() if case.values is not None and any(layout_of(case.config).memory.stacked)]
+
+
+@pytest.mark.parametrize("case", ROUTED, ids=str)
+def test_peft_reads_adapters_of_every_linear_map_beside_experts(case: PeftCase, tmp_path: Path) -> None:
+    """PEFT takes names such as gate_proj for those of experts in files of older models, wherever they are."""
+    names = {path: storage.disk_names(stored)[0] for path, stored in module_names(case.config).items()}
+    left = ("lm_head.weight", ".out_proj.weight")  # PEFT refuses the second in models with Mamba layers
+    targets = [path for path in lora.targets(case.config) if not names[path].endswith(left)]
+    made = lora.add(case.config, case.base(), rank=2, targets=targets)
+    trained = tree.map_with_path(lambda path, leaf: generic(path, leaf).to(leaf), lora.adapters(made))
+    ours = lora.attach(case.base(), trained)
+    lora.save_adapters(tmp_path, case.config, ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(case.fresh(), tmp_path)
+    assert _off(case, ours, model) <= 2e-4  # gated delta rules are in fp32 there
