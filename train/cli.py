@@ -1,4 +1,7 @@
-"""Command line of the main job, `python -m train`: flags derived from `Settings`, and the mesh's own."""
+"""Command line of the programs that train: flags derived from their settings, and the mesh's own.
+
+`main` is that of the main job, `python -m train`.
+"""
 
 import argparse
 import datetime
@@ -7,17 +10,18 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from train.comm.torchrun import is_started, rank_and_world_size
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.setting_types import SettingType, integer
-from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, Settings, as_flag, flag
+from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, RunSettings, Settings, as_flag, flag
 
-from .command_line import NEEDS, Parser, main_job, run_command
+from .command_line import NEEDS, RUNS, Parser, program_name, run_command
 
 MINUTES = SettingType(
     "a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440
@@ -39,6 +43,25 @@ examples:
 """
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program that trains. script: its console script; task: a module of `train.job.tasks`; needs: packages."""
+
+    script: str
+    description: str
+    task: str
+    needs: tuple[str, ...]
+    examples: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The program, as it was called."""
+        return program_name(self.script, RUNS[self.script])
+
+
+MAIN = Program("fnmodels-train", DESCRIPTION, "train.job.tasks.language_model", NEEDS, EXAMPLES)
+
+
 class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         if "--run" in message and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -47,9 +70,12 @@ class _Parser(Parser):
         super().error(message)
 
 
-def parser() -> Parser:
+def parser(program: Program = MAIN, kind: type[RunSettings] = Settings) -> Parser:
     command = _Parser(
-        prog=main_job(), description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program.name,
+        description=program.description,
+        epilog=program.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--run",
@@ -93,9 +119,9 @@ def parser() -> Parser:
         metavar="MINUTES",
         help="several processes: how long they wait for one that hangs (default 30)",
     )
-    groups = {name: command.add_argument_group(name) for name in GROUPS}
-    for entry in fields(Settings):
-        setting_type, default = entry.metadata["type"], getattr(DEFAULT, entry.name)
+    groups, defaults = {name: command.add_argument_group(name) for name in GROUPS}, kind()
+    for entry in fields(kind):
+        setting_type, default = entry.metadata["type"], getattr(defaults, entry.name)
         shown = "" if default is None else f" (default {as_flag(default)})"
         groups[entry.metadata["group"]].add_argument(
             flag(entry.name),
@@ -107,7 +133,7 @@ def parser() -> Parser:
     return command
 
 
-def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace, program: Program, defaults: RunSettings, argv: Sequence[str]) -> int:
     flags = vars(arguments)
     nproc = flags.pop("nproc")
     job_flags = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
@@ -120,25 +146,33 @@ def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) 
     if needed > 1 and not is_started():
         from train.job.processes import spawn
 
-        return spawn.start(partial(main, defaults=defaults), argv, needed)
+        return spawn.start(partial(train, program, defaults), argv, needed)
     rank, processes = rank_and_world_size()
     if rank:  # without imports for what rank 0 alone does, such as pictures
         with launch.process_group(limit) as timeout:
             return controller.follow(timeout)
     from train.job.run import Options, train_run
 
-    options = Options(flags=flags, mesh_flags=mesh_flags, **job_flags)
+    options = Options(program.script, flags=flags, mesh_flags=mesh_flags, **job_flags)
+    task = import_module(program.task)
     if processes == 1:
-        return train_run(options, defaults)
+        return train_run(options, task, defaults)
     with launch.process_group(limit) as timeout:
-        return controller.lead(partial(train_run, replace(options, limit=timeout), defaults))
+        return controller.lead(partial(train_run, replace(options, limit=timeout), task, defaults))
 
 
-def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
-    """Runs the main job. Returns the exit code: 0, 2 for a user error, 4 for a diverged run, 130 when stopped."""
+def train(program: Program, defaults: RunSettings, argv: Sequence[str] | None = None) -> int:
+    """Runs a program. Returns the exit code: 0, 2 for a user error, 4 for a diverged run, 130 when stopped."""
     bound_product_caches()
     keep_freed_memory()
     argv = sys.argv[1:] if argv is None else argv
     first = int(os.environ.get("RANK", 0)) == 0
+    flags = partial(parser, program, type(defaults))
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # only rank 0 reports errors
-        return run_command(main_job(), parser, partial(run, defaults=defaults, argv=argv), argv, NEEDS)
+        command = partial(run, program=program, defaults=defaults, argv=argv)
+        return run_command(program.name, flags, command, argv, program.needs)
+
+
+def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
+    """Runs the main job; see `train` for its exit code."""
+    return train(MAIN, defaults, argv)

@@ -1,8 +1,10 @@
 """Shared by the commands of train, beyond params.command_line: the packages that a command needs."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 import params.command_line
 from fnmodels.errors import UserError
@@ -11,6 +13,8 @@ from params.command_line import Parser, program_name, sentence, suggestion, term
 __all__ = [
     "DIVERGED",
     "NEEDS",
+    "NEEDS_OF_RUN",
+    "RUNS",
     "Parser",
     "check_installed",
     "main_job",
@@ -22,7 +26,10 @@ __all__ = [
 ]
 
 DIVERGED = 4  # exit code of a run whose last steps are not finite
-NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")  # by the main job
+# {command that trains: its module}
+RUNS = {"fnmodels-train": "train", "fnmodels-documents": "train.commands.documents", "fnmodels-flow": "train.flow"}
+NEEDS_OF_RUN = ("rich", "tensorboard", "matplotlib")
+NEEDS = ("tokenizers", *NEEDS_OF_RUN)  # by the main job
 EXTRA_OF = {
     "tokenizers": "text",
     "jinja2": "text",
@@ -38,8 +45,10 @@ EXTRA_OF = {
 
 
 def main_job() -> str:
-    """The name of the main job's command, as it was called."""
-    return program_name("fnmodels-train", "train")
+    """The name of the command that trains in this process, as it was called."""
+    called = Path(sys.argv[0]).stem
+    modules = {module.rpartition(".")[2]: module for module in RUNS.values()}
+    return called if called in RUNS else f"python -m {modules.get(called, RUNS['fnmodels-train'])}"
 
 
 def run_command(

@@ -75,7 +75,7 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     where the defaults differ. UserError where git or the run fails.
     """
     check_installed(NEEDS)
-    from train.job.setup import resolved
+    from train.job.recipe import resolved
 
     settings = replace(DEFAULT, **settings_of(like))
     defaults = resolved(replace(DEFAULT, init=settings.init))

@@ -61,7 +61,12 @@ def flow_batch(data: Mapping[str, Tensor], seed: int, step: int, images: int) ->
 
     A function of its arguments alone: every image once, in an order that the seed gives, before any comes again.
     """
-    chosen = torch.tensor([row for _, row, _ in sample_rows([len(data["latents"])], [1], seed, step, images)])
+    chosen = [row for _, row, _ in sample_rows([len(data["latents"])], [1], seed, step, images)]
+    return rows_of_images(data, torch.tensor(chosen))
+
+
+def rows_of_images(data: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
+    """The batch of the images with the numbers `chosen`, one in each row."""
     latents, positions, segment_ids = fnmodels.latent_rows(list(data["latents"][chosen]))
     slots = torch.arange(data["text"].shape[1])
     owners = (slots < data["text_lengths"][chosen, None]).long()

@@ -1,26 +1,31 @@
-"""Evaluation on held-out text: mean loss, and its conversion to bits per byte."""
+"""Evaluation on held-out data: mean loss, and its conversion to bits per byte."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fnmodels.tree import Tree
 from train.data.rows import Batch, select_rows
-from train.loss import as_loss
 
 EVAL_BATCH_ROWS = 8
+SumOf = Callable[[Any], tuple[Tensor, Tensor]]  # (sum, count) of the loss of a batch
 
 
-def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch) -> float:
-    """Mean loss over `rows` in nats per target. `loss(params, batch)` returns (sum, count, ...)."""
-    total, count, run = 0.0, 0, as_loss(loss)
-    with torch.no_grad():
-        for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
-            batch_sum, batch_count, *_ = run(params, select_rows(rows, indices))
-            total, count = total + float(batch_sum), count + batch_count.item()
+def mean_loss(loss: SumOf, batches: Iterable[Any]) -> float:
+    """Mean loss over the batches, in nats per target."""
+    total, count = 0.0, 0.0
+    for batch in batches:
+        batch_sum, batch_count = loss(batch)
+        total, count = total + float(batch_sum), count + float(batch_count)
     return total / (count or 1)
+
+
+def in_batches(rows: Batch) -> Iterator[Batch]:
+    """The rows in batches of EVAL_BATCH_ROWS, the last of which may be smaller."""
+    for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
+        yield select_rows(rows, indices)
 
 
 def bits_per_byte(loss: float, targets: int, size: int) -> float:

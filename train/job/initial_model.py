@@ -27,7 +27,6 @@ from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.eval import pretrained
-from train.state import State
 
 from . import lora_flag
 from .settings import MODEL_SIZES, Settings
@@ -138,6 +137,13 @@ def add_adapters(config: DecoderConfig, params: Tree, settings: Settings) -> Tre
     return P.lora.attach(params, map_local(torch.Tensor.float, P.lora.adapters(params)))
 
 
+def initial(config: DecoderConfig, settings: Settings, plan: Tree | None) -> Tree:
+    """The parameters at step 0: the local shards of a plan, or for None the full ones."""
+    if settings.init is not None:
+        return load_weights(Path(settings.init), settings, plan=plan)[1]
+    return P.init(config, settings.seed, plan=plan)
+
+
 def params_without_storage(config: DecoderConfig, settings: Settings) -> Tree:
     """Meta parameters; with --lora expanded scalars, to which adapters with values can be added."""
     if settings.lora is None:
@@ -145,23 +151,6 @@ def params_without_storage(config: DecoderConfig, settings: Settings) -> Tree:
     abstract = P.abstract(config, dtype=getattr(torch, str(settings.dtype)))
     scalars = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
     return add_adapters(config, scalars, settings)
-
-
-def state_to_save(state: State, settings: Settings) -> State:
-    """The part of the state that is saved: with adapters only they and their optimizer state."""
-    return State(state.step, trained_params(state.params, settings), state.opt_state)
-
-
-def trained_params(params: Tree, settings: Settings) -> Tree:
-    """The saved part of a params or spec tree: with --lora the adapters only, of which a stage may have none."""
-    return params if settings.lora is None else P.lora.adapters(params)
-
-
-def restore_state(state: State, saved: State, settings: Settings) -> State:
-    """The inverse of `state_to_save`: completes `saved` with the frozen weights of `state`."""
-    if settings.lora is None:
-        return saved
-    return State(saved.step, P.lora.attach(state.params, saved.params), saved.opt_state)
 
 
 def write_checkpoint(path: Path, config: DecoderConfig, params: Tree, base: str | None) -> None:

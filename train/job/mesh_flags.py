@@ -5,12 +5,11 @@ from typing import Any
 
 import params as P
 from fnmodels.errors import UserError
-from fnmodels.inputs.load_balance import head_tail_order
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.tree import Tree
 from train.comm.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
-from train.parallel.context.api import resolved_order
+from train.parallel.compose import check_family
 from train.parallel.mesh import Parallelism
 from train.parallel.pipeline.schedule import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
@@ -19,9 +18,8 @@ from train.parallel.step import not_compiled
 from train.parallel.update import check_whole
 from train.remat_budget import budget_of
 
-from . import initial_model, lora_flag
 from .recipe import optimizer_for
-from .settings import MESH_FLAGS, Settings, flag
+from .settings import MESH_FLAGS, RunSettings, flag
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def _how_to_share(processes: int) -> str:
 
 
 def resolve_mesh(
-    text: str | None, settings: Settings, *, microbatches: int | None = None, **strategy_flags: Any
+    text: str | None, settings: RunSettings, *, microbatches: int | None = None, **strategy_flags: Any
 ) -> MeshSetup:
     """The mesh of --mesh (`text`) and the strategy of the flags beside it. microbatches None: one row in each.
 
@@ -87,16 +85,17 @@ def resolve_mesh(
         raise UserError(f"{mesh_flag}: a pipeline accumulates over --microbatches: leave --accumulate out")
     if strategy.schedule not in SCHEDULES:
         raise UserError(f"--schedule {strategy.schedule} is not one of {', '.join(SCHEDULES)}")
-    rows = settings.batch_rows // mesh.rows
+    name, batch_rows = settings.rows
+    rows = batch_rows // mesh.rows
     if rows % (microbatches or rows):
         raise UserError(
-            f"--microbatches {microbatches} does not divide the {rows} rows of a batch that a stage has (--batch-rows "
-            f"{settings.batch_rows} over {mesh.rows} ranks)"
+            f"--microbatches {microbatches} does not divide the {rows} rows of a batch that a stage has ({flag(name)} "
+            f"{batch_rows} over {mesh.rows} ranks)"
         )
     return MeshSetup(mesh, strategy, microbatches or rows)
 
 
-def _check_processes(text: str | None, mesh: Mesh, settings: Settings) -> None:
+def _check_processes(text: str | None, mesh: Mesh, settings: RunSettings) -> None:
     """UserError unless the mesh is of the processes that run, and its ranks share the rows of a batch evenly."""
     processes = rank_and_world_size()[1]
     if text is None and processes > 1:
@@ -106,14 +105,14 @@ def _check_processes(text: str | None, mesh: Mesh, settings: Settings) -> None:
             f"--mesh {text} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: "
             f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: fnmodels-train starts them itself"
         )
-    if settings.batch_rows % mesh.rows:
+    name, batch_rows = settings.rows
+    if batch_rows % mesh.rows:
         raise UserError(
-            f"--mesh {text} splits the rows of a batch over {mesh.rows} ranks, and --batch-rows is "
-            f"{settings.batch_rows}"
+            f"--mesh {text} splits the rows of a batch over {mesh.rows} ranks, and {flag(name)} is {batch_rows}"
         )
 
 
-def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: Settings) -> None:
+def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: RunSettings) -> None:
     """UserError for settings that several processes, or these dimensions of a mesh, do not have."""
     mesh = parallelism.mesh
     several = mesh.world > 1
@@ -124,8 +123,6 @@ def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: Settings
     why = not_compiled(parallelism)
     if settings.compile == "block" and why is not None:
         raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
-    if several and settings.lora and lora_flag.parse_lora(settings.lora).dora:
-        raise UserError(f"{mesh_flag}: DoRA is for one process: leave dora out of --lora {settings.lora}")
     if several and budget_of(settings.remat) is not None:
         raise UserError(
             f"{mesh_flag}: --remat {settings.remat} plans from times measured in one process: take full or every:N"
@@ -134,36 +131,21 @@ def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: Settings
         raise UserError(
             f"{mesh_flag}: --remat selective selects single operations, which compiled blocks hide: take full"
         )
-    if settings.batch_rows // mesh.rows < settings.accumulate:
-        local = f"leaves each rank {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
+    batch_rows = settings.rows[1]
+    if batch_rows // mesh.rows < settings.accumulate:
+        local = f"leaves each rank {batch_rows // mesh.rows} of the {batch_rows} rows of a batch"
         raise UserError(f"{mesh_flag} {local}: too few for --accumulate {settings.accumulate}")
 
 
-def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:
-    """UserError where the mesh cannot shard the model."""
+def check_shards(mesh_setup: MeshSetup, settings: RunSettings, config: Any, weights: Tree, spec: Tree) -> None:
+    """UserError where the mesh cannot shard the model. weights: the spec of what is sharded; spec: of all leaves."""
     mesh, strategy = mesh_setup.mesh, mesh_setup.strategy
-    length = min(settings.row_length, config.max_position_embeddings)
-    if length % mesh.cp:
-        raise UserError(f"--mesh {mesh} splits the tokens of a row over {mesh.cp} ranks, and a row has {length}")
     try:
-        plan = P.plan(initial_model.family_spec(config), rules_of(mesh, config), mesh.sizes)
-        if not supports_shards(optimizer_for(initial_model.run_spec(config, settings), settings)):
+        plan = P.plan(weights, rules_of(mesh, config), mesh.sizes)
+        if not supports_shards(optimizer_for(spec, settings)):
             check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline_of(config, mesh, strategy), mesh_setup.microbatches)
-        if mesh.cp > 1 and resolved_order(strategy.order, config) == "head_tail":
-            padded = length + -length % (mesh.cp * mesh.tp if strategy.sequence else 1)
-            head_tail_order(padded, mesh.cp)
+        check_family(config, mesh, sequence=strategy.sequence)
     except ValueError as error:
         raise UserError(f"--mesh {mesh}: {error}") from error
-    heads = [config.num_attention_heads]
-    heads.append(getattr(config, "num_key_value_heads", heads[0]))
-    if strategy.context == "ulysses" and any(max(1, number // mesh.tp) % mesh.cp for number in heads):
-        raise UserError(
-            f"--context ulysses distributes heads, and --mesh {mesh} does not divide the model's: take gather or ring"
-        )
-    if mesh.tp > 1 and isinstance(initial_model.run_spec(config, settings).get("lm_head"), P.lora.Lora):
-        raise UserError(
-            f"--mesh {mesh}: tp shards the vocabulary, and lm_head then cannot have an adapter: leave it out of the "
-            f"targets of --lora {settings.lora}"
-        )

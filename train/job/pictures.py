@@ -86,8 +86,8 @@ def draw_run(
     save_losses(path, figure, axes, f"Loss{at_end}")
 
 
-def save_losses(path: Path, figure: Figure, axes: Axes, title: str) -> None:
-    axes.set(xlabel="step", ylabel="loss in nats per token", title=title)
+def save_losses(path: Path, figure: Figure, axes: Axes, title: str, unit: str = " in nats per token") -> None:
+    axes.set(xlabel="step", ylabel=f"loss{unit}", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
@@ -137,11 +137,15 @@ def check_suffix(path: Path, flag: str = "--out") -> None:
         raise UserError(f"{flag} {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
-@plain_style()
 def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
-    """Plots the train losses of {name: run folder}, raw and as running means, and the held-out losses, dotted."""
+    """`draw_runs` of {name: run folder}. UserError where one is none, or the file's name is no picture's."""
     check_suffix(path)
-    runs = {name: read_run(folder) for name, folder in folders.items()}
+    draw_runs(path, {name: read_run(folder) for name, folder in folders.items()})
+
+
+@plain_style()
+def draw_runs(path: Path, runs: Mapping[str, RunRows], *, unit: str = " in nats per token") -> None:
+    """Plots the train losses of runs, raw and as running means, and the held-out losses, dotted."""
     figure, axes = figure_with_panels(runs)
     for number, (name, run) in enumerate(runs.items()):
         color = f"C{number}"
@@ -150,4 +154,4 @@ def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
         if held := run.curve("heldout_loss"):
             axes.plot(*zip(*held, strict=True), "o:", color=color, markersize=3, label=f"{name}, held out")
-    save_losses(path, figure, axes, "Train loss: running mean, and each step")
+    save_losses(path, figure, axes, "Train loss: running mean, and each step", unit)

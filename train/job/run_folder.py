@@ -56,7 +56,7 @@ PICTURE = "loss.png"
 CARD = "README.md"
 MLFLOW = "mlflow.db"
 FOLDERS = (EMA, STEPS, TENSORBOARD, "mlruns", "wandb")
-CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
+CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 @contextmanager
@@ -126,7 +126,9 @@ def check_contents(folder: Path, *, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"--run {folder}: the folder is not empty: add --resume to continue its run, or name another")
-    if RUN not in names and not names.isdisjoint(CHECKPOINT):
+    # Runs of single examples once had no run.json, but saved steps and metrics.
+    strange = not names.isdisjoint(CHECKPOINT) or (STEPS in names and METRICS not in names)
+    if RUN not in names and strange:
         raise UserError(f"--run {folder}: the folder holds files that no run wrote (there is no {RUN}): name another")
 
 

@@ -99,5 +99,6 @@ NAMES = SettingType(
     lambda names: type(names) is tuple and len(names) > 0 and all(map(_is_text, names)),
 )
 DATA = SettingType("a path", "PATH[:WEIGHT],...", str, STRING.accepts)
+FILE = SettingType("a path", "FILE", str, STRING.accepts)
 CHECKPOINT = SettingType("a path", "CHECKPOINT", str, STRING.accepts)
 LORA = SettingType(LORA_FORM, "r=R,...", str, is_lora)

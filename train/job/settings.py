@@ -23,6 +23,7 @@ from .setting_types import (
     BETAS,
     CHECKPOINT,
     DATA,
+    FILE,
     FRACTION,
     FRACTION_BELOW_1,
     LORA,
@@ -53,41 +54,13 @@ text, model, training, logging, saving = map(_group, GROUPS)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The defaults reach the lowest loss in four minutes on two CPU cores.
+class RunSettings:
+    """The settings that every run has, whatever it trains; the settings of a task add its own."""
 
-    All sizes are divisible by 2 (tensor, context, pipeline parallelism), the rows of a batch by 4 (data parallelism).
-    """
-
-    data: str | None = text(
-        None,
-        DATA,
-        "a text file, a folder of them (without hidden ones), .jsonl, .parquet, or a folder of .npy shards of token "
-        "ids; or several, each with a weight",
-    )
-    broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
-    init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")
-    ignore_fields: tuple[str, ...] | None = text(
-        None, NAMES, "fields of --init's config.json that no model knows, without which it is read"
-    )
-    lora: str | None = text(
-        None,
-        LORA,
-        "train LoRA adapters of rank R on the frozen weights of --init: r=8,alpha=16,targets=q_proj+v_proj, where "
-        "targets are the last parts of weights' names, or patterns of full names; ,rslora and ,dora choose these forms",
-    )
+    data: str | None = text(None, FILE, "the data to train on")
+    init: str | None = text(None, CHECKPOINT, "start from this model")
     steps: int = text(1000, integer(1), "optimizer steps of the run in total, over all resumes")
     seed: int = text(0, integer(0), "seed of the initial weights and the data order")
-    row_length: int = text(512, integer(2), "tokens per row, at most the model's positions")
-    batch_rows: int = text(4, integer(1), "rows per batch, over all processes")
-
-    vocab_size: int = model(4096, integer(257), "maximal size of the new tokenizer's vocabulary")
-    hidden_size: int = model(192, integer(1), "width of the residual stream")
-    intermediate_size: int = model(512, integer(1), "width of the MLP")
-    num_hidden_layers: int = model(4, integer(1), "number of layers")
-    num_attention_heads: int = model(4, integer(1), "number of query heads")
-    num_key_value_heads: int = model(2, integer(1), "number of key and value heads")
-
     learning_rate: float | None = training(
         None,
         NUMBER,
@@ -122,21 +95,6 @@ class Settings:
         "keep an exponential moving average of the weights with this decay per step (for example 0.999), which is "
         "evaluated and sampled from; DIR/ema is its checkpoint",
     )
-    label_smoothing: float = training(
-        0.0, FRACTION_BELOW_1, "label smoothing: fraction of each target spread over the vocabulary, in training only"
-    )
-    z_loss: float = training(
-        0.0,
-        NUMBER,
-        "weight of the z-loss, log(sum(exp(logits)))^2, which keeps logits from drifting (for example 1e-4)",
-    )
-    balance_loss: float = training(0.0, NUMBER, "MoE models: weight of the load-balancing loss of each row")
-    router_z_loss: float = training(0.0, NUMBER, "MoE models: weight of the routers' z-loss")
-    balance_rate: float | None = training(
-        None,
-        POSITIVE,
-        "MoE models with a selection bias in their routers (DeepSeek V3, GLM-4.5): its update rate per step",
-    )
     accumulate: int = training(
         1, integer(1), "gradient accumulation: the number of microbatches per step; less memory, the same step"
     )
@@ -156,18 +114,10 @@ class Settings:
         choice("bfloat16", "float32"),
         "compute dtype; weights and gradients are float32; default: the fastest on this machine",
     )
-
     eval_every: int | None = logging(
         None,
         integer(1),
         "steps between evaluations on a sample of the held-out text (default: a tenth of all); the last step is one",
-    )
-    eval_rows: int = logging(16, integer(1), "rows of that sample")
-    peak_flops: float | None = logging(
-        None,
-        POSITIVE,
-        "the machine's peak in FLOP/s, to report model FLOPs utilization, MFU (train/job/flops.py)",
-        changeable=True,
     )
     profile: int | None = logging(
         None, integer(1), "number of steps to profile into a Chrome trace, after two warmup steps", changeable=True
@@ -179,12 +129,6 @@ class Settings:
         "alone, for a resumed run too",
         changeable=True,
     )
-    sample_every: int | None = logging(
-        None, integer(1), "steps between sampled continuations of --prompt; one is sampled at the end", changeable=True
-    )
-    prompt: str = logging("def ", STRING, "the text that the model continues in samples")
-    sample_tokens: int = logging(120, integer(1), "tokens per sample")
-
     save_every: int = saving(
         100, integer(1), "steps between checkpoints; the last step is always saved", changeable=True
     )
@@ -195,13 +139,108 @@ class Settings:
         2, integer(1), "number of saved steps to keep; a damaged one falls back to the one before", changeable=True
     )
 
+    @property
+    def rows(self) -> tuple[str, int]:
+        """The setting that says how many rows or examples a batch has, and its value."""
+        raise NotImplementedError
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """The defaults of AdamW for this task: learning_rate (its peak), weight_decay and betas."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """The settings of a language model. The defaults reach the lowest loss in four minutes on two CPU cores.
+
+    All sizes are divisible by 2 (tensor, context, pipeline parallelism), the rows of a batch by 4 (data parallelism).
+    """
+
+    data: str | None = text(
+        None,
+        DATA,
+        "a text file, a folder of them (without hidden ones), .jsonl, .parquet, or a folder of .npy shards of token "
+        "ids; or several, each with a weight",
+    )
+    broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
+    init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")
+    ignore_fields: tuple[str, ...] | None = text(
+        None, NAMES, "fields of --init's config.json that no model knows, without which it is read"
+    )
+    lora: str | None = text(
+        None,
+        LORA,
+        "train LoRA adapters of rank R on the frozen weights of --init: r=8,alpha=16,targets=q_proj+v_proj, where "
+        "targets are the last parts of weights' names, or patterns of full names; ,rslora and ,dora choose these forms",
+    )
+    row_length: int = text(512, integer(2), "tokens per row, at most the model's positions")
+    batch_rows: int = text(4, integer(1), "rows per batch, over all processes")
+    vocab_size: int = model(4096, integer(257), "maximal size of the new tokenizer's vocabulary")
+    hidden_size: int = model(192, integer(1), "width of the residual stream")
+    intermediate_size: int = model(512, integer(1), "width of the MLP")
+    num_hidden_layers: int = model(4, integer(1), "number of layers")
+    num_attention_heads: int = model(4, integer(1), "number of query heads")
+    num_key_value_heads: int = model(2, integer(1), "number of key and value heads")
+    label_smoothing: float = training(
+        0.0, FRACTION_BELOW_1, "label smoothing: fraction of each target spread over the vocabulary, in training only"
+    )
+    z_loss: float = training(
+        0.0,
+        NUMBER,
+        "weight of the z-loss, log(sum(exp(logits)))^2, which keeps logits from drifting (for example 1e-4)",
+    )
+    balance_loss: float = training(0.0, NUMBER, "MoE models: weight of the load-balancing loss of each row")
+    router_z_loss: float = training(0.0, NUMBER, "MoE models: weight of the routers' z-loss")
+    balance_rate: float | None = training(
+        None,
+        POSITIVE,
+        "MoE models with a selection bias in their routers (DeepSeek V3, GLM-4.5): its update rate per step",
+    )
+    eval_rows: int = logging(16, integer(1), "rows of that sample")
+    peak_flops: float | None = logging(
+        None,
+        POSITIVE,
+        "the machine's peak in FLOP/s, to report model FLOPs utilization, MFU (train/job/flops.py)",
+        changeable=True,
+    )
+    sample_every: int | None = logging(
+        None, integer(1), "steps between sampled continuations of --prompt; one is sampled at the end", changeable=True
+    )
+    prompt: str = logging("def ", STRING, "the text that the model continues in samples")
+    sample_tokens: int = logging(120, integer(1), "tokens per sample")
+
+    @property
+    def rows(self) -> tuple[str, int]:
+        return "batch_rows", self.batch_rows
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        peak = 1e-3 if self.lora else 3e-4 if self.init else 3e-3
+        return {"learning_rate": peak, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
 
 TOML_LIMIT = 50_000  # bytes; all settings take 3,000, and a key of many parts takes time quadratic in them
 DEFAULT = Settings()
-SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
 FLAG_ONLY = frozenset({"track"})  # sends data elsewhere, which no file, perhaps a stranger's, may switch on
-CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
-MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == GROUPS[1])  # a new model
+
+
+def types_of(kind: type[RunSettings]) -> dict[str, SettingType]:
+    """{name of a setting: its type} of a task's settings."""
+    return {entry.name: entry.metadata["type"] for entry in fields(kind)}
+
+
+def changeable(kind: type[RunSettings]) -> frozenset[str]:
+    """The settings that a resumed run may change."""
+    return frozenset(entry.name for entry in fields(kind) if entry.metadata["changeable"])
+
+
+def model_sizes(kind: type[RunSettings]) -> tuple[str, ...]:
+    """The settings of a new model, which --init replaces."""
+    return tuple(entry.name for entry in fields(kind) if entry.metadata["group"] == GROUPS[1])
+
+
+SETTING_TYPES, CHANGEABLE, MODEL_SIZES = types_of(Settings), changeable(Settings), model_sizes(Settings)
 
 # {flag of parallelism beside --mesh: (mesh dimension, type or None for a switch, help)}. Like the mesh, they do not
 # affect the results of a run.
@@ -228,29 +267,30 @@ MESH_FLAGS: dict[str, tuple[str, SettingType | None, str]] = {
 }
 
 
-def fixed_settings(settings: Settings) -> dict[str, Any]:
+def fixed_settings(settings: RunSettings) -> dict[str, Any]:
     """The settings that affect the run's results, as JSON."""
     values = json.loads(json.dumps(asdict(settings)))
-    return {name: value for name, value in values.items() if name not in CHANGEABLE}
+    return {name: value for name, value in values.items() if name not in changeable(type(settings))}
 
 
-def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_json(values: Mapping[str, Any], kind: type[RunSettings] = Settings) -> dict[str, Any]:
     """The settings among `values`, as `fixed_settings` wrote them; invalid values are ignored."""
-    found = {}
-    for name in values.keys() & (SETTING_TYPES.keys() - FLAG_ONLY):
+    found, types, default = {}, types_of(kind), kind()
+    for name in values.keys() & (types.keys() - FLAG_ONLY):
         value = values[name]
         try:
-            found[name] = None if value is None and getattr(DEFAULT, name) is None else SETTING_TYPES[name].check(value)
+            found[name] = None if value is None and getattr(default, name) is None else types[name].check(value)
         except ValueError:
             continue
     return found
 
 
-def absolute_paths(name: str, value: Any, base: Path) -> Any:
+def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = Settings) -> Any:
     """`value` with absolute paths, where the setting names files; relative ones are resolved against `base`."""
-    if SETTING_TYPES[name] is DATA:
+    setting_type = types_of(kind)[name]
+    if setting_type is DATA:
         return sources.absolute_paths(value, base)
-    return os.path.realpath(base / value) if SETTING_TYPES[name] is CHECKPOINT else value
+    return os.path.realpath(base / value) if setting_type in (CHECKPOINT, FILE) else value
 
 
 def flag(name: str) -> str:
@@ -263,8 +303,9 @@ def as_flag(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
     """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
+    types = types_of(kind)
     try:
         values = tomllib.loads(read_text(path, TOML_LIMIT, follow=True))
         deep = is_deep(values)
@@ -277,27 +318,33 @@ def read_toml(path: Path) -> dict[str, Any]:
     if deep:
         raise UserError(f"{path} is not TOML that can be read: it is nested too deeply")
     for name, value in values.items():
-        if name not in SETTING_TYPES:
+        if name not in types:
             table = ": settings stand outside of tables" if isinstance(value, dict) else ""
-            raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, SETTING_TYPES)}")
+            raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, types)}")
         if name in FLAG_ONLY:
             raise UserError(
                 f"{path}: {name} is not read from a file: remove it there, and give {flag(name)} if it is meant"
             )
         try:
-            values[name] = SETTING_TYPES[name].check(value)
+            values[name] = types[name].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r:.80}, which is not {error}") from error
-        values[name] = absolute_paths(name, values[name], path.parent)
+        values[name] = absolute_paths(name, values[name], path.parent, kind)
     return values
 
 
-def to_toml(settings: Settings) -> str:
+def to_toml(settings: RunSettings) -> str:
     """All settings in the form that `read_toml` reads; one without a value or effect is a comment."""
-    lines = []
-    for name, value in asdict(settings).items():
-        unused = value is None or name in FLAG_ONLY or (settings.init and name in MODEL_SIZES)
+    kind, lines = type(settings), []
+    for name in sorted_by_group(kind):
+        value = getattr(settings, name)
+        unused = value is None or name in FLAG_ONLY or (settings.init and name in model_sizes(kind))
         # JSON of these values is valid TOML, but for one character that only TOML must escape.
         text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")
     return "".join(lines)
+
+
+def sorted_by_group(kind: type[RunSettings]) -> list[str]:
+    """The names of a task's settings, group by group."""
+    return [entry.name for entry in sorted(fields(kind), key=lambda entry: GROUPS.index(entry.metadata["group"]))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train.commands import compare, plot
-from train.job.setup import fast_dtype
+from train.job.recipe import fast_dtype
 
 
 def _run(folder: Path, losses: list[float | None]) -> Path:

@@ -1,6 +1,7 @@
 """The command `documents`: runs of every loss learn, their models are read, and they resume to the same bytes."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(6):
         Image.new("RGB", (14 + i, 20), (40 * i, 255 - 40 * i, 90)).save(tmp_path / f"{i}.png")
     data = lines(tmp_path / "data", [{"image": f"{i}.png", "text": f"w{i} w{i + 7}"} for i in range(6)])
-    losses = run(data, init, tmp_path / "run", "captions")
+    losses = run(data, init, tmp_path / "run", "captions", "--save-every", "39")
     assert losses[-1] < 0.5 * losses[0]
     assert type(P.load_config(tmp_path / "run" / "model")) is clip.Config
     given = ["--data", str(lines(tmp_path / "gone", [{"image": "7.png", "text": "w1"}])), "--init", str(init)]
@@ -127,7 +128,8 @@ def test_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "7.png, which is no file; 1 are missing" in capsys.readouterr().err
     again = ["--data", str(data), "--init", str(init), "--run", str(tmp_path / "run"), "--loss", "captions"]
     again += ["--steps", "40", "--batch", "6", "--learning-rate", "3e-3", "--resume"]
-    assert main(again) == 0
+    assert main(again) == 0 and "the run is finished: 40 steps" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run" / "steps" / "step-00000040")
     image = read_picture(tmp_path / "1.png", Pixels(12))
     for name, bytes_, flag in (
         (tmp_path / "2.png", (tmp_path / "3.png").read_bytes(), "--data"),

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path, data: Path, capsys: pytest.Ca
     run = tmp_path / "run"
     for flags, words in (
         (("--head-dim", "48"), "--head-dim 48 is not a multiple of 32"),
-        (("--accumulate", "4"), "--batch 6 does not divide into --accumulate 4"),
+        (("--accumulate", "7"), "--accumulate 7 splits a batch into more microbatches than it has rows: --batch is 6"),
         (("--steps", "0"), "--steps: '0' is not a whole number from 1"),
         (("--stepz", "1"), "there is no flag --stepz; the nearest is --steps"),
-        (("--resume",), "there is no saved step to resume from"),
-        (("--init", str(tmp_path / "nowhere")), "--layers is of a new model"),
+        (("--resume",), "there is no such folder, so --resume has no run to continue"),
+        (("--init", str(tmp_path / "nowhere")), "--layers 1 is for a new model"),
     ):
         assert started(run, data, *flags) == 2
         error = capsys.readouterr().err
@@ -143,8 +144,8 @@ def test_mistakes_are_one_sentence(tmp_path: Path, data: Path, capsys: pytest.Ca
     assert started(run, tmp_path / "nowhere") == 2 and "nowhere" in capsys.readouterr().err
     assert started(run, data, "--steps", "1") == 0
     for flags, words in (
-        (("--steps", "1"), "the folder is not empty; --resume continues"),
-        (("--steps", "2", "--resume"), "--steps is not that with which the run"),
+        (("--steps", "1"), "the folder is not empty: add --resume to continue its run"),
+        (("--steps", "2", "--resume"), "--steps 2 differs from the run in"),
     ):
         assert started(run, data, *flags) == 2
         assert words in capsys.readouterr().err
@@ -183,6 +184,7 @@ def test_pictures_of_classes_are_learned_and_drawn(tmp_path: Path, capsys: pytes
     assert (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim) == (48, 2, 2)
     capsys.readouterr()
     Image.new("RGB", (8, 8)).save(folder / "red" / "0.png")
+    shutil.rmtree(run / "steps" / "step-00000250")
     assert started(run, folder, *flags, "--resume", sizes=sizes) == 2
     assert "--data is not that with which the run" in capsys.readouterr().err
 

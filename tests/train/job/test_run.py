@@ -19,7 +19,7 @@ from fnmodels.ops.cpu import product_table
 from train.checkpoint import saved_steps
 from train.cli import main
 from train.command_line import terminal_text
-from train.job import run, setup
+from train.job import recipe, run
 from train.job.settings import Settings
 from train.optim.schedules import warmup_stable_decay
 
@@ -322,16 +322,16 @@ def test_fast_dtype_is_bf16_where_products_in_it_are_faster(instructions, widens
     """Widens: as with ONEDNN_MAX_CPU_ISA=AVX2, whatever instructions the CPU has."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True})
     monkeypatch.setattr(product_table, "WIDENS", widens)
-    assert setup.fast_dtype() == ("bfloat16" if "bf16" in instructions and not widens else "float32")
+    assert recipe.fast_dtype() == ("bfloat16" if "bf16" in instructions and not widens else "float32")
 
 
 def test_a_run_keeps_the_dtype_it_began_with_on_another_machine(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(setup, "fast_dtype", lambda: "float32")
+    monkeypatch.setattr(recipe, "fast_dtype", lambda: "float32")
     assert train(tmp_path / "whole", text) == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert train(tmp_path / "parts", text) == 130
-    monkeypatch.setattr(setup, "fast_dtype", lambda: "bfloat16")
+    monkeypatch.setattr(recipe, "fast_dtype", lambda: "bfloat16")
     assert train(tmp_path / "parts", text, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 

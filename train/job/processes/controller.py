@@ -1,5 +1,7 @@
 """Single-controller training: rank 0 runs the job and broadcasts commands, which all ranks execute together.
 
+A run of one process is a rank 0 without others: the same commands, without messages.
+
 Rank 0 alone reads text, prints, and writes the run folder. Collective work (a step, a loss, a save) is a method of
 `Worker`: rank 0 broadcasts its name and arguments, then all ranks call it. The other ranks need no text, only
 checkpoints, of which each reads its shards, and cannot diverge from rank 0. User errors are found by rank 0 before the
@@ -14,14 +16,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fnmodels.errors import UserError
-from fnmodels.tree import Tree
 from train.comm.failures import peer_failure
 from train.comm.torchrun import rank_and_world_size
 from train.command_line import main_job, sentence
-from train.data.rows import Batch
 from train.state import State
 
 from .launch import PEER_LOST, starter_reports, with_long_timeout
@@ -32,28 +31,34 @@ Message = tuple[str, tuple[Any, ...]]
 
 
 class Controller:
-    """Rank 0's handle on all ranks: runs methods of `Worker` on every rank, itself included."""
+    """Rank 0's handle on all ranks, of which it may be the only one: runs methods of `Worker` on each of them."""
 
     def __init__(self, config: WorkerConfig, *, fresh: bool) -> None:
-        with _wrap_failures():
-            _send(("setup", (config,)))
+        self.several = config.mesh_setup.mesh.world > 1
+        with self._sent("setup", (config,)):
             self._worker = Worker(config)
-        self.state: State = self.do("initialize", fresh)
+        self.do("initialize", fresh)
+
+    @property
+    def state(self) -> State:
+        """This rank's State after the last command."""
+        return self._worker.state
 
     def do(self, command: str, *args: Any) -> Any:
         """Calls `Worker.<command>` on all ranks. CommandFailed where it raises: others may hang or fail in it too."""
-        with _wrap_failures():
-            _send((command, args))
+        with self._sent(command, args):
             return getattr(self._worker, command)(*args)
 
-    def loss(self, _: Tree, batch: Batch, *, layout: Any = None) -> tuple[Tensor, Tensor]:
-        """(sum, count) of the loss, with the parameters that the workers hold; the first argument is ignored."""
-        found: tuple[Tensor, Tensor] = self.do("loss", batch)
-        return found
-
-    def step(self, _: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        found: tuple[State, dict[str, Any]] = self.do("step", batch)
-        return found
+    @contextmanager
+    def _sent(self, command: str, args: tuple[Any, ...]) -> Iterator[None]:
+        if not self.several:
+            yield
+            return
+        try:
+            _send((command, args))
+            yield
+        except BaseException as error:
+            raise CommandFailed(error) from error
 
 
 class CommandFailed(BaseException):
@@ -61,14 +66,6 @@ class CommandFailed(BaseException):
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-
-@contextmanager
-def _wrap_failures() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        raise CommandFailed(error) from error
 
 
 def lead(run: Callable[[], int]) -> int:

@@ -1,0 +1,6 @@
+"""What runs train: the data, loss, evaluation and model card of each task, for the one loop of `train.job.run`.
+
+language_model    next-token prediction on text
+documents         encoders on lines of JSON, each an `Encoder`: pairs, labels, masked, captions
+flow              flow matching of images
+"""

@@ -1,0 +1,397 @@
+"""Next-token prediction on text, the task of `python -m train`: text, tokenizer, model, losses and evaluation.
+
+The identity of a run, which resuming must find unchanged, is written to run.json for readers, and into each saved step,
+where a checksum protects it.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.errors import UserError
+from fnmodels.files import copy_file, write_text
+from fnmodels.inputs.load_balance import head_tail_order
+from fnmodels.models.common.config_json import strict_json
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.tree import Tree
+from params.checkpoint.save import config_text
+from params.io.files import plain_file
+from train.batch import Batch
+from train.checkpoint import saved_steps as checkpoint
+from train.data import mixture, rows, sources, tokenized
+from train.data.tokenizer import tokenizer_config
+from train.eval import pretrained
+from train.generation.text import complete
+from train.job import heldout, initial_model, lora_flag, report, run_folder
+from train.job.blueprint import Blueprint
+from train.job.flops import flops_per_token
+from train.job.heldout import SumOf
+from train.job.initial_model import Model
+from train.job.mesh_flags import MeshSetup, check_shards
+from train.job.metrics_log import Row, six_digits, step_metrics
+from train.job.model_card import name_of
+from train.job.pictures import RunRows
+from train.job.progress import tokenizing
+from train.job.settings import Settings, fixed_settings, flag, to_toml
+from train.job.task import Card, Json, Weights
+from train.loss import Balance, LossFn
+from train.losses.next_token import next_token_loss
+from train.parallel.context.api import resolved_order
+
+DATA = "text"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A run of this task that is ready to train, see `Task`."""
+
+    path: Path
+    identity: Json
+    settings: Settings
+    model: Model
+    texts: sources.DataSources
+    dataset: tokenized.Dataset
+    mixture: mixture.Mixture
+    heldout: rows.Batch
+    blueprint: Blueprint
+    flops_per_token: float
+
+    @property
+    def model_path(self) -> Path:
+        return self.path
+
+    @property
+    def mfu_per_rate(self) -> float | None:
+        peak = self.settings.peak_flops
+        return None if peak is None else self.flops_per_token / peak
+
+    @property
+    def sample_every(self) -> int | None:
+        return self.settings.sample_every
+
+    @property
+    def heldout_targets(self) -> int:
+        return int((self.heldout["labels"] >= 0).sum())
+
+    def batch(self, step: int) -> Batch:
+        return mixture.batch(self.mixture, self.settings.seed, step, self.settings.batch_rows)
+
+    def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
+        passes = mixture.epochs(self.mixture, steps, self.settings.batch_rows)
+        epochs = {str(number): six_digits(times) for number, times in enumerate(passes.values())}  # by source
+        bits_per_byte = self._train_bits_per_byte if is_cross_entropy(self.settings) else None
+        return {"tokens": tokens, "epochs": epochs} | step_metrics(measured, bits_per_byte, moe_balance(self.settings))
+
+    def _train_bits_per_byte(self, loss: float) -> float:
+        """Converts a train loss in nats, with the bytes per target averaged over all train text, not the batch."""
+        return heldout.bits_per_byte(loss, self.dataset.train.target_count, self.dataset.train.bytes)
+
+    def evaluated(self, loss: SumOf, *, full: bool) -> Row:
+        sample = self.heldout if full else heldout.evenly_spaced_rows(self.heldout, self.settings.eval_rows)
+        mean = heldout.mean_loss(loss, heldout.in_batches(sample))
+        bits = heldout.bits_per_byte(mean, self.heldout_targets, self.dataset.heldout.bytes)
+        return {"heldout_loss": mean, "heldout_bits_per_byte": bits}
+
+    def sample(self, weights: Weights) -> str:
+        """The prompt with a sampled continuation; the random draws are the same each time."""
+        model, settings = self.model, self.settings
+        prompt = settings.prompt
+        return complete(weights(), model.config, model.tokenizer, prompt, model.end_ids, tokens=settings.sample_tokens)
+
+    def write(self, folder: Path, params: Tree) -> None:
+        initial_model.write_checkpoint(folder, self.model.config, params, self.settings.init)
+        if folder != self.path:  # which has these files from its beginning
+            copy_file(plain_file(self.path, "tokenizer.json"), folder / "tokenizer.json")
+            pretrained.copy_companions(self.path, folder)
+
+    def finish(self, evaluation: Row, weights: Weights) -> Json:
+        size = self.dataset.heldout.bytes
+        return {
+            "steps": self.settings.steps,
+            "ema": self.settings.ema,
+            "heldout_loss": evaluation["heldout_loss"],
+            "heldout_bytes": size,
+            "heldout_bits_per_byte": evaluation["heldout_bits_per_byte"],
+            "zlib_bits_per_byte": 8 * self.dataset.zlib_bytes / size,
+            "sample": self.sample(weights),
+        }
+
+    def report(self, seconds: float) -> None:
+        what = self.settings.data or "the Python standard library"
+        sizes = self.dataset.train.bytes / 1e6, self.dataset.heldout.bytes / 1e6
+        report.data(f"text: {what}, {sizes[0]:.2f} MB to train on and {sizes[1]:.2f} MB held out", seconds)
+        for part in self.model.dropped:
+            print(f"left out: {part}, a part of the checkpoint that next-token prediction does not use")
+        report.model(
+            self.blueprint,
+            f"{self.settings.steps} steps of {self.settings.batch_rows} rows of {self.mixture.length} tokens, "
+            f"{self.mixture.fill:.1%} of them text",
+        )
+        report.mfu(self.settings.peak_flops, self.flops_per_token)
+
+    def draw(self, rows: list[Row], costs: list[Row], summary: Json | None) -> None:
+        text, settings = self.dataset.heldout, self.settings
+        report.draw_run(
+            self.path / run_folder.PICTURE,
+            RunRows(rows, costs),
+            bytes_per_token=text.bytes / self.heldout_targets,
+            zlib_bits=8 * self.dataset.zlib_bytes / text.bytes,
+            final_loss=None if summary is None else summary["heldout_loss"],
+            train="train" if is_cross_entropy(settings) else "train (smoothed, or with z-loss)",
+            heldout="held out" if settings.ema is None else "held out, average of the weights",
+        )
+
+    def card(self, step: int, summary: Json | None) -> Card:
+        settings, data = self.settings, self.settings.data or "the Python standard library"
+        names = [name_of(name) for name in data.split(",")]
+        train, held = self.dataset.train.bytes / 1e6, self.dataset.heldout.bytes / 1e6
+        front: Json = {"pipeline_tag": "text-generation", "library_name": "transformers"}
+        results = {}
+        if summary is not None:
+            value = summary["heldout_bits_per_byte"]
+            metric = {"type": "bits_per_byte", "value": value, "name": "held-out bits per byte"}
+            task, dataset = {"type": "text-generation"}, {"type": "text", "name": ", ".join(names)}
+            found = [{"task": task, "dataset": dataset, "metrics": [metric]}]
+            front["model-index"] = [{"name": name_of(str(self.path.resolve())), "results": found}]
+            results = {
+                "held-out loss, nats per token": f"{summary['heldout_loss']:.4f}",
+                "held-out bits per byte": f"{value:.4f}",
+                "the same text by zlib -9, bits per byte": f"{summary['zlib_bits_per_byte']:.4f}",
+            }
+        return Card(
+            "fnmodels-train",
+            "language model",
+            f"{settings.batch_rows} rows of {self.mixture.length} tokens, {self.mixture.fill:.1%} of them text, on "
+            f"{', '.join(names)}\n({train:.2f} MB to train on and {held:.2f} MB held out)",
+            results,
+            front,
+            "# transformers' AutoModelForCausalLM reads this folder too\n"
+            'config, params = P.load_pretrained("path/to/this/folder")',
+        )
+
+
+def check_settings(settings: Settings) -> None:
+    """UserError where settings of adapters contradict others."""
+    if settings.ignore_fields and settings.init is None:
+        raise UserError(f"--ignore-fields {','.join(settings.ignore_fields)} is for the checkpoint that --init names")
+    if settings.lora is not None and settings.init is None:
+        raise UserError(f"--lora {settings.lora}: adapters need the weights of a checkpoint: name one with --init")
+    if settings.lora is not None and settings.optimizer == "muon":
+        raise UserError("--optimizer muon is for full matrices: adapters (--lora) need another, such as adamw")
+
+
+def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
+    """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
+    for path, _ in [] if settings.data is None else sources.parse_sources(settings.data):
+        if path is not None and not path.exists():
+            raise UserError(f"--data {path}: there is no such file or folder")
+    if mesh_setup is None:
+        return
+    if settings.init is None:
+        config = provisional_config(settings, mesh_setup)
+    else:
+        config = initial_model.config_of_checkpoint(Path(settings.init), settings)
+    check_expert_settings(config, initial_model.run_spec(config, settings), settings)
+    check_model_fits(mesh_setup, settings, config)
+
+
+def provisional_config(settings: Settings, mesh_setup: MeshSetup) -> DecoderConfig:
+    """The new model's config with a placeholder vocabulary, divisible by the mesh: its size depends on the text."""
+    hidden_size, heads = settings.hidden_size, settings.num_attention_heads
+    if hidden_size % heads:
+        raise UserError(f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}")
+    return initial_model.new_config(settings, mesh_setup.mesh.world * 64, {})
+
+
+def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: MeshSetup) -> LanguageModel:
+    """Text, tokenizer and model, new or of --init, or on resume (`recorded`) of the run folder.
+
+    Over a mesh the parameters have no values: each of the processes makes its shard. UserError for settings or text
+    that cannot be trained on, that differ from the recorded run, or for a model that the mesh cannot shard.
+    """
+    strict, several = settings.broken == "stop", mesh_setup.mesh.world > 1
+    texts = sources.read_sources(settings.data, without=path, strict=strict)
+    if recorded:
+        model = initial_model.from_run(path, settings, on_meta=several)
+    else:
+        model = initial_model.for_new_run(settings, texts, on_meta=several)
+    config, tokenizer = model.config, model.tokenizer
+    check_model_fits(mesh_setup, settings, config)
+    length = min(settings.row_length, config.max_position_embeddings)
+    if not tokenizer.encode(settings.prompt).ids:
+        raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
+    template = tokenized.template_for(texts, model.source or path, (recorded or {}).get("day"))
+    with tokenizing() as show:
+        end = model.end_ids[0] if model.end_ids else None
+        dataset = tokenized.tokenize(
+            texts, tokenizer, end, config.vocab_size, length=length, template=template, strict=strict, show=show
+        )
+    identity = {
+        "settings": fixed_settings(settings),
+        "corpus": dataset.fingerprint,
+        "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        "config": strict_json(config.to_hf()),
+        "weights": model.weights,
+    }
+    if template and template.day:
+        identity["day"] = template.day  # the chat template's date, which a resumed run must reuse
+    if recorded:
+        check_agreement(recorded, identity, path)
+    check_heldout_length(dataset, length, settings.data)
+    if not recorded:
+        init_run_folder(path, identity, model, length)
+    write_text(path / run_folder.SETTINGS, to_toml(settings))
+    report.skipped(path, texts.skipped + dataset.skipped, texts.duplicates)
+    return LanguageModel(
+        path=path,
+        identity=identity,
+        settings=settings,
+        model=model,
+        texts=texts,
+        dataset=dataset,
+        mixture=tokenized.make_mixture(dataset, length),
+        heldout=tokenized.heldout_batch(dataset, length),
+        blueprint=blueprint(config, settings, None if several else model),
+        flops_per_token=flops_per_token(config, model.spec, length),
+    )
+
+
+def blueprint(config: DecoderConfig, settings: Settings, model: Model | None = None) -> Blueprint:
+    """The blueprint of a run. model: of one process, which has the parameters; None: each process makes its own."""
+    loss, train_loss = losses(config, settings)
+    return Blueprint(
+        config,
+        initial_model.run_spec(config, settings) if model is None else model.spec,
+        loss,
+        train_loss,
+        functools.partial(initial_model.initial, config, settings) if model is None else lambda _: model.params,
+        settings.balance_rate,
+        adapters=settings.lora is not None,
+    )
+
+
+def losses(config: DecoderConfig, settings: Settings) -> tuple[LossFn, LossFn]:
+    """(held-out loss, training loss with the terms that only it has), with aux (expert counts) for MoE models."""
+    loss = functools.partial(next_token_loss, config=config, aux=is_routed(config))
+    terms = {"label_smoothing": settings.label_smoothing, "z_loss": settings.z_loss}
+    return loss, functools.partial(loss, balance=moe_balance(settings), **terms)
+
+
+def moe_balance(settings: Settings) -> Balance | None:
+    """The weights of the load-balancing losses; None where both are 0."""
+    if not settings.balance_loss and not settings.router_z_loss:
+        return None
+    return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
+
+
+def is_routed(config: DecoderConfig) -> bool:
+    return bool(traits_of(fnmodels.family_of(config)).routed)
+
+
+def is_cross_entropy(settings: Settings) -> bool:
+    """Whether the training loss is a plain cross entropy apart from load balancing, so that perplexity is defined."""
+    return not settings.label_smoothing and not settings.z_loss
+
+
+def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:
+    """UserError where the mesh cannot shard the model or its rows."""
+    mesh, strategy = mesh_setup.mesh, mesh_setup.strategy
+    length, spec = min(settings.row_length, config.max_position_embeddings), initial_model.run_spec(config, settings)
+    if mesh.world > 1 and settings.lora and lora_flag.parse_lora(settings.lora).dora:
+        raise UserError(f"--mesh {mesh}: DoRA is for one process: leave dora out of --lora {settings.lora}")
+    if length % mesh.cp:
+        raise UserError(f"--mesh {mesh} splits the tokens of a row over {mesh.cp} ranks, and a row has {length}")
+    check_shards(mesh_setup, settings, config, initial_model.family_spec(config), spec)
+    if mesh.cp > 1 and resolved_order(strategy.order, config) == "head_tail":
+        padded = length + -length % (mesh.cp * mesh.tp if strategy.sequence else 1)
+        try:
+            head_tail_order(padded, mesh.cp)
+        except ValueError as error:
+            raise UserError(f"--mesh {mesh}: {error}") from error
+    heads = [config.num_attention_heads]
+    heads.append(getattr(config, "num_key_value_heads", heads[0]))
+    if strategy.context == "ulysses" and any(max(1, number // mesh.tp) % mesh.cp for number in heads):
+        raise UserError(
+            f"--context ulysses distributes heads, and --mesh {mesh} does not divide the model's: take gather or ring"
+        )
+    if mesh.tp > 1 and isinstance(spec.get("lm_head"), P.lora.Lora):
+        raise UserError(
+            f"--mesh {mesh}: tp shards the vocabulary, and lm_head then cannot have an adapter: leave it out of the "
+            f"targets of --lora {settings.lora}"
+        )
+
+
+def is_complete(summary: Json | None) -> bool:
+    """Whether summary.json is complete and valid: it has no checksum."""
+    numbers = ("heldout_bits_per_byte", "heldout_bytes", "zlib_bits_per_byte")
+    values = summary or {}
+    return all(type(values.get(name)) in (int, float) for name in numbers) and isinstance(values.get("sample"), str)
+
+
+def report_result(summary: Json, path: Path) -> None:
+    report.result(summary, path)
+
+
+def init_run_folder(path: Path, identity: Json, model: Model, length: int) -> None:
+    """Writes the files that do not change during a run. run.json marks the folder as a run's."""
+    (path / run_folder.SUMMARY).unlink(missing_ok=True)
+    checkpoint.set_aside(path / run_folder.STEPS, after=-1)
+    if model.weights is not None:  # now, so that weights for which PEFT has no adapters are reported before training
+        initial_model.write_checkpoint(path, model.config, model.params, identity["settings"]["init"])
+    run_folder.write_json(path / run_folder.RUN, identity)
+    write_text(path / "tokenizer.json", model.tokenizer.to_str(pretty=True))
+    if model.weights is None:  # as saving writes it; beside adapters it would announce full weights
+        write_text(path / "config.json", config_text(model.config, torch.float32))
+    if model.source is None:
+        run_folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=length))
+    else:
+        pretrained.copy_companions(model.source, path)
+
+
+def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
+    """UserError where text, tokenizer, config or base weights differ from those the run started with."""
+    changes = {
+        "corpus": "the text has changed since the run started",
+        "tokenizer": "tokenizer.json is not the one that the run started with",
+        "config": "config.json is not the one that the run started with",
+        "weights": "the weights that its adapters belong to have changed",
+    }
+    for name, change in changes.items():
+        if recorded.get(name) != identity[name]:
+            raise UserError(f"--run {path}: {change}, so resuming would not give the same result: name another --run")
+
+
+def check_expert_settings(config: DecoderConfig, spec: Tree, settings: Settings) -> None:
+    """UserError where load-balancing settings do not apply to the model."""
+    reason = f"and {settings.init or 'the new model'} has none"
+    for name in ("balance_loss", "router_z_loss"):
+        if getattr(settings, name) and not is_routed(config):
+            raise UserError(f"{flag(name)} {getattr(settings, name)} is for models with experts, {reason}")
+    if settings.balance_rate is not None:
+        if not any(path.endswith("selection_bias") for path in tree.flatten(spec)):
+            raise UserError(f"--balance-rate {settings.balance_rate} moves the selection bias of routers, {reason}")
+        if settings.lora:
+            raise UserError(
+                f"--balance-rate {settings.balance_rate} moves parameters outside of the adapters, and --lora saves "
+                "only these: leave one of the two out"
+            )
+
+
+def check_heldout_length(dataset: tokenized.Dataset, length: int, source: str | None) -> None:
+    """UserError where the held-out text does not fill one row: its bits per byte would be meaningless."""
+    tokens, size = dataset.heldout.total, dataset.train.bytes + dataset.heldout.bytes
+    if tokens < length:
+        kilobytes = -(-size * length // (tokens * 1000))
+        raise UserError(
+            f"too little text in {source or 'the standard library'}: of its {size:,} bytes "
+            f"{dataset.heldout.bytes:,} are held out, which are {tokens} tokens and not the {length} of one row: "
+            f"give about {kilobytes} kB or more"
+        )
