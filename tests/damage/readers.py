@@ -21,7 +21,6 @@ from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.ops.cpu import product_table
 from params import lora
 from train import checkpoint
-from train.commands.documents import pictures_of
 from train.commands.prompt_rows import read_prompts
 from train.data import corpus, token_shards
 from train.data.chat import read_template
@@ -31,6 +30,7 @@ from train.data.latents import read_latents
 from train.data.pictures import Pixels, read_picture
 from train.eval import pretrained
 from train.job import initial_model, metrics_log, run, run_folder, settings
+from train.job.tasks.captions import with_files
 
 from .writers import PARAMS, SMALL, cache_in
 
@@ -123,8 +123,8 @@ def _captions(folder: Path) -> None:
 
 
 def _read_captions(folder: Path) -> Any:
-    examples = read_examples(folder / "it.jsonl", "captions")
-    return [read_picture(file, Pixels(2)) for file in pictures_of(folder / "it.jsonl", examples)]
+    examples = with_files(folder / "it.jsonl", read_examples(folder / "it.jsonl", "captions"))
+    return [read_picture(one["file"], Pixels(2)) for one in examples]
 
 
 def _steps(folder: Path) -> None:

@@ -11,7 +11,6 @@ import params as P
 from fnmodels.errors import UserError
 from params.checkpoint.manifest import MANIFEST, write_manifest
 from params.io.staging import LOCK
-from train.commands import plain_run
 from train.data import pictures
 from train.eval import pretrained
 from train.job import metrics_log, run_folder
@@ -46,16 +45,10 @@ def _grid(folder: Path, number: int) -> None:
     pictures.write_grid(folder / "samples.png", [[torch.zeros(3, 4, 4)]])
 
 
-def _append(folder: Path, number: int) -> None:
-    with plain_run.open_append(folder / "metrics.jsonl") as file:
-        file.write("{}\n")
-
-
 MORE = (
     Writer("the logs of a run", _log, lambda folder: None),
     Writer("companions of a model", _companions, lambda folder: None),
     Writer("a grid of pictures", _grid, lambda folder: None),
-    Writer("rows of a plain run", _append, lambda folder: None),
 )
 # names that a writer removes or locks, and that are not there when it is done
 PASSING: dict[str, tuple[str, ...]] = {

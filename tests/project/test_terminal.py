@@ -131,7 +131,7 @@ def test_settings_and_differences_of_runs_show_codes_as_text(
 
 
 def test_card_names_a_folder_with_codes_as_text() -> None:
-    assert model_card._name(f"/a/b{''.join(CODES)}\nc:2") == r"b\x1b[2J\x1b]0;title\x07\x9b2J\u202e\nc:2"
+    assert model_card.name_of(f"/a/b{''.join(CODES)}\nc:2") == r"b\x1b[2J\x1b]0;title\x07\x9b2J\u202e\nc:2"
 
 
 def test_skipped_files_with_codes_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_skipped_files_with_codes_are_shown_as_text(tmp_path: Path, capsys: pyte
         SimpleNamespace(skipped=(f"a{CODES[0]} (binary)",), duplicates=0),
         SimpleNamespace(skipped=(CODES[2],)),
     )
-    report.skipped(SimpleNamespace(texts=texts, dataset=data, path=tmp_path))  # type: ignore[arg-type]
+    report.skipped(tmp_path, texts.skipped + data.skipped, texts.duplicates)
     assert "\\x1b[2J" in capsys.readouterr().out
 
 

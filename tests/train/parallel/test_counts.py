@@ -14,7 +14,7 @@ import train
 from tests.support.one_process import batch, config_of, placed
 from tests.support.ranks_pool import Ranks
 from train.engine import Engine
-from train.job.heldout import heldout_loss
+from train.job.heldout import in_batches, mean_loss
 from train.losses import policy, values
 from train.losses.moe_balance import update_bias
 from train.optim.adamw import sgd
@@ -67,7 +67,7 @@ def test_engine_counts_exactly_over_calls(dtype: torch.dtype) -> None:
 
 def test_heldout_loss_counts_weights_that_are_no_whole_numbers() -> None:
     rows = {"tokens": torch.zeros(16, 1), "weights": torch.full((16, 1), 0.05)}
-    loss = heldout_loss(lambda _, batch: (batch["weights"].sum(), batch["weights"].sum()), {}, rows)
+    loss = mean_loss(lambda batch: (batch["weights"].sum(), batch["weights"].sum()), in_batches(rows))
     assert loss == pytest.approx(1.0)
 
 

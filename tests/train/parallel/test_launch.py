@@ -43,12 +43,12 @@ from train.comm.failures import peer_failure
 from train.data.rows import Batch
 from train.eval import pretrained
 from train.job import run_folder as folder
-from train.job.mesh_flags import MeshSetup, check_model_fits, resolve_mesh
+from train.job.mesh_flags import MeshSetup, resolve_mesh
 from train.job.processes import controller
 from train.job.processes import launch as joining
-from train.job.recipe import with_optimizer_defaults
+from train.job.recipe import resolved, with_optimizer_defaults
 from train.job.settings import Settings
-from train.job.setup import resolved
+from train.job.tasks.language_model import blueprint, check_model_fits
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.whole_model import fetching
@@ -337,13 +337,13 @@ def begun(folder: str | None, base: str) -> tuple[int, int]:
     """(bytes that a rank reads to initialize, number of its leaves that equal their shard of the full model)."""
     mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
     settings = resolved(Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5))
-    worker_config = train.job.processes.worker.WorkerConfig(MeshSetup(mesh), settings, config)
+    worker_config = train.job.processes.worker.WorkerConfig(MeshSetup(mesh), settings, blueprint(config, settings))
     worker = train.job.processes.worker.Worker(worker_config)
     before = read_by_process()
     state = worker.initialize(True)
     read = read_by_process() - before
     whole = pretrained.load_model(Path(folder), merge=True)[1] if folder else P.init(config, 5)
-    plans, flat = tree.flatten(worker.plan), tree.flatten(whole)
+    plans, flat = tree.flatten(worker.programs.plan), tree.flatten(whole)
     here = tree.flatten(local_tree(state.params))
     assert here.keys() == plans.keys()
     assert all(torch.equal(leaf, flat[path][plans[path].local_box()]) for path, leaf in here.items())
@@ -491,7 +491,7 @@ def test_the_end_of_a_run_is_sent_between_commands_only(
     def run() -> int:
         if where == "between":
             raise error
-        controller.Controller(mock.Mock(), fresh=True)
+        controller.Controller(mock.Mock(mesh_setup=MeshSetup(Mesh(fsdp=2))), fresh=True)
         raise AssertionError
 
     acts: list[str] = []

@@ -26,7 +26,7 @@ from .captions import captions, with_files
 from .encoder import Encoder, Examples
 from .examples import is_complete as is_complete
 from .examples import report_result as report_result
-from .labels import labels
+from .labels import check_labels, labels
 from .masked import masked
 from .pairs import pairs
 from .settings import DocumentSettings
@@ -120,6 +120,8 @@ def preflight(settings: DocumentSettings, mesh_setup: MeshSetup | None) -> None:
 def prepare(path: Path, settings: DocumentSettings, recorded: Json | None, mesh_setup: MeshSetup) -> DocumentTask:
     """Examples and model. UserError for data or a model that cannot be trained so, or that differ from `recorded`."""
     examples, heldout = _read(settings, settings.data), _read(settings, settings.heldout)
+    if settings.loss == "labels":
+        check_labels(examples, heldout)
     pictures = [one["file"] for one in (*examples, *heldout) if "file" in one]
     encoder = _ENCODERS[str(settings.loss)](settings, examples)
     check_shards(mesh_setup, settings, encoder.config, encoder.spec, encoder.spec)

@@ -27,8 +27,6 @@ def labels(settings: DocumentSettings, examples: Examples) -> Encoder:
     encode = encoder_of_texts(settings, config)
 
     def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Batch:
-        if unknown := [one["label"] for one in chosen if one["label"] not in numbers]:
-            raise UserError(f"--heldout has the label {unknown[0]!r}, which no example of --data has")
         documents = [[encode(one["text"])] for one in chosen]
         return in_rows(*packed(documents, labels=[numbers[one["label"]] for one in chosen]), rows)
 
@@ -41,6 +39,13 @@ def labels(settings: DocumentSettings, examples: Examples) -> Encoder:
         load=functools.partial(_params, settings, wanted),
         batch=batch,
     )
+
+
+def check_labels(examples: Examples, heldout: Examples) -> None:
+    """UserError where held-out examples have a label that the classifier does not learn."""
+    known = {one["label"] for one in examples}
+    if unknown := [one["label"] for one in heldout if one["label"] not in known]:
+        raise UserError(f"--heldout has the label {unknown[0]!r}, which no example of --data has")
 
 
 def _params(settings: DocumentSettings, numbers: Numbers) -> Tree:
