@@ -123,6 +123,8 @@ def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: RunSetti
     why = not_compiled(parallelism)
     if settings.compile == "block" and why is not None:
         raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
+    if several and settings.one_process is not None:
+        raise UserError(f"{mesh_flag}: {settings.one_process}")
     if several and budget_of(settings.remat) is not None:
         raise UserError(
             f"{mesh_flag}: --remat {settings.remat} plans from times measured in one process: take full or every:N"

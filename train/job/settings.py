@@ -19,6 +19,7 @@ from train.command_line import suggestion
 from train.data import sources
 from train.optim.schedules import SHAPES
 
+from .lora_flag import parse_lora
 from .setting_types import (
     BETAS,
     CHECKPOINT,
@@ -145,6 +146,11 @@ class RunSettings:
         raise NotImplementedError
 
     @property
+    def one_process(self) -> str | None:
+        """Why one process must train it, as a sentence; None: a mesh can too."""
+        return None
+
+    @property
     def adamw(self) -> dict[str, Any]:
         """The defaults of AdamW for this task: learning_rate (its peak), weight_decay and betas."""
         raise NotImplementedError
@@ -213,6 +219,12 @@ class Settings(RunSettings):
     @property
     def rows(self) -> tuple[str, int]:
         return "batch_rows", self.batch_rows
+
+    @property
+    def one_process(self) -> str | None:
+        if self.lora is None or not parse_lora(self.lora).dora:
+            return None
+        return f"DoRA is for one process: leave dora out of --lora {self.lora}"
 
     @property
     def adamw(self) -> dict[str, Any]:

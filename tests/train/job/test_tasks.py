@@ -1,25 +1,18 @@
-"""The tasks beside language modeling in the one loop: meshes, averages, held-out data, signals, earlier saved steps."""
+"""The tasks beside language modeling in the one loop: averages, held-out data, signals, and steps saved before."""
 
-import contextlib
-import functools
-import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 import params as P
 from fnmodels import clip, tree
-from tests.support.ranks_pool import Ranks
 from tests.train.commands.test_documents import CONFIG, LABELS, PAIRS, SIZES, WORDS, folder_of, lines
 from tests.train.commands.test_flow import SIZES as FLOW_SIZES
 from tests.train.commands.test_flow import tensors
@@ -111,7 +104,11 @@ def test_steps_that_recorded_flags_alone_are_resumed(kind: str, tmp_path: Path) 
     shutil.copytree(tmp_path / "whole" / "steps" / "step-00000002", run / "found")
     recorded = json.loads((run / "found" / "progress.json").read_text())["progress"]["run"]
     of_flags = ("batch", "steps", "seed", "learning_rate", "clip")
-    of_flags += ("loss", "length", "temperature") if kind == "pairs" else ("guidance", "accumulate", "layers", "heads")
+    of_flags += (
+        ("loss", "length", "temperature")
+        if kind == "pairs"
+        else ("guidance", "accumulate", "layers", "single_layers", "heads", "head_dim")
+    )
     given = {name: recorded["settings"][name] for name in of_flags}
     progress = given | {name: recorded[name] for name in ("data", "init")}
     (run / "steps").mkdir()
@@ -122,39 +119,6 @@ def test_steps_that_recorded_flags_alone_are_resumed(kind: str, tmp_path: Path) 
     assert train(kind, run, flags, "--resume") == 0
     found, wanted = model_of(run), model_of(tmp_path / "whole")
     assert all(torch.equal(found[path], leaf) for path, leaf in wanted.items())
-
-
-def of_ranks(kind: str, run: str, flags: list[str], *more: str) -> int:
-    """A run in the pool's processes and their process group."""
-    environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    with (
-        mock.patch.dict(os.environ, environment),
-        contextlib.redirect_stdout(io.StringIO()),
-        pytest.warns(UserWarning, match="The process group that is there is used as it is"),
-    ):
-        return train(kind, Path(run), flags, *more)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_task_over_a_mesh_is_that_of_one_process(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    """The held-out examples do not divide over the ranks."""
-    flags = command_of(kind, tmp_path)
-    held = tmp_path / "held.jsonl"
-    if kind == "flow":
-        held = tmp_path / f"{kind}.jsonl"
-    else:
-        held.write_text("".join((tmp_path / f"{kind}.jsonl").read_text().splitlines(keepends=True)[:5]))
-    flags += ["--heldout", str(held), "--eval-every", "2"]
-    assert train(kind, tmp_path / "one", flags) == 0
-    assert set(ranks(2)(of_ranks, kind, str(tmp_path / "two"), flags, "--mesh", "fsdp=2")) == {0}
-    close = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
-    for one, two in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
-        for name in ("loss", "grad_norm", "heldout_loss"):
-            close(two.get(name), one.get(name)) if name in one else None
-    found, wanted = model_of(tmp_path / "two"), model_of(tmp_path / "one")
-    assert found.keys() == wanted.keys()
-    for path, leaf in wanted.items():
-        torch.testing.assert_close(found[path], leaf, rtol=0, atol=2e-3, msg=path)
 
 
 def test_rows_of_whole_examples_hold_what_one_row_holds() -> None:

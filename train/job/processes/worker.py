@@ -33,6 +33,8 @@ from train.update import Step
 
 from .launch import set_timeout
 
+_NOTHING = {"labels": IGNORE, "segment_ids": 0, "image_ids": 0}  # what rows of padding hold
+
 
 @dataclass(frozen=True)
 class WorkerConfig:
@@ -111,8 +113,8 @@ class Worker:
         missing = -len(entry_of_tokens(batch)) % self.mesh.rows
         if missing:
             padding = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), dict(batch))
-            name, value = ("labels", IGNORE) if "labels" in batch else ("segment_ids", 0)
-            padding = {**padding, name: torch.full_like(padding[name], value)}
+            names = padding.keys() & _NOTHING.keys()
+            padding |= {name: torch.full_like(padding[name], _NOTHING[name]) for name in names}
             batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), padding)
         sums = self.programs.evaluate(evaluated_params(self.state, self.settings), batch)
         return sums["total"], sums["count"]

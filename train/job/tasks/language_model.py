@@ -30,7 +30,7 @@ from train.data import mixture, rows, sources, tokenized
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
 from train.generation.text import complete
-from train.job import heldout, initial_model, lora_flag, report, run_folder
+from train.job import heldout, initial_model, report, run_folder
 from train.job.blueprint import Blueprint
 from train.job.flops import flops_per_token
 from train.job.heldout import SumOf
@@ -305,8 +305,6 @@ def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderC
     """UserError where the mesh cannot shard the model or its rows."""
     mesh, strategy = mesh_setup.mesh, mesh_setup.strategy
     length, spec = min(settings.row_length, config.max_position_embeddings), initial_model.run_spec(config, settings)
-    if mesh.world > 1 and settings.lora and lora_flag.parse_lora(settings.lora).dora:
-        raise UserError(f"--mesh {mesh}: DoRA is for one process: leave dora out of --lora {settings.lora}")
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} splits the tokens of a row over {mesh.cp} ranks, and a row has {length}")
     check_shards(mesh_setup, settings, config, initial_model.family_spec(config), spec)
