@@ -147,6 +147,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.job.pictures.save_losses": ("a grid of pictures",),
     "train.job.profile.profiled.export": ("a grid of pictures",),
     "train.job.report.skipped": ("JSON of a run",),
+    "train.job.run.train_run": ("JSON of a run",),
     "train.job.run.settings_before": ("settings of a run",),
     "train.job.run_folder.locked": ("the logs of a run",),
     "train.job.run_folder.acquired_by": ("the lock of a run",),
@@ -154,7 +155,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.job.run_folder.read_json": ("JSON of a run",),
     "train.job.run_folder.write_json": ("JSON of a run",),
     "train.job.settings.read_toml": ("settings",),
-    "train.job.settings.Settings": ("settings",),  # a dataclass field's metadata is called saving too
+    "train.job.settings.RunSettings": ("settings",),  # a dataclass field's metadata is called saving too
     "train.job.tasks.captions.with_files": ("captions",),
     "train.job.tasks.documents.DocumentTask.write": ("companions of a model",),
     "train.job.tasks.examples.begin": ("JSON of a run",),
