@@ -24,6 +24,7 @@ run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require
 
 from fnmodels.ops.float8 import float8_layers
 from train import checkpoint
+from train.batch import Batch
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
@@ -71,7 +72,7 @@ from train.optim.wrappers import averaged, partition, with_ema, with_master
 from train.state import State, init_state
 from train.step import make_eval_step, make_forward_only, make_step, pure_step
 
-__all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step", "pure_step"]
+__all__ = ["Batch", "State", "init_state", "make_eval_step", "make_forward_only", "make_step", "pure_step"]
 __all__ += ["float8_layers", "keep_freed_memory"]
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]

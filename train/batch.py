@@ -1,26 +1,69 @@
 """The batch of a loss: its keys, its microbatches, and the checks of its entries."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from fnmodels import tree
 
-Batch = Mapping[str, Tensor]
+Entries = Mapping[str, Tensor]  # what losses and steps take: a `Batch`, or other keys of a loss of one's own
+
+
+class Batch(TypedDict, total=False):
+    """The keys of a batch that the losses of `train` read; each loss says which of them it needs.
+
+    B rows of S positions, of one document each or of several that are packed (`fnmodels.pack(...).batch()`). All
+    entries are in one order of rows and positions, so that rows may be split and positions permuted together.
+    """
+
+    tokens: Tensor  # int64 [B, S]: ids; of encoders that read frames or patches, their features [B, S, D]
+    positions: Tensor  # int64 [B, S], from 0 in each document; [B, S, axes] where a position has several axes
+    segment_ids: Tensor  # int64 [B, S]: which document of its row, from 1; 0 is padding
+    labels: Tensor  # int64 [B, S]: the target predicted at each token, already shifted; -100 is ignored
+    weights: Tensor  # [B, S]: multiplies each token's loss; a label of weight 0 does not count
+    routing: Tensor  # int64 [B, S, layers, k]: the experts to use
+    choices: Tensor  # int64 [B, S, layers, k]: the keys to use, of models that choose keys
+    token_types: Tensor  # int64 [B, S]: see `fnmodels.prepare`
+
+    next_tokens: Tensor  # int64 [B, S, heads]: what follows, for heads that predict further tokens (`look_ahead`)
+    next_labels: Tensor  # int64 [B, S, heads]: their labels
+    next_weights: Tensor  # [B, S, heads]: their weights
+
+    roles: Tensor  # int64 [B, S]: of a document in its pair: 0 a query, 1 its positive, from 2 hard negatives
+    targets: Tensor  # [B, S, num_labels]: of documents with several labels or a regression
+
+    decoder_tokens: Tensor  # int64 [B, T], of encoder-decoders; labels are [B, T] there
+    decoder_positions: Tensor  # int64 [B, T]
+    decoder_segment_ids: Tensor  # int64 [B, T]
+
+    patches: Tensor  # [B, I, C]: of the images that belong to texts (`image_text_batch`)
+    patch_positions: Tensor  # int64 [B, I, axes]
+    image_ids: Tensor  # int64 [B, I]: which image of its row, from 1; 0 is padding
+
+    latents: Tensor  # [B, I, C]: of images to denoise (`flow_matching_loss`), with positions and segment_ids [B, I]
+    noise: Tensor  # [B, I, C], and
+    time: Tensor  # [B, M] for M images per row: as `flow_noise` draws them
+    text: Tensor  # [B, T, D]: the conditions' embeddings, with
+    text_segment_ids: Tensor  # int64 [B, T], and
+    pooled: Tensor  # [B, M, D]: one for each image
+    guidance: Tensor  # [B, M], where the config has it
+
+
+Batches = Batch | Entries | Sequence[Batch] | Sequence[Entries]  # of a step: one, or its microbatches
 PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
 FULL_ROWS = "rows"  # batch key: a dict of the full rows, beside this rank's positions of them
 
 
-def check_entries(batch: Batch, *names: str) -> None:
+def check_entries(batch: Entries, *names: str) -> None:
     """ValueError unless the batch has all of these keys."""
     missing = [name for name in names if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
 
 
-def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
+def microbatches(batch: Batches, accumulate: int = 1) -> list[Entries]:
     """The microbatches of a step, each a dict: those of a list, or the batch's rows split into `accumulate`.
 
     Where the rows do not divide evenly, the first microbatches have one more. ValueError for an empty list, accumulate

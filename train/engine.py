@@ -32,7 +32,7 @@ from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from train import checkpoint
-from train.batch import Batch, microbatches
+from train.batch import Entries, microbatches
 from train.checkpoint import sharded
 from train.comm.dtensor import local_tree, placed_like
 from train.comm.failures import naming_the_lost
@@ -145,7 +145,7 @@ class Engine:
         if self._restore is not None:
             raise RuntimeError("The engine's state is offloaded to the host: call engine.onload() first.")
 
-    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, Any]:
+    def forward_backward(self, batches: Sequence[Entries], loss_fn: LossFn) -> dict[str, Any]:
         """Add the gradients of a list of microbatches, dicts of [B, S] or [1, T] with any lengths, to those held.
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; pass the same function object each time,
@@ -198,7 +198,7 @@ class Engine:
         check_compile(Parallelism(mesh, placed.strategy), self._options.compile, self._options.remat)
         run = sums_over(placed, loss_fn, optimizer, self._options)
 
-        def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
+        def sums(params: Tree, batches: Sequence[Entries], held: Sums | None, *, divide: bool) -> Sums:
             local = local_tree(params)
             rows = needs_full_rows(loss_fn) and mesh.cp > 1
             check = batch_check(loss_fn, local, placed)
@@ -275,7 +275,7 @@ class Engine:
         """Discard the gradients since the last update."""
         self._sums = self._aux = None
 
-    def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
+    def infer(self, batches: Sequence[Entries], function: Callable[..., Any]) -> list[Any]:
         """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`.
 
         Over a mesh or with compilation pass the same function object each time, because the prepared call is cached per

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.loss import LossFn as LossFn
 from train.loss import caller
 from train.optim.base import Optimizer, trainable_mask
@@ -51,7 +51,7 @@ def gradient_sums(
 
     def sums(
         params: Tree,
-        parts: Sequence[Batch],
+        parts: Sequence[Entries],
         into: Sums | None = None,
         *,
         divide: bool = True,
@@ -110,7 +110,7 @@ def _fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
 
 
 def _gradients(
-    result: Any, leaves: list[Tensor], params: Tree, trains: list[bool], batch: Batch, *, divide: bool
+    result: Any, leaves: list[Tensor], params: Tree, trains: list[bool], batch: Entries, *, divide: bool
 ) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str], list[Tree]]:
     """(sum, count, aux, gradients of the leaves in storage of their own, `unreached`, `outputs`) of a loss's result.
 
@@ -188,7 +188,7 @@ def valid_count(total: Tensor, count: Tensor) -> Tensor:
     return count.masked_fill(count == 0, 1).to(torch.promote_types(total.dtype, torch.float32))
 
 
-def totals(call: Callable[[Tree, Batch], Any], params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
+def totals(call: Callable[[Tree, Entries], Any], params: Tree, parts: Sequence[Entries]) -> tuple[Any, ...]:
     """(sum, count[, aux]) over all microbatches."""
     (total, count, *aux), *rest = (checked_loss(call(params, part)) for part in parts)
     for more, number, *others in rest:

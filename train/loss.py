@@ -32,7 +32,7 @@ from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
-from .batch import Batch
+from .batch import Entries
 from .remat import layer_fn
 from .remat_budget import budget_of
 
@@ -44,7 +44,7 @@ class LossFn(Protocol):
     `train.losses`, a lambda, a closure or a custom function.
     """
 
-    def __call__(self, params: Tree, batch: Batch, /) -> tuple[Any, ...]: ...
+    def __call__(self, params: Tree, batch: Entries, /) -> tuple[Any, ...]: ...
 
 
 SCORES = ("softmax", "sigmoid")
@@ -254,7 +254,7 @@ class ModelLoss:
     options: RunOptions = RunOptions()
     params: Callable[[Tree], Tree] | None = None
 
-    def __call__(self, params: Tree, batch: Batch) -> Any:
+    def __call__(self, params: Tree, batch: Entries) -> Any:
         """The function's result, with the errors of `check_reached`."""
         given = self.entered(params)
         result = self.function(given, batch)
@@ -268,7 +268,7 @@ class ModelLoss:
             options = dataclasses.replace(options, reports=dataclasses.replace(reports, reached=[]))
         return RunParams(params if self.params is None else self.params(params), options)
 
-    def check_reached(self, given: RunParams, params: Tree, batch: Batch) -> None:
+    def check_reached(self, given: RunParams, params: Tree, batch: Entries) -> None:
         """ValueError where required options did not reach the model's layers in a call with `given`, of `entered`.
 
         A warning where packed rows were run without their layout, because the function copied the params to a dict.
@@ -359,11 +359,11 @@ def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
     return loss.with_options(blocks=wrappers, reports={"required": required})
 
 
-def _with_layout(loss: ModelLoss, params: Tree, batch: Batch, layout: Layout | None) -> Any:
+def _with_layout(loss: ModelLoss, params: Tree, batch: Entries, layout: Layout | None) -> Any:
     return loss.with_options(blocks={"layout": layout})(params, batch)
 
 
-def layout_of(batch: Batch) -> Layout | None:
+def layout_of(batch: Entries) -> Layout | None:
     """The batch's layout for compiled code; None unless all batches of its shape share it."""
     if "positions" not in batch or "segment_ids" not in batch:
         return None

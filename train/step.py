@@ -8,7 +8,7 @@ A train step sums gradients over microbatches, divides once by the global count 
 also public: `train.gradients.gradient_sums` and `train.update.update`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch, microbatches
+from train.batch import Batches, Entries, microbatches
 from train.loss import caller
 from train.optim.base import Optimizer, check_optimizer, clip_factor, global_norm, trainable_mask, with_paths
 from train.parallel.eval_steps import make_eval_over, make_forward_over
@@ -91,7 +91,7 @@ def make_step(
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     plans = Plans(optimizer)
 
-    def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Batches) -> tuple[State, dict[str, Any]]:
         plan = plans.of(state)
         sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
         after, metrics = update(
@@ -105,7 +105,7 @@ def make_step(
 
 def pure_step(
     loss_fn: LossFn, optimizer: Optimizer, *, clip: float | Tensor | None = None
-) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
+) -> Callable[[State, Entries], tuple[State, dict[str, Any]]]:
     """A function step(state, batch) -> (state, metrics) without side effects, for the transforms of torch.func.
 
     It computes what `make_step(..., inplace=False)` does, in operations that go through vmap (over seeds, rates or
@@ -128,7 +128,7 @@ def pure_step(
     check_optimizer(optimizer)
     StepOptions(clip=clip)
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Entries) -> tuple[State, dict[str, Any]]:
         flat = tree.flatten(state.params)
         trains = tree.flatten(trainable_mask(state.params, optimizer.traits.trainable))
 
@@ -158,7 +158,7 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 
 def make_eval_step(
     loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
-) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
+) -> Callable[[Tree, Batches], dict[str, Any]]:
     """A function eval_step(params, batch) -> {loss, total, count}, and aux where the loss returns one.
 
     loss_fn, compile, batch, mesh, strategy: as in `make_step`. `loss` is the mean over the valid tokens of the batch or
@@ -171,7 +171,7 @@ def make_eval_step(
     call = caller(loss_fn, compile=compile)
 
     @torch.no_grad()
-    def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
+    def eval_step(params: Tree, batch: Batches) -> dict[str, Any]:
         return metrics_of(*totals(call, params, microbatches(batch)))
 
     return eval_step
@@ -179,7 +179,7 @@ def make_eval_step(
 
 def make_forward_only(
     function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
-) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
+) -> Callable[[Tree, Batches], Any]:
     """A function run(params, batch) -> function(params, batch) without gradients; for a list, the list of results.
 
     function: `token_logprobs`, a loss, or another function of (params, batch) that runs the model as a loss does; its
@@ -192,7 +192,7 @@ def make_forward_only(
     call = caller(function, compile=compile)
 
     @torch.no_grad()
-    def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
+    def run(params: Tree, batch: Batches) -> Any:
         found = [call(params, part) for part in microbatches(batch)]
         return found if isinstance(batch, (list, tuple)) else found[0]
 

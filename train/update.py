@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Batches
 from train.gradients import Sums, valid_count
 from train.losses.moe_balance import moved_biases
 from train.optim.base import InPlace, Optimizer, apply_updates, clip_factor, list_norm, trainable_mask, with_paths
@@ -40,7 +40,7 @@ class StepOptions:
             raise ValueError(f"balance_rate is {rate!r}; it must be a number, at least 0, or None.")
 
 
-Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
+Step = Callable[[State, Batches], tuple[State, dict[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,6 +58,11 @@ class Packed:
     pieces: Tensor  # int64 [P,5]: document, offset in it, row, index in the row, length; sorted by row and index
     report: PackingReport = field(compare=False)
 
+    def batch(self) -> dict[str, Tensor]:
+        """The batch of a loss, of all rows: tokens, positions, segment_ids and labels, and weights if there are any."""
+        names = ("tokens", "positions", "segment_ids", "labels", *(() if self.weights is None else ("weights",)))
+        return {name: getattr(self, name) for name in names}
+
 
 def pack(
     documents: Iterable[Document],

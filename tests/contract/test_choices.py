@@ -148,7 +148,7 @@ def test_choices_travel_with_the_tokens(case: Case) -> None:
     assert off(moved[batch.valid[:, order]], want[:, order][batch.valid[:, order]]) < 1e-10
     parts = torch.cat([forward(params, *part) for part in fnmodels.split(prepared, 2)])
     assert off(parts[batch.valid], want[batch.valid]) < 1e-10
-    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    given = batch.batch()
     options: dict[str, Any] = {"config": case.config, "kernel": "math", "length": 24}
     total, _ = train.next_token_loss(params, {**given, "choices": choices}, **options)
     assert off(total, summed_loss(want, batch.labels)) < 1e-10

@@ -113,7 +113,7 @@ def test_a_step_is_that_of_the_cpu(case: Case, compile: str) -> None:
     """Packed and padded rows through forward, loss, backward, AdamW and, for MoE models, the balance loss or bias."""
     torch.compiler.reset()
     batch = batch_of(case.config, segments(*ROWS))
-    parts = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    parts = batch.batch()
     parts |= decided_on_the_cpu(case, batch)
     spec = fnmodels.family_of(case.config).spec(case.config)
     loss_fn = functools.partial(train.next_token_loss, config=case.config, length=batch.length)

@@ -47,7 +47,7 @@ def test_family_in_fp64_is_made_loaded_and_differentiated_in_fp64(case: Case, tm
     _, params = P.load_pretrained(tmp_path, dtype=WIDE)
     assert_wide(params)
     batch = batch_of(case.config, segments((5, 4), (7, 2)))
-    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    given = batch.batch()
     loss = functools.partial(train.next_token_loss, config=case.config, length=batch.length)
     with forbid_narrowing():
         sums = gradient_sums(loss, train.adamw(1e-3, spec=spec))(params, [given])

@@ -51,7 +51,7 @@ def test_converters_agree_on_documents(case: Case) -> None:
 
 def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = fnmodels.pack(documents, 12)
-    return {name: getattr(rows, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    return rows.batch()
 
 
 @every_structure

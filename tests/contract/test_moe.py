@@ -304,7 +304,7 @@ def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_are_of_the_batch(case: Case) -> None:
     """M5: counts, and the selection bias if any, are the same in eval, under remat and over microbatches."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
-    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    given = batch.batch()
     spec = fnmodels.family_of(case.config).spec(case.config)
     loss = functools.partial(train.next_token_loss, config=case.config, length=24, kernel="math")
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_counts_are_of_the_batch(case: Case) -> None:
 def test_uniform_scores_balance_to_one(case: Case) -> None:
     """M6: per layer and from logits; a uniform router has loss 1, any other a different one."""
     batch, params = batch_of(case.config, MIXED), generic_params(case.config)
-    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    given = batch.batch()
     mute = {p: torch.zeros_like(t) if ".mlp.router" in p else t for p, t in tree.flatten(params).items()}
     balance = train.Balance(sequence=1.0, batch=1.0)
     values = []
@@ -395,7 +395,7 @@ def test_routing_travels_with_the_tokens(case: Case) -> None:
 def test_losses_replay_what_the_batch_holds(case: Case) -> None:
     """R4 in training: own routing gives the same bits, other routing another loss; splits and orders keep it."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
-    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    given = batch.batch()
     routing = routing_of(params, batch.prepared(), case.config, kernel="math")
     options: dict[str, Any] = {"config": case.config, "kernel": "math", "length": 24}
 

@@ -81,7 +81,7 @@ def test_only_adapters_get_gradients_and_state() -> None:
     params = _adapted(targets=("q_proj", "layers.1.mlp.*"))
     optimizer = adamw(0.01, spec=lora.spec(CONFIG, params))
     made = batch_of(CONFIG, segments((7, 5), (12,)))
-    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    batch = made.batch()
     step = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), optimizer)
     state = init_state(params, optimizer)
     adapters = {path for path in tree.flatten(params) if path.endswith((".a", ".b"))}

@@ -87,7 +87,7 @@ def test_refusals() -> None:
     (case,) = (case for case in cases() if case.name == "llama")
     config = dataclasses.replace(case.config, head="classification", num_labels=1)
     packed = fnmodels.pack([torch.tensor([3, 4, 5])], 3)
-    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    batch = packed.batch()
     with pytest.raises(ValueError, match="This loss is of tokens, but the model's head is 'classification'"):
         train.next_token_loss(generic_params(config), batch, config=config)
     with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):

@@ -343,6 +343,11 @@ class Batch:
         labels[:, :-1] = torch.where(same, self.tokens[:, 1:], -100)
         return labels
 
+    def batch(self) -> dict[str, Tensor]:
+        """That of a loss, as `fnmodels.pack(...).batch()`."""
+        names = ("tokens", "positions", "segment_ids", "labels")
+        return {name: getattr(self, name) for name in names}
+
     def prepared(self) -> tuple[Any, Any, Any]:
         return fnmodels.prepare(
             self.config, self.tokens, positions=self.positions, segment_ids=self.segment_ids, length=self.length

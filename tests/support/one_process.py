@@ -142,12 +142,7 @@ def batch() -> dict[str, Tensor]:
     """[8, 16] of everything."""
     rows = ((10, 6), (-3, 1, 12), (16,), (-16,), (5, -11), (2, 2, 2, 10), (15, -1), (-8, 4, 4))
     made = batch_of(config_of("llama"), segments(*rows))
-    return {
-        "tokens": made.tokens,
-        "positions": made.positions,
-        "segment_ids": made.segment_ids,
-        "labels": made.labels,
-    }
+    return made.batch()
 
 
 def batch_for(name: str) -> dict[str, Tensor]:

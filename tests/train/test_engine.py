@@ -34,7 +34,7 @@ PARAMS = generic_params(CONFIG)
 
 def _batch(segment_ids: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
     made = batch_of(CONFIG, segment_ids, seed=seed)
-    return {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    return made.batch()
 
 
 WHOLE = _batch(segments((7, 5), (12,), (3, -9), (1, -11)))

@@ -21,7 +21,7 @@ PARAMS = generic_params(CONFIG)
 
 def _batch(segment_ids: torch.Tensor, config=CONFIG) -> dict[str, torch.Tensor]:
     made = batch_of(config, segment_ids)
-    return {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    return made.batch()
 
 
 WHOLE = _batch(segments((7, 5), (12,), (3, -9), (-12,)))  # the last row has no token at all

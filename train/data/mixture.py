@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from train.batch import Batch
+from train.batch import Entries
 
 from .rows import Rows, document_indices, make_batch
 from .sampling import rank_slice, sample_rows
@@ -51,7 +51,7 @@ class RowOrigin:
     documents: tuple[int, ...]
 
 
-def batch(mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1) -> Batch:
+def batch(mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1) -> Entries:
     """The batch of step `step` (from 0), tensors [B, S]: a pure function of its arguments, with no loader state.
 
     `batch_rows` counts the rows over all ranks. A data-parallel rank gets its contiguous slice of that batch, so that

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE, pack
-from train.batch import Batch as Batch
+from train.batch import Entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def pack_documents(tokens: Tokens, length: int, *, overlong: Literal["raise", "d
     return Rows(tokens, length, packed.report.rows, by_row.__getitem__, packed.report.documents_dropped)
 
 
-def make_batch(rows: Rows, indices: Iterable[int]) -> Batch:
+def make_batch(rows: Rows, indices: Iterable[int]) -> Entries:
     """A batch of the given rows: tokens, positions, segment_ids and labels, int64 [B, S] each.
 
     Positions count from the start of a piece, while `fnmodels.pack` counts from the start of the document: attention
@@ -146,12 +146,12 @@ def make_batch(rows: Rows, indices: Iterable[int]) -> Batch:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def all_rows(rows: Rows) -> Batch:
+def all_rows(rows: Rows) -> Entries:
     """All rows as one batch, [R, S]."""
     return make_batch(rows, range(rows.count))
 
 
-def select_rows(batch: Batch, indices: Tensor) -> Batch:
+def select_rows(batch: Entries, indices: Tensor) -> Entries:
     """The rows at `indices` of every tensor of a batch."""
     return {name: tensor[indices] for name, tensor in batch.items()}
 

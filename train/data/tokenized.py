@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from fnmodels.errors import UserError
-from train.batch import Batch
+from train.batch import Entries
 from train.command_line import check_installed
 
 from . import token_shards
@@ -135,7 +135,7 @@ def make_mixture(dataset: Dataset, length: int) -> Mixture:
     return Mixture(dataset.names, rows, dataset.weights)
 
 
-def heldout_batch(dataset: Dataset, length: int) -> Batch:
+def heldout_batch(dataset: Dataset, length: int) -> Entries:
     """All held-out rows of all sources as one batch, [R, S]."""
     batches = [all_rows(pack_rows(tokens, length)) for tokens in dataset.heldout.sources]
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

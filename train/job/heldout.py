@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.rows import Batch, select_rows
+from train.batch import Entries
+from train.data.rows import select_rows
 
 EVAL_BATCH_ROWS = 8
 SumOf = Callable[[Any], tuple[Tensor, Tensor]]  # (sum, count) of the loss of a batch
@@ -22,7 +23,7 @@ def mean_loss(loss: SumOf, batches: Iterable[Any]) -> float:
     return total / (count or 1)
 
 
-def in_batches(rows: Batch) -> Iterator[Batch]:
+def in_batches(rows: Entries) -> Iterator[Entries]:
     """The rows in batches of EVAL_BATCH_ROWS, the last of which may be smaller."""
     for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
         yield select_rows(rows, indices)
@@ -33,7 +34,7 @@ def bits_per_byte(loss: float, targets: int, size: int) -> float:
     return loss / math.log(2) * targets / size
 
 
-def evenly_spaced_rows(rows: Batch, count: int) -> Batch:
+def evenly_spaced_rows(rows: Entries, count: int) -> Entries:
     """A sample of `count` evenly spaced rows, so that it covers many documents."""
     total = len(rows["tokens"])
     return select_rows(rows, torch.arange(min(count, total)) * total // min(count, total))

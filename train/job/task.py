@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 
 from .blueprint import Blueprint
 from .heldout import SumOf
@@ -62,7 +62,7 @@ class Task(Protocol):
     def mfu_per_rate(self) -> float | None:
         """MFU for each token per second; None: not known."""
 
-    def batch(self, step: int) -> Batch: ...
+    def batch(self, step: int) -> Entries: ...
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         """The columns of metrics.jsonl after `steps` steps on `tokens` targets, from what the step measured."""
 

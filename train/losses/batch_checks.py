@@ -21,13 +21,13 @@ from fnmodels.models.common.family import field_of, is_routed, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.moe.layer import check_range
 from params.axes import EMBED, POSITION
-from train.batch import Batch
+from train.batch import Entries
 from train.loss import ModelLoss
 
 from .cross_entropy import check_targets
 
 # check(batch, config, options): ValueError for a batch that the loss cannot use. options: the keywords bound to it.
-BatchCheck = Callable[[Batch, Any, Mapping[str, Any]], None]
+BatchCheck = Callable[[Entries, Any, Mapping[str, Any]], None]
 F = TypeVar("F", bound=Callable[..., Any])
 _VOCABULARY_HEADS = ("lm", "masked_lm")  # whose labels are tokens
 
@@ -58,7 +58,7 @@ def checked_by(check: BatchCheck) -> Callable[[F], F]:
     return mark
 
 
-def check_of(function: Callable[..., Any]) -> Callable[[Batch, Any], None]:
+def check_of(function: Callable[..., Any]) -> Callable[[Entries, Any], None]:
     """check(batch, config) of a function of (params, batch), also of a partial of one; by default `check_batch`."""
     options: dict[str, Any] = {}
     while isinstance(function, (ModelLoss, functools.partial)):
@@ -73,7 +73,7 @@ def check_of(function: Callable[..., Any]) -> Callable[[Batch, Any], None]:
     return lambda batch, config: own(batch, config, options)
 
 
-def check_batch(batch: Batch, config: Any, labels: Numbers | str | None = "vocabulary") -> None:
+def check_batch(batch: Entries, config: Any, labels: Numbers | str | None = "vocabulary") -> None:
     """ValueError for numbers of a batch that the model does not have, or experts that no token can have.
 
     labels: what its labels number; None: nothing that the model knows.
@@ -95,12 +95,12 @@ def check_batch(batch: Batch, config: Any, labels: Numbers | str | None = "vocab
         _check_grids(batch["image_ids"], batch["patch_positions"])
 
 
-def check_classes(batch: Batch, config: Any) -> None:
+def check_classes(batch: Entries, config: Any) -> None:
     """`check_batch` of labels that are classes of the model."""
     check_batch(batch, config, Numbers(field_of(config, "num_labels"), targets_of="set of classes"))
 
 
-def check_pairs(batch: Batch, config: Any, options: Mapping[str, Any]) -> None:
+def check_pairs(batch: Entries, config: Any, options: Mapping[str, Any]) -> None:
     """`check_batch` of labels that number pairs, and of roles in them."""
     check_batch(batch, config, PAIRS)
     if "roles" in batch:
@@ -129,7 +129,7 @@ def _check_routing(routing: Tensor, valid: Tensor, config: Any) -> None:
             check_range(layer, valid, experts)
 
 
-def _check_images(batch: Batch) -> None:
+def _check_images(batch: Entries) -> None:
     """ValueError for tokens of an image that the row has no time and text for."""
     images = batch["pooled"].shape[1] if "pooled" in batch else 0
     for name in ("segment_ids", "text_segment_ids"):

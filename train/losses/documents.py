@@ -22,7 +22,7 @@ from fnmodels.models.common.heads import problem_of
 from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
-from train.batch import Batch, check_entries
+from train.batch import Entries, check_entries
 from train.loss import run_options
 
 from .batch_checks import PAIRS, check_batch, check_classes, check_pairs, checked_by
@@ -47,7 +47,8 @@ def document_batch(
     if targets is not None:
         values = {"labels": [0] * len(documents)} | values
     packed = pack(documents, length, method="first_fit", split=False)
-    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids")}
+    batch = packed.batch()
+    del batch["labels"]  # documents have others, if any
     for name, given in values.items():
         if len(given) != len(documents):
             raise ValueError(f"{name} has {len(given)} values for {len(documents)} documents; each has its own.")
@@ -65,7 +66,7 @@ def document_batch(
     return batch
 
 
-def _check_classification(batch: Batch, config: Any, options: Mapping[str, Any]) -> None:
+def _check_classification(batch: Entries, config: Any, options: Mapping[str, Any]) -> None:
     problem = problem_of(config)
     if problem == "single_label_classification":
         check_classes(batch, config)
@@ -76,7 +77,7 @@ def _check_classification(batch: Batch, config: Any, options: Mapping[str, Any])
 
 @checked_by(_check_classification)
 def classification_loss(
-    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+    params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
     """(sum of the documents' losses, count of documents with a label), for the head "classification".
 
@@ -107,7 +108,7 @@ def classification_loss(
 
 @checked_by(lambda batch, config, _: check_classes(batch, config))
 def token_classification_loss(
-    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+    params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
     """(sum of the tokens' cross entropies, count of labels that count), for the head "tokens".
 
@@ -122,7 +123,7 @@ def token_classification_loss(
 
 @checked_by(lambda batch, config, _: check_batch(batch, config, None))
 def answer_loss(
-    params: Tree, batch: Batch, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
+    params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
     """(sum over documents of the mean loss of the answer's first and last token, count), head "question_answering".
 
@@ -151,7 +152,7 @@ def answer_loss(
 @checked_by(check_pairs)
 def contrastive_loss(
     params: Tree,
-    batch: Batch,
+    batch: Entries,
     *,
     config: DecoderConfig,
     embedder: Embedder,
@@ -211,13 +212,13 @@ def _check_pairs(every: Tensor) -> None:
     )
 
 
-def _states(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> ModelStates:
+def _states(params: Tree, batch: Entries, config: Any, options: ForwardKwargs) -> ModelStates:
     """The model's states. NotImplementedError as `_check_full_rows`."""
     _check_full_rows(params)
     return _states_of_tokens(params, batch, config, options)
 
 
-def _states_of_tokens(params: Tree, batch: Batch, config: Any, options: ForwardKwargs) -> ModelStates:
+def _states_of_tokens(params: Tree, batch: Entries, config: Any, options: ForwardKwargs) -> ModelStates:
     """The model's states, of this rank's positions. NotImplementedError, on all ranks alike, with sequence=True."""
     if run_options(params).ranks.sequence:
         raise NotImplementedError(
@@ -233,11 +234,11 @@ def _check_full_rows(params: Tree) -> None:
         raise NotImplementedError("Losses of documents read full rows, which ranks of cp do not have: leave cp out.")
 
 
-def _documents(batch: Batch) -> Documents:
+def _documents(batch: Entries) -> Documents:
     return fnmodels.documents(batch["segment_ids"], batch["positions"])
 
 
-def _at_tokens(batch: Batch, name: str, found: Documents) -> Tensor:
+def _at_tokens(batch: Entries, name: str, found: Documents) -> Tensor:
     """An entry of values at tokens, [B, S]. ValueError for another shape, which could broadcast silently."""
     check_entries(batch, name)
     if batch[name].shape != found.number.shape:
@@ -247,14 +248,14 @@ def _at_tokens(batch: Batch, name: str, found: Documents) -> Tensor:
     return batch[name]
 
 
-def _of_documents(batch: Batch, name: str, found: Documents) -> Tensor:
+def _of_documents(batch: Entries, name: str, found: Documents) -> Tensor:
     """[N]: the largest value of an entry at each document's tokens; -100 stands for none."""
     values = _at_tokens(batch, name, found)
     lowest = values.new_full((len(found) + 1,), IGNORE)
     return lowest.scatter_reduce(0, found.number.flatten(), values.flatten(), "amax")[: len(found)]
 
 
-def _check_targets(batch: Batch, config: Any, problem: str) -> None:
+def _check_targets(batch: Entries, config: Any, problem: str) -> None:
     labels = field_of(config, "num_labels")
     if "targets" not in batch:
         raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
-from train.batch import Batch, check_entry
+from train.batch import Batches, Entries, check_entry
 from train.comm.collectives import maximum
 
 from .mesh import mesh_of, whole_groups
@@ -25,14 +25,12 @@ from .mesh import mesh_of, whole_groups
 T = TypeVar("T")
 
 
-def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequence[Any]) -> None:
+def check_same(batch: Batches, devices: DeviceMesh, groups: Sequence[Any]) -> None:
     """Raises ValueError on all ranks of `groups` if they were not given the same batch, or list of batches."""
     ready_with_same(batch, lambda: None, devices, groups)
 
 
-def ready_with_same(
-    batch: Batch | Sequence[Batch], prepare: Callable[[], T], devices: DeviceMesh, groups: Sequence[Any]
-) -> T:
+def ready_with_same(batch: Batches, prepare: Callable[[], T], devices: DeviceMesh, groups: Sequence[Any]) -> T:
     """prepare() once it has succeeded on all ranks of `groups`, and all were given the same batch, or list of batches.
 
     ValueError on all ranks otherwise, with one sentence. Each rank takes its shard, so batches that differ would mix
@@ -128,18 +126,18 @@ class RankReport:
 
 
 def agreed(
-    given: Callable[[], Sequence[Batch]],
-    cut: Callable[[Sequence[Batch]], list[Batch]],
+    given: Callable[[], Sequence[Entries]],
+    cut: Callable[[Sequence[Entries]], list[Entries]],
     devices: DeviceMesh,
     row: int,
     groups: Sequence[Any],
-) -> list[Batch]:
+) -> list[Entries]:
     """Returns cut(given()) once all ranks of `groups` have reported that theirs succeeded. row: this rank's row shard.
 
     ValueError on all ranks if either function raises on any of them, if the number or the entries of the microbatches
     differ, or if ranks that share rows were given different ones.
     """
-    parts: list[Batch] = []
+    parts: list[Entries] = []
     try:
         whole = given()
         parts = cut(whole)
@@ -201,7 +199,7 @@ def _sum(checksums: Mapping[tuple[str, str], int]) -> int:
     return zlib.crc32(repr(sorted(checksums.items())).encode())
 
 
-def _checksums(parts: Mapping[Any, Batch]) -> dict[tuple[str, str], int]:
+def _checksums(parts: Mapping[Any, Entries]) -> dict[tuple[str, str], int]:
     """{(name of a batch, path in it): checksum of the shape and the elements}; floats may differ in the last bit."""
     return {(str(n), path): _checksum(path, x) for n, part in parts.items() for path, x in tree.flatten(part).items()}
 

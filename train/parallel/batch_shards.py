@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
-from train.batch import FULL_ROWS, PLACES, Batch, check_entries, microbatches
+from train.batch import FULL_ROWS, PLACES, Batches, Entries, check_entries, microbatches
 from train.losses.batch_checks import check_batch
 from train.parallel.context.api import shard_batch
 
@@ -25,14 +25,14 @@ IN_ORDER = Strategy(order=None)  # the positions of a rank are consecutive
 
 
 def own_parts(
-    batch: Batch | Sequence[Batch],
+    batch: Batches,
     placed: Placed,
     accumulate: int = 1,
     *,
-    check: Callable[[Batch], object] = lambda part: None,
+    check: Callable[[Entries], object] = lambda part: None,
     places: bool = False,
     rows: bool = False,
-) -> list[Batch]:
+) -> list[Entries]:
     """This rank's microbatches of the batch that it is given; see `Strategy.rows`. ValueError on all ranks alike.
 
     check: raises for rows that the loss cannot use. places: adds the entry PLACES to each microbatch. rows: adds the
@@ -42,7 +42,7 @@ def own_parts(
 
     if strategy.rows == "whole":
 
-        def own() -> list[Batch]:
+        def own() -> list[Entries]:
             many = isinstance(batch, (list, tuple))
             mine = [own_rows(one, devices) for one in batch] if many else own_rows(batch, devices)
             for part in microbatches(mine, accumulate):
@@ -58,7 +58,7 @@ def own_parts(
 
     needed = ("tokens", "positions", "segment_ids") if devices["pp"].size() > 1 else ("tokens",)
 
-    def cut(parts: Sequence[Batch]) -> list[Batch]:
+    def cut(parts: Sequence[Entries]) -> list[Entries]:
         # All checks come first: a later error would be raised on this rank alone.
         for part in parts:
             check_entries(part, *needed)
@@ -80,7 +80,7 @@ def _with_places(batch: Any) -> Any:
     return {**batch, PLACES: torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])}
 
 
-def _check_rows(own: Batch, mesh: Mesh, accumulate: int) -> None:
+def _check_rows(own: Entries, mesh: Mesh, accumulate: int) -> None:
     """ValueError if the rows are no multiple of `accumulate`: the pipeline would compute padding instead."""
     rows = len(next(iter(own.values())))
     if rows % accumulate:
@@ -111,14 +111,14 @@ def _own_part(batch: Any, devices: DeviceMesh, strategy: Strategy, config: Any, 
 
 
 def _with_rows(
-    cut: Callable[..., Batch], part: Batch, devices: DeviceMesh, strategy: Strategy, config: Any, rows: bool
+    cut: Callable[..., Entries], part: Entries, devices: DeviceMesh, strategy: Strategy, config: Any, rows: bool
 ) -> Any:
     """cut(part, ...), with the entry FULL_ROWS beside it where asked."""
     own = cut(part, devices, strategy, config)
     return {**own, FULL_ROWS: {name: x for name, x in part.items() if name != PLACES}} if rows else own
 
 
-def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: Any = None) -> Batch:
+def own_positions(rows: Entries, devices: DeviceMesh, strategy: Strategy, config: Any = None) -> Entries:
     """This rank's positions of its rows. ValueError if cp does not divide the sequence length.
 
     With strategy.sequence, by which tp shards them too, rows are padded to a multiple of cp x tp, also where tp is 1.
@@ -134,7 +134,7 @@ def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: 
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=strategy.order, config=config)
 
 
-def _divisible(rows: Batch, ranks: int, config: Any) -> Batch:
+def _divisible(rows: Entries, ranks: int, config: Any) -> Entries:
     length = rows["tokens"].shape[1]
     missing = -length % ranks
     if missing and "segment_ids" not in rows:

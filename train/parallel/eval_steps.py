@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.batch import PLACES, Batch
+from train.batch import PLACES, Batches, Entries
 from train.comm.collectives import all_gather
 from train.comm.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
@@ -41,18 +41,18 @@ T = TypeVar("T")
 
 def make_eval_over(
     parallelism: Parallelism, loss_fn: LossFn, compile: str
-) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
+) -> Callable[[Tree, Batches], dict[str, Any]]:
     """`train.make_eval_step` over a mesh."""
     mesh = parallelism.mesh
 
-    def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Any, ...]]:
+    def make(placed: Placed) -> Callable[[Tree, Sequence[Entries]], tuple[Any, ...]]:
         composed = compose(placed, compile=compile)
         loss = composed.loss(loss_fn)
         if mesh.pp == 1:
             return functools.partial(totals, loss)
         run, whole_aux = loss_sums(loss, *stages_of(placed, composed)), aux_of_stages(placed)
 
-        def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
+        def sums(params: Tree, parts: Sequence[Entries]) -> tuple[Any, ...]:
             total, count, aux = run(params, parts)
             return (total, count) if aux is None else (total, count, whole_aux(aux))
 
@@ -61,7 +61,7 @@ def make_eval_over(
     made = _once(parallelism, loss_fn, compile, make)
 
     @torch.no_grad()
-    def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
+    def eval_step(params: Tree, batch: Batches) -> dict[str, Any]:
         placed, run = made(params, batch)
         local = local_tree(params)
         parts = parts_for(loss_fn, local, batch, placed)
@@ -72,7 +72,7 @@ def make_eval_over(
 
 def make_forward_over(
     parallelism: Parallelism, function: Callable[..., Any], compile: str
-) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
+) -> Callable[[Tree, Batches], Any]:
     """`train.make_forward_only` over a mesh; the function returns tensors [B, ...], over cp [B, S, ...].
 
     If rows were padded, tensors of the padded length are cut back: `clear_length` makes it differ from every model
@@ -80,7 +80,7 @@ def make_forward_over(
     """
     mesh = parallelism.mesh
 
-    def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+    def make(placed: Placed) -> Callable[[Tree, Sequence[Entries]], list[Any]]:
         composed = compose(placed, compile=compile)
         call = composed.loss(function)
         if mesh.pp > 1:
@@ -90,10 +90,10 @@ def make_forward_over(
     made = _once(parallelism, function, compile, make)
 
     @torch.no_grad()
-    def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
+    def run(params: Tree, batch: Batches) -> Any:
         placed, call = made(params, batch)
         many, local = isinstance(batch, (list, tuple)), local_tree(params)
-        given: Sequence[Batch] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
+        given: Sequence[Entries] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
         checked = own_parts(given, placed, check=batch_check(function, local, placed), places=mesh.cp > 1)
         parts, places = without_places(checked)
         found = call(local, parts)
@@ -103,7 +103,7 @@ def make_forward_over(
     return run
 
 
-def without_places(parts: Sequence[Batch]) -> tuple[list[Batch], list[Tensor | None]]:
+def without_places(parts: Sequence[Entries]) -> tuple[list[Entries], list[Tensor | None]]:
     """(the microbatches without PLACES, PLACES of each)."""
     own = [dict(part) for part in parts]
     return [*own], [part.pop(PLACES, None) for part in own]
@@ -111,9 +111,9 @@ def without_places(parts: Sequence[Batch]) -> tuple[list[Batch], list[Tensor | N
 
 def full_outputs(
     found: Sequence[Any],
-    parts: Sequence[Batch],
+    parts: Sequence[Entries],
     places: Sequence[Tensor | None],
-    given: Sequence[Batch],
+    given: Sequence[Entries],
     placed: Placed,
 ) -> list[Any]:
     """The outputs [B, S, ...] of the microbatches `given`, from those of this rank's `parts` of them."""

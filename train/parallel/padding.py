@@ -10,13 +10,13 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
-from train.batch import PLACES, Batch, check_entry
+from train.batch import PLACES, Entries, check_entry
 
 # The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}
 
 
-def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
+def padded(batch: Entries, length: int, rows: int | None = None) -> Entries:
     """The batch padded to `rows` rows of `length` tokens; padding follows the data."""
     sizes = tuple(batch["tokens"].shape[:2])
     wanted = (sizes[0] if rows is None else rows, length)
@@ -38,7 +38,7 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     return {name: larger(name, tensor) for name, tensor in batch.items()}
 
 
-def entry_of_tokens(batch: Batch) -> Tensor:
+def entry_of_tokens(batch: Entries) -> Tensor:
     """The entry that holds the tokens of a batch: "tokens" [B, S], or the "latents" [B, S, C] of a diffusion model."""
     return batch["tokens" if "tokens" in batch else "latents"]
 
@@ -77,7 +77,7 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
     return x
 
 
-def check_shapes(batch: Batch) -> None:
+def check_shapes(batch: Entries) -> None:
     """ValueError unless all entries are tensors [B, S, ...], or [B], with the tokens' B and S."""
     size = list(batch["tokens"].shape[:2])
     for path, tensor in tree.flatten(batch).items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.gradients import Sums
 
 from .agreement import everyone
@@ -52,7 +52,7 @@ def with_unreached(run: Callable[..., Sums], reached: Reached, placed: Placed) -
         reached.every = held == seen
         return frozenset(held - seen)
 
-    def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = True) -> Sums:
+    def sums(params: Tree, parts: Sequence[Entries], into: Sums | None = None, *, divide: bool = True) -> Sums:
         before = None if into is None else into.unreached
         reached.paths.clear()
         found = run(params, parts, into, divide=divide)

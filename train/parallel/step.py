@@ -12,12 +12,12 @@ checked before any communication: a rank that raised alone would leave the other
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from fnmodels.tree import Tree
-from train.batch import Batch, microbatches
+from train.batch import Batches, Entries, microbatches
 from train.comm.dtensor import local_tree
 from train.comm.failures import naming_the_lost
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
@@ -50,7 +50,7 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
     check_compile(parallelism, options.compile, options.remat)
     known: list[tuple[ShardedUpdate, Callable[..., Sums]]] = []
 
-    def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Batches) -> tuple[State, dict[str, Any]]:
         if not known or not known[0][0].placed.is_of(state.params):
             # once: a step keeps the placement of its State
             check_state(optimizer, local_tree(state))
@@ -101,7 +101,7 @@ def placed_for(
     return replace(placed, config=config_of(function, placed, local_tree(params), batch))
 
 
-def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: Batch | Sequence[Batch]) -> Any:
+def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: Batches) -> Any:
     """The config with which a function of (params, batch) runs the model, the same on all ranks.
 
     It is the keyword of a functools.partial; for another function, the one with which it calls fnmodels, found by
@@ -127,14 +127,14 @@ def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: 
 
 
 def parts_for(
-    function: Callable[..., Any], local: Tree, batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1
-) -> list[Batch]:
+    function: Callable[..., Any], local: Tree, batch: Batches, placed: Placed, accumulate: int = 1
+) -> list[Entries]:
     """`own_parts` with what the function needs."""
     rows = placed.devices["cp"].size() > 1 and needs_full_rows(function)
     return own_parts(batch, placed, accumulate, check=batch_check(function, local, placed), places=rows, rows=rows)
 
 
-def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Callable[[Batch], None]:
+def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Callable[[Entries], None]:
     """A check that raises for rows that the function cannot use, before anything is sent.
 
     Over pp, whose stages would wait, it also runs the function up to its call of the model, or to what it gathers.
@@ -143,7 +143,7 @@ def batch_check(function: Callable[..., Any], local: Tree, placed: Placed) -> Ca
     alone = mesh.rows > 1 or placed.strategy.rows == "own"  # otherwise all stages refuse what `microbatches` does
     staged = as_loss(function).with_options(ranks={"all_documents": stop_before}) if mesh.pp > 1 and alone else None
 
-    def check(part: Batch) -> None:
+    def check(part: Entries) -> None:
         if placed.config is not None:
             values(part, placed.config)
         if staged is not None:
@@ -167,7 +167,7 @@ def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: St
 def _with_a_graph(function: Callable[..., Any]) -> LossFn:
     """Raises ValueError for a constant sum, even if no token counts: other ranks wait for this rank's gradients."""
 
-    def run(params: Tree, batch: Batch) -> tuple[Any, ...]:
+    def run(params: Tree, batch: Entries) -> tuple[Any, ...]:
         found = function(params, batch)
         total, *_ = checked_loss(found)
         if not total.requires_grad:

@@ -131,7 +131,7 @@ def test_compiled_products_are_those_of_eager_blocks() -> None:
 
 def test_train_losses_compile_and_their_tuple_is_refused() -> None:
     packed = fnmodels.pack(DOCUMENTS, 8)
-    batch = {name: getattr(packed, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    batch = packed.batch()
 
     def pair(params: Any, batch: Any) -> Any:
         return train.next_token_loss(params, batch, config=CONFIG, kernel="math")

@@ -58,9 +58,8 @@ def test_a_token_that_both_models_forbid_adds_nothing(direction: str) -> None:
 
 def _batch(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     made = batch_of(CONFIG, segments((7, 5), (-2, 10), (9, -3)))
-    names = ("tokens", "positions", "segment_ids", "labels")
     weights = torch.rand(made.tokens.shape, generator=DRAW, dtype=dtype) * (torch.arange(12) != 3)
-    return {name: getattr(made, name) for name in names} | {"weights": weights}
+    return made.batch() | {"weights": weights}
 
 
 def _logits(params: Any, batch: dict[str, torch.Tensor], config: Any) -> torch.Tensor:

@@ -104,7 +104,7 @@ def test_with_what_the_routers_did(accumulate: int) -> None:
     """The negative log-probabilities with what `balance` adds are the loss of the next tokens, and so is their step."""
     config = next(case for case in cases() if case.name == "deepseek_v3").config
     made = batch_of(config, segments((7, 5), (-2, 10), (9, -3), (-12,)))
-    batch = {name: getattr(made, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    batch = made.batch()
     batch["labels"][2, :4] = -100
     how = {"config": config, "kernel": "math", "balance": Balance(sequence=0.5, z=0.25)}
 

@@ -28,7 +28,7 @@ V = CASE.config.vocab_size
 
 def batch(config: Any = CASE.config) -> dict[str, Tensor]:
     made = batch_of(config, segments((5, 4), (7, 2)))
-    return {name: getattr(made, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    return made.batch()
 
 
 def on_states(function: Callable[..., Any]) -> Callable[..., Any]:

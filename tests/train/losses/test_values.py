@@ -22,7 +22,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def packed() -> dict[str, Tensor]:
     made = fnmodels.pack([torch.arange(1, 1 + length) for length in (7, 4, 5)], 16)
-    return {name: getattr(made, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    return made.batch()
 
 
 def test_the_value_loss_is_the_larger_of_two_errors() -> None:

@@ -398,7 +398,7 @@ COMBINED = {
 @pytest.mark.parametrize("name", COMBINED)
 def test_the_step_takes_them_in_place_and_pure(name: str) -> None:
     made = batch_of(CONFIG, segments((7, 5), (12,)))
-    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    batch = made.batch()
     optimizer = COMBINED[name]()
     assert optimizer.bind is not None
     # of bf16 a last bit of a sum may decide about a rounding
@@ -458,7 +458,7 @@ def _states(opt_state):
 
 def test_every_group_has_its_rate_in_the_metrics() -> None:
     made = batch_of(CONFIG, segments((7, 5), (12,)))
-    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    batch = made.batch()
     groups = {"layers.*": adamw(lambda n: 0.1 / n), "*norm*": None, "*": sgd(0.5)}
     before = generic_params(CONFIG)
     for wrap in (lambda o: o, with_master, lambda o: with_ema(o, 0.9)):

@@ -35,12 +35,12 @@ from tests.train.job.test_finetune import checkpoint_of
 from tests.train.parallel.test_load import read_by_process
 from tests.train.parallel.test_simulate import compare, counted, size
 from train import adamw, init_state, sharded
+from train.batch import Entries
 from train.checkpoint.saved_steps import Checkpoint
 from train.cli import main
 from train.comm import torchrun
 from train.comm.dtensor import local_tree
 from train.comm.failures import peer_failure
-from train.data.rows import Batch
 from train.eval import pretrained
 from train.job import run_folder as folder
 from train.job.mesh_flags import MeshSetup, resolve_mesh
@@ -156,7 +156,7 @@ def job(path: str, *flags: str) -> dict[str, Any]:
             super().__init__(work)
             workers.append(self)
 
-        def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
+        def step(self, batch: Entries) -> tuple[State, dict[str, Any]]:
             with counted() as found:
                 result = super().step(batch)
             messages.update(found)

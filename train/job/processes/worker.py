@@ -15,7 +15,7 @@ from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
-from train.batch import Batch
+from train.batch import Entries
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.saved_steps import Checkpoint
 from train.job.blueprint import Blueprint
@@ -52,7 +52,7 @@ class Programs:
 
     optimizer: Optimizer
     step: Step
-    evaluate: Callable[[Tree, Batch], dict[str, Any]]
+    evaluate: Callable[[Tree, Entries], dict[str, Any]]
     plan: Tree | None
 
 
@@ -104,11 +104,11 @@ class Worker:
         self.state = self.blueprint.restored(self.state, loaded)
         return self.state
 
-    def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
+    def step(self, batch: Entries) -> tuple[State, dict[str, Any]]:
         self.state, metrics = self.programs.step(self.state, batch)
         return self.state, metrics
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Entries) -> tuple[Tensor, Tensor]:
         """(sum, count) of the loss of a batch with any number of rows, with the evaluated parameters."""
         missing = -len(entry_of_tokens(batch)) % self.mesh.rows
         if missing:

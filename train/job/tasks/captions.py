@@ -12,7 +12,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from params.io.files import inner_file
-from train.batch import Batch
+from train.batch import Entries
 from train.command_line import check_installed
 from train.data.pictures import Pixels, read_picture
 from train.losses.image_text import image_text_batch, image_text_loss
@@ -29,7 +29,7 @@ def captions(settings: DocumentSettings, examples: Examples) -> Encoder:
     pixels = Pixels.of(Path(str(settings.init)), config.vision.image_size)
     encode = encoder_of_texts(settings, config.text)
 
-    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Batch:
+    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Entries:
         images: list[Tensor] = [read_picture(one["file"], pixels) for one in chosen]
         return image_text_batch([encode(one["text"]) for one in chosen], images, config)  # a row for each pair
 

@@ -11,7 +11,7 @@ from fnmodels.errors import UserError
 from fnmodels.files import check_folder, copy_file
 from fnmodels.tree import Tree
 from params.io.files import plain_file
-from train.batch import Batch
+from train.batch import Entries
 from train.data.examples import chosen, read_examples
 from train.job import report
 from train.job.blueprint import Blueprint
@@ -58,7 +58,7 @@ class DocumentTask:
     def model_path(self) -> Path:
         return self.path / "model"
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Entries:
         settings = self.settings
         some = chosen(self.examples, settings.seed, step, settings.batch)
         return self.encoder.batch(some, common.generator_of(settings.seed, step), self.rows)

@@ -13,7 +13,7 @@ import fnmodels
 import params as P
 from fnmodels.errors import UserError
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.eval.pretrained import check_vocabulary, load_tokenizer
 from train.losses.documents import document_batch
 from train.parallel.padding import padded
@@ -46,7 +46,7 @@ class Encoder:
     spec: Tree
     loss: Callable[..., Any]
     load: Callable[[], Tree]
-    batch: Callable[[Examples, torch.Generator, int], Batch]
+    batch: Callable[[Examples, torch.Generator, int], Entries]
     save: Callable[[Path, Tree], object]
 
 
@@ -88,7 +88,7 @@ def packed(
     return document_batch(flat, sum(sizes), **values), sizes
 
 
-def in_rows(row: dict[str, Tensor], sizes: Sequence[int], rows: int) -> Batch:
+def in_rows(row: dict[str, Tensor], sizes: Sequence[int], rows: int) -> Entries:
     """The batch [1, S] in `rows` rows of whole examples, which ranks or microbatches can share.
 
     sizes: tokens of each example. A single row stays as it is, and so do all values: a mesh changes no batch.

@@ -20,7 +20,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.files import check_folder, write_text
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.command_line import check_installed, terminal_text
 from train.data.latents import flow_batch, read_latents, rows_of_images
 from train.data.pictures import class_texts, classes_of, picture_latents, write_grid
@@ -62,10 +62,10 @@ class FlowTask:
     def model_path(self) -> Path:
         return self.path / "transformer"
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Entries:
         return self._noised(flow_batch(self.images, self.settings.seed, step, self.settings.batch), step)
 
-    def _noised(self, batch: dict[str, Tensor], step: int) -> Batch:
+    def _noised(self, batch: dict[str, Tensor], step: int) -> Entries:
         noised = flow_noise(batch, common.generator_of(self.settings.seed, step))
         if self.blueprint.config.guidance_embeds:
             noised["guidance"] = torch.full_like(noised["time"], self.settings.guidance)

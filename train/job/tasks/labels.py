@@ -11,7 +11,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.models.common.family import field_of
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.data.examples import label_numbers
 from train.losses.documents import classification_loss
 
@@ -26,7 +26,7 @@ def labels(settings: DocumentSettings, examples: Examples) -> Encoder:
     config, params, numbers = _classifier(settings, wanted)
     encode = encoder_of_texts(settings, config)
 
-    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Batch:
+    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Entries:
         documents = [[encode(one["text"])] for one in chosen]
         return in_rows(*packed(documents, labels=[numbers[one["label"]] for one in chosen]), rows)
 

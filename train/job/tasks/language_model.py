@@ -24,7 +24,7 @@ from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from params.io.files import plain_file
-from train.batch import Batch
+from train.batch import Entries
 from train.checkpoint import saved_steps as checkpoint
 from train.data import mixture, rows, sources, tokenized
 from train.data.tokenizer import tokenizer_config
@@ -60,7 +60,7 @@ class LanguageModel:
     texts: sources.DataSources
     dataset: tokenized.Dataset
     mixture: mixture.Mixture
-    heldout: rows.Batch
+    heldout: rows.Entries
     blueprint: Blueprint
     flops_per_token: float
 
@@ -81,7 +81,7 @@ class LanguageModel:
     def heldout_targets(self) -> int:
         return int((self.heldout["labels"] >= 0).sum())
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Entries:
         return mixture.batch(self.mixture, self.settings.seed, step, self.settings.batch_rows)
 
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:

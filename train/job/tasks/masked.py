@@ -9,7 +9,7 @@ import torch
 import params as P
 from fnmodels.models.common.family import field_of
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.eval.pretrained import load_tokenizer
 from train.losses.masked_tokens import mask_tokens
 from train.losses.next_token import next_token_loss
@@ -30,7 +30,7 @@ def masked(settings: DocumentSettings, examples: Examples) -> Encoder:
         raise refuse(settings.init, f"its tokenizer has none of {', '.join(_MASKS)}")
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
-    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Batch:
+    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Entries:
         row, sizes = packed([[encode(one["text"])] for one in chosen])
         tokens, labels = mask_tokens(
             *(row["tokens"], row["segment_ids"], generator),

@@ -8,7 +8,7 @@ import torch
 import params as P
 from fnmodels.embedding import Embedder
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.losses.documents import contrastive_loss
 
 from .encoder import Encoder, Examples, encoder_of_texts, in_rows, is_embedder, packed, without_pooler
@@ -20,7 +20,7 @@ def pairs(settings: DocumentSettings, examples: Examples) -> Encoder:
     config, params, rest = without_pooler(whole, params)
     encode = encoder_of_texts(settings, config, embedder.max_length, lower_case=embedder.lower_case)
 
-    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Batch:
+    def batch(chosen: Examples, generator: torch.Generator, rows: int) -> Entries:
         texts = [[one["query"], one["positive"], *one["negatives"]] for one in chosen]
         labels = [i for i, some in enumerate(texts) for _ in some]
         roles = [min(role, 2) for some in texts for role in range(len(some))]

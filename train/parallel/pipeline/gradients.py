@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.comm.collectives import broadcast, maximum
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, joined
@@ -60,7 +60,7 @@ def gradient_sums(
     several, agreed = holders(pipe.config, pipe), _agreed_kinds(group)
     sent_outputs = _outputs_of_last(pipe, group)
 
-    def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
+    def sums(params: Tree, parts: Sequence[Entries], into: Sums | None = None, *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
         train = tree.flatten(trainable_mask(params, optimizer.traits.trainable))
         paths = iter(train)
@@ -97,12 +97,12 @@ def gradient_sums(
 
 def loss_sums(
     loss_fn: Callable[..., Any], pipe: Pipeline, group: dist.ProcessGroup | None = None, hooks: StageHooks = ALONE
-) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
+) -> Callable[[Tree, Sequence[Entries]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
     run, agreed = runner(StagedLoss(as_loss(loss_fn), _forward(pipe), hooks), group), _agreed_kinds(group)
 
     @torch.no_grad()
-    def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+    def sums(params: Tree, parts: Sequence[Entries]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         return agreed(*_summed(*run(params, parts, False)))
 
     return sums
@@ -110,7 +110,7 @@ def loss_sums(
 
 def outputs(
     function: Callable[..., Any], pipe: Pipeline, group: dist.ProcessGroup | None = None, hooks: StageHooks = ALONE
-) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+) -> Callable[[Tree, Sequence[Entries]], list[Any]]:
     """run(params, parts) -> the function's result per microbatch, on every rank; no gradients.
 
     function: of (params, batch), as a loss; its result is a tree of tensors. Tensors [B, S, ...] are cut back if a
@@ -125,7 +125,7 @@ def outputs(
     assert of_all is not None
 
     @torch.no_grad()
-    def found(params: Tree, parts: Sequence[Batch]) -> list[Any]:
+    def found(params: Tree, parts: Sequence[Entries]) -> list[Any]:
         sizes = [tuple(entry_of_tokens(part).shape[:2]) for part in parts]
         longest = max((size[1] for size in sizes), default=0)
         if len({length for _, length in sizes}) > 1 and not several_lengths(pipe.config):
@@ -141,12 +141,12 @@ def outputs(
 
 def _outputs_of_last(
     pipe: Pipeline, group: dist.ProcessGroup | None
-) -> Callable[[Sequence[tuple[Any, Any]], Sequence[Batch]], list[Any]]:
+) -> Callable[[Sequence[tuple[Any, Any]], Sequence[Entries]], list[Any]]:
     """A function from the last stage's results per microbatch to a loss' outputs on every rank, [] if it has none."""
     last, of_all = pipe.ranks[-1], dist.group.WORLD if group is None else group
     known: list[bool] = []
 
-    def sent(found: Sequence[tuple[Any, Any]], parts: Sequence[Batch]) -> list[Any]:
+    def sent(found: Sequence[tuple[Any, Any]], parts: Sequence[Entries]) -> list[Any]:
         results = [one for (_, outputs), _ in found for one in outputs]
         device = entry_of_tokens(parts[0]).device
         if not known:  # once: a reduction per call would cost those that have no outputs

@@ -13,7 +13,7 @@ from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
-from train.batch import Batch, check_entries
+from train.batch import Entries, check_entries
 from train.loss import ModelLoss, RouterTerms, Stage, as_loss
 from train.losses.batch_checks import check_of
 from train.parallel.padding import padded
@@ -30,7 +30,7 @@ class Microbatch:
     "decoder"} of a model of both. routers: what the loss needs of the routers.
     """
 
-    batch: Batch
+    batch: Entries
     inputs: Tree
     masks: Mapping[str, MaskLike]
     freqs_cis: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class Microbatch:
     routers: RouterTerms | None
 
 
-def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[Batch]) -> list[Microbatch]:
+def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[Entries]) -> list[Microbatch]:
     """The prepared microbatches. ValueError, the same on every rank, since all are given the same ones.
 
     Every stage expects hidden states of one shape, so smaller microbatches are padded to the largest number of rows and
@@ -63,7 +63,7 @@ def several_lengths(config: Any) -> str:
     return "it has texts and latents" if traits_of(family).inputs == "latents" else ""
 
 
-def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
+def _check_same_shapes(parts: Sequence[Entries], why: str) -> None:
     """ValueError for microbatches of several shapes: which of a row's lengths an entry has is not known."""
     for index, part in enumerate(parts):
         for name, x in part.items():
@@ -77,7 +77,7 @@ def _check_same_shapes(parts: Sequence[Batch], why: str) -> None:
                 )
 
 
-def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
+def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Entries) -> Microbatch:
     latents = traits_of(family_of(pipe.config)).inputs == "latents"
     check_entries(batch, "latents" if latents else "tokens", "positions", "segment_ids")
     check_of(loss)(batch, pipe.config)
@@ -110,7 +110,7 @@ def stop_before(_: Tensor) -> NoReturn:
     raise _Reached
 
 
-def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microbatch | None:
+def recorded(function: Callable[..., Any], params: Tree, batch: Entries) -> Microbatch | None:
     """The call of fnmodels.hidden that a function of (params, batch) makes, where it is stopped; None without a call.
 
     params: this rank's shards, of which nothing is gathered.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.batch import Batch
+from train.batch import Entries
 from train.parallel.padding import entry_of_tokens
 from train.parallel.tensor.leaf_roles import path_in_layer
 
@@ -106,7 +106,7 @@ class _Received(torch.autograd.Function):
 
 
 Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count, aux)
-StagesRun = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
+StagesRun = Callable[[Tree, Sequence[Entries], bool], tuple[list[Tensor], Found]]
 
 
 def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> StagesRun:
@@ -120,7 +120,7 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> StagesRun:
     stages = pipe.stages(dist.get_rank(group))
     made: dict[Any, tuple[dict[int, _Stage], Any]] = {}
 
-    def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
+    def run(params: Tree, parts: Sequence[Entries], train: bool) -> tuple[list[Tensor], Found]:
         check_share(params, pipe.config, pipe, stages)
         ready = microbatches(staged.loss, pipe, params, parts)
         cuts = {stage: cut(params, pipe.config, pipe, (stage,)) for stage in stages}
