@@ -28,7 +28,7 @@ from params.sharding import Sharding, plan_by_path
 
 from . import tensor_map
 from .header_checks import CheckedFolder, check_folder
-from .read_leaf import Source, full_box, read_leaf
+from .read_leaf import Source, full_box, keep_leaf, read_leaf
 from .tensor_map import StoredLeaf, dtype_class
 from .value_checks import check_ties, refuse_non_finite
 
@@ -59,6 +59,7 @@ def load_pretrained(
     head: Literal["none"] | None = None,
     part: str | None = None,
     ignore_fields: Collection[str] = (),
+    keep_quantized: bool = False,
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
@@ -86,12 +87,18 @@ def load_pretrained(
     Config, its params); all headers are checked, and only its tensors are read. A text model is its own part "text".
     ignore_fields=("name",): reads config.json without fields of these names that no family knows, which is an error
     otherwise; they are recorded in what is saved. A field that is read cannot be ignored.
+    keep_quantized=True: quantized weights that F.linear or a layer with experts applies stay as the files have them
+    (`params.quantized.kept.KeptWeight`), in their memory, and are dequantized whenever they are used: outputs are those
+    of the dequantized model. Other leaves, and those that share blocks or words of the file with others, are plain.
+    ValueError with a plan.
     report: is called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
+    if keep_quantized and plan is not None:
+        raise ValueError("keep_quantized=True reads weights that are not sharded: leave out plan=.")
     folder = Path(path)
     with memory_for(folder), ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part, ignore_fields)
@@ -106,7 +113,11 @@ def load_pretrained(
         share = next(iter(placements.values())).rank_and_count() if placements else (0, 1)
         source = Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
         check_ties(checked.tied, checked.found, source.buffer, share)
-        made = {one.path: read_leaf(one, boxes[one.path], source, _target(one, dtype, checked.found)) for one in chosen}
+        made: dict[str, tuple[Any, bool]] = {}
+        for one in chosen:
+            target = _target(one, dtype, checked.found)
+            kept = keep_leaf(one, source, target) if keep_quantized else None
+            made[one.path] = read_leaf(one, boxes[one.path], source, target) if kept is None else (kept, False)
         flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
             refuse_non_finite(folder, chosen, boxes, flat, checked.found)

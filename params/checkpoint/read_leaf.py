@@ -23,6 +23,7 @@ from params.io.safetensors_file import (
     read_tensor,
     row_entries,
 )
+from params.quantized.kept import KeptWeight, Target, keep, may_stay
 from params.quantized.weight import Found, QuantizedWeight, matrices, read_quantized
 
 from .tensor_map import StoredLeaf
@@ -84,6 +85,14 @@ def read_leaf(parameter: StoredLeaf, box: Box, source: Source, dtype: torch.dtyp
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
     _fill(out, stored, box, (file, entry), dtype, source.buffer)
     return out, False
+
+
+def keep_leaf(parameter: StoredLeaf, source: Source, dtype: torch.dtype | None) -> KeptWeight | None:
+    """One parameter as the files have it, None where that is no form of a leaf."""
+    if not may_stay(parameter.path, parameter.leaf.shape):
+        return None
+    target = Target(dtype, source.device)
+    return keep(parameter.stored, parameter.leaf.shape, source.found, target, source.buffer)
 
 
 def _stacked(sources: Sequence[tuple[Single, Located]], box: Box, source: Source, dtype: torch.dtype | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.storage import Stack, disk_name
 from params.io.safetensors_file import Box, TensorEntry, read_into
+from params.quantized.kept import dequantize
 from params.quantized.weight import Found, QuantizedWeight
 
 from .read_leaf import Located, read_located
@@ -61,7 +62,7 @@ def refuse_non_finite(
     """MismatchError naming every leaf with a NaN or an infinity."""
     faults = []
     for parameter in chosen:
-        for name, value in _by_name(parameter, boxes[parameter.path], flat[parameter.path]):
+        for name, value in _by_name(parameter, boxes[parameter.path], dequantize(flat[parameter.path])):
             # one pass without a mask as large as the leaf: aminmax propagates NaN
             if value.is_floating_point() and value.numel() and not all(e.isfinite() for e in torch.aminmax(value)):
                 count, where = value.numel() - int(value.isfinite().sum()), found[name][0].path.name

@@ -75,9 +75,18 @@ class Lora(_AppliedByLinear):
         rows = F.embedding(ids, self.weight)
         return rows + (self.scale * (F.embedding(ids, self.b) @ self.a)).to(rows.dtype)
 
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def unbind(self) -> "list[Lora]":
+        """Of experts: each one's weight with its adapter."""
+        norms = [None] * len(self) if self.magnitude is None else self.magnitude.unbind()
+        parts = zip(self.weight.unbind(), self.a.unbind(), self.b.unbind(), norms, strict=True)
+        return [Lora(weight, a, b, self.scale, magnitude) for weight, a, b, magnitude in parts]
+
     def row_norms(self) -> Tensor:
         """[out] or [E, out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
-        weight, a, b = (leaf.detach() for leaf in (base_of(self.weight, merged=True), self.a, self.b))
+        weight, a, b = (leaf.detach() for leaf in (_plain(base_of(self.weight, merged=True)), self.a, self.b))
         return _sum(weight, a, b, self.scale).norm(dim=-1)
 
     def merged(self) -> Tensor:
@@ -86,11 +95,17 @@ class Lora(_AppliedByLinear):
             with torch.no_grad():  # with gradients enabled, to_local would return views
                 weight, a, b = (leaf.to_local() for leaf in (base_of(self.weight, merged=True), self.a, self.b))
             return sharding.distribute(Lora(weight, a, b, self.scale).merged())
-        weight = base_of(self.weight, merged=True)
+        weight = _plain(base_of(self.weight, merged=True))
         total = _sum(weight, self.a, self.b, self.scale)
         if self.magnitude is not None:
             total = total * (self.magnitude / self.row_norms())[..., None]
         return total.to(weight.dtype)
+
+
+def _plain(weight: Any) -> Tensor:
+    """The weight, dequantized if it is kept as a file stores it."""
+    plain: Tensor = weight.dequantized() if hasattr(weight, "dequantized") else weight
+    return plain
 
 
 def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

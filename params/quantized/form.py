@@ -67,7 +67,11 @@ class Reader(Protocol):
         """How many columns of entries the part has."""
 
     def refuse(self, part: Part, what: str) -> None:
-        """Raise an error that says `what` about the values of a part, if this reader checks them."""
+        """Raise an error that says `what` about the values of a part."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether the values of parts are checked: those in memory were, when they were read."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Part:
     def aligned(self, reader: Reader, rows: slice, columns: slice) -> Tensor:
         """The numbers of all entries that the elements touch."""
         values = self.decode(reader.read(self, (self.rows.region(rows), self.columns.region(columns))))
-        if self.check and (fault := self.fault(values)):
+        if reader.checks and self.check and (fault := self.fault(values)):
             reader.refuse(self, fault)
         return values
 
@@ -170,7 +174,7 @@ class Form:
         values = codes.float()  # in new memory: no decoder returns what it reads
         groups = None
         if self.index is not None and reader.has(self.index):
-            groups = self._groups(reader, columns)
+            groups = self.groups_of(reader, columns)
         if self.zeros is not None and _present(reader, self.zeros):
             _apply(Tensor.sub_, values, self.zeros, reader, (rows, columns), groups)
         elif self.middle:
@@ -183,13 +187,12 @@ class Form:
             _apply(Tensor.add_, values, self.bias, reader, (rows, columns), groups)
         return values.add_(self.offset) if self.offset else values
 
-    def _groups(self, reader: Reader, columns: slice) -> tuple[Tensor, slice]:
+    def groups_of(self, reader: Reader, columns: slice) -> tuple[Tensor, slice]:
         """(group [columns] of each column, the elements that all groups cover)."""
         assert self.index is not None and isinstance(self.scales, Part)
         groups = reader.read(self.index, (slice(0, 1), columns)).flatten().long()
         count = reader.columns(self.scales)
-        outside = (groups < 0) | (groups >= count)
-        if outside.any():
+        if reader.checks and (outside := (groups < 0) | (groups >= count)).any():
             first = int(groups[outside][0])
             reader.refuse(self.index, f"{int(outside.sum()):,} groups, {first} for one, are not from 0 to {count - 1}")
         return groups, slice(0, count * (self.scales.columns.elements or 1))

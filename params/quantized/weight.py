@@ -201,6 +201,7 @@ class FileReader:
 
     weight: QuantizedWeight
     buffer: Tensor
+    checks: bool = True
 
     def has(self, part: Part) -> bool:
         return part.ending in self.weight.parts

@@ -41,7 +41,7 @@ from fnmodels.ops.mla import (
     query_latent,
 )
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.moe.experts import choose_experts
+from fnmodels.ops.moe.experts import choose_experts, is_stored
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
@@ -292,8 +292,10 @@ class Context:
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
-        # a weight with an adapter (params.lora) has the method: experts have no product of it
-        stacks = {name: w.merged() if hasattr(w, "merged") else w for name, w in layer["experts"].items()}
+        # a weight with an adapter (params.lora) has the method: experts have no product of it, but by `stored_experts`
+        stacks = {
+            name: w.merged() if hasattr(w, "merged") and not is_stored(w) else w for name, w in layer["experts"].items()
+        }
         layer = layer | {"experts": stacks}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         experts = functools.partial(run, input_weighted=input_weighted)

@@ -13,6 +13,7 @@ its output is 0.
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
     invariant  as loop, by `invariant_linear`            bits of a token that depend on it alone; first derivatives only
 
+Leaves that are kept as a file stores them have `stored_experts`, or `dense_stored_experts` where shapes are static.
 "auto" has two more for few tokens without gradients on a CPU: `few_experts` in eager mode, and `gathered_experts` in
 compiled code.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.cpu.dispatch import DispatchedCpu, combine_cpu, dispatch_cpu
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_linear
+from fnmodels.ops.linear import linear
 from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, guarded_true, in_graph
 from fnmodels.options import Experts
 
@@ -50,6 +53,10 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
     """
     if not isinstance(experts, str):
         return experts
+    if any(map(is_stored, weights)) and experts != "invariant":
+        if experts == "dense" or not readable(x) or torch.compiler.is_compiling():
+            return dense_stored_experts
+        return stored_experts
     if experts == "auto":
         if torch.compiler.is_compiling():
             return compiled_experts
@@ -64,6 +71,11 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Exper
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
     return _PATHS[experts]
+
+
+def is_stored(weight: Any) -> bool:
+    """Whether a leaf of experts is kept as a file stores it (`params.quantized.kept`), itself or below an adapter."""
+    return hasattr(weight, "dequantized") or hasattr(getattr(weight, "weight", None), "dequantized")
 
 
 def _few(tokens: int, experts: int) -> bool:
@@ -313,18 +325,57 @@ def invariant_experts(
             'not allow: experts="dense" has static shapes.'
         )
     rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
+    return combine_cpu(
+        _one_by_one(experts, rows, dispatched.counts.tolist(), act, invariant_linear), dispatched, weights
+    )
+
+
+def stored_experts(
+    experts: Mapping[str, Any],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """Experts one after another, with leaves kept as a file stores them: only an expert with tokens is dequantized."""
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
+    return combine_cpu(_one_by_one(experts, rows, dispatched.counts.tolist(), act, linear), dispatched, weights)
+
+
+def dense_stored_experts(
+    experts: Mapping[str, Any],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """`dense_experts` of all experts' dequantized weights."""
+    plain = {name: leaf.merged() if hasattr(leaf, "merged") else leaf for name, leaf in experts.items()}
+    plain = {name: leaf.dequantized() if is_stored(leaf) else leaf for name, leaf in plain.items()}
+    return dense_experts(plain, x, weights, indices, valid, act=act, input_weighted=input_weighted)
+
+
+def _one_by_one(
+    experts: Mapping[str, Any], rows: Tensor, counts: list[int], act: Act, product: Callable[..., Tensor]
+) -> Tensor:
     # unbind: the gradient of each expert's part alone would be a tensor of all experts' size.
     each = {name: leaf.unbind() for name, leaf in experts.items()}
     out = [
-        _mlp({name: leaves[expert] for name, leaves in each.items()}, part, act) if len(part) else part
-        for expert, part in enumerate(rows.split(dispatched.counts.tolist()))
+        _mlp({name: leaves[expert] for name, leaves in each.items()}, part, act, product) if len(part) else part
+        for expert, part in enumerate(rows.split(counts))
     ]
-    return combine_cpu(torch.cat(out), dispatched, weights)
+    return torch.cat(out)
 
 
-def _mlp(expert: Mapping[str, Tensor], x: Tensor, act: Act) -> Tensor:
-    read = (invariant_linear(x, expert[f"{name}_proj"], expert.get(f"{name}_bias")) for name in inputs_of(expert))
-    return invariant_linear(act(*read), expert["down_proj"], expert.get("down_bias"))
+def _mlp(expert: Mapping[str, Any], x: Tensor, act: Act, product: Callable[..., Tensor]) -> Tensor:
+    read = (product(x, expert[f"{name}_proj"], expert.get(f"{name}_bias")) for name in inputs_of(expert))
+    return product(act(*read), expert["down_proj"], expert.get("down_bias"))
 
 
 _PATHS: dict[str, Experts] = {
