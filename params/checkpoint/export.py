@@ -11,6 +11,7 @@ from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
 from params.io.safetensors_file import NAMES, LazyTensor
+from params.quantized.kept import KeptWeight
 
 from .shard_index import as_lines
 from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_leaves
@@ -37,6 +38,10 @@ def lazy_tensors(
     config: DecoderConfig, params: Tree, fetch: Callable[[str], Tensor] | None = None
 ) -> dict[str, LazyTensor]:
     """{name on disk: tensor, made when it is written}, in the order of the spec. Errors as in `export`."""
+    if tree.contains(params, KeptWeight):
+        raise MismatchError(
+            "Some weights are kept as a file has them (keep_quantized): params.dequantize makes plain ones."
+        )
     flat = tree.flatten(params)
     _check(config, flat, meta=fetch is not None)
     values = (lambda _: flat) if fetch is None else _Fetched(fetch)

@@ -102,7 +102,7 @@ def on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box
     """(a, b) on the weight's device, in its dtype and sharded to match; each of `make` returns a box (None: all)."""
     sharding = sharding_of(weight)
     if sharding is None:
-        a, b = (values(None).to(weight) for values in make)
+        a, b = (values(None).to(weight.device, weight.dtype) for values in make)
         return a, b
     distributed = []
     last = weight.ndim - 1

@@ -7,6 +7,7 @@ they stay as they are computed, whatever the method. `activations` and `cache` s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,13 @@ class Quantization:
                 yield self.describe(form, read_tensor(file, entry, None, buffer))
             except MismatchError as error:
                 raise MismatchError(f"{file.path}: {state!r} {error}.") from None
+
+    @functools.cached_property
+    def endings(self) -> frozenset[str]:
+        """Those of the names of all parts that a weight may have, but for codes that have the weight's name."""
+        every = {form for forms in (self.forms, *self.modules.values()) for form in forms}
+        named = {part.ending for form in every for part, _, _ in form.parts()}
+        return frozenset(named.union(*({form.state, *form.beside} for form in every)) - {""})
 
     @property
     def summary(self) -> str:

@@ -52,6 +52,10 @@ class KeptWeight:
         return len(self.shape)
 
     @property
+    def device(self) -> torch.device:
+        return next(part.device for part in self.parts if part is not None)
+
+    @property
     def nbytes(self) -> int:
         """Of its parts."""
         return sum(part.nbytes for part in self.parts if part is not None)
@@ -90,8 +94,7 @@ class KeptWeight:
         with torch.no_grad():
             if torch.compiler.is_compiling():
                 return self.form.values(reader, (rows, columns), whole).to(self.dtype)
-            device = next(part.device for part in self.parts if part is not None)
-            out = torch.empty(rows, columns, dtype=self.dtype, device=device)
+            out = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
             for region in regions(self.form, whole, CHUNK):
                 out[region] = self.form.values(reader, (rows, columns), region)
         return out

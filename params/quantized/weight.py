@@ -97,7 +97,7 @@ def _attempt(
     codes, stem = form.codes, name.removesuffix(form.codes.ending)
     if (form.weight and not stem.endswith(".")) or (len(entry.shape) < 2 and not form.width):
         return None
-    others = {form.state, *form.beside, *(part.ending for part, _, _ in form.parts())} - {codes.ending, ""}
+    others = quantization.endings - {codes.ending}
     if any(name.endswith(ending) and name.removesuffix(ending) + codes.ending in found for ending in others):
         return None  # it is another part of a weight
     where = f"{name!r} in {found[name][0].path.name}"

@@ -1,0 +1,169 @@
+"""Weights kept as the file has them are the dequantized model: outputs, gradients, transforms; in the file's memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import params as P
+from fnmodels import gpt_oss, llama, tree
+from params.quantized.kept import KeptWeight
+from tests.params.quantized import test_block_scales as blocks
+from tests.params.quantized import test_dialects, test_integers
+from tests.params.quantized.dialects import DIALECTS
+from tests.support.cases import batch_of, generic_params, off, segments
+
+FILE = "model.safetensors"
+
+
+def mxfp4_checkpoint(folder: Path) -> None:
+    """gpt-oss, whose experts' gate and up are interleaved rows of one tensor."""
+    config = gpt_oss.Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    P.save_pretrained(folder, config, generic_params(config, torch.bfloat16))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / FILE).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, width, out = tensor.shape
+            draw = torch.Generator().manual_seed(out)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, width // 32, 16), generator=draw).byte()
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, out, width // 32), generator=draw).byte()
+        else:
+            tensors[name] = tensor
+    blocks.rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+
+
+CHECKPOINTS: dict[str, Any] = {
+    **{f"{name} fp8": lambda folder, c=config: blocks.write(folder, c) for name, config in blocks.CONFIGS.items()},
+    **{
+        f"{name} {form}": lambda folder, c=config, s=said: test_integers.write(folder, c, s)
+        for name, config in test_integers.CONFIGS.items()
+        for form, said in test_integers.FORMS.items()
+        if form in ("gptq", "awq", "packed, zeros and order", "int8")
+    },
+    "gpt_oss mxfp4": mxfp4_checkpoint,
+}
+
+
+def kept_leaves(params: Any) -> Iterator[KeptWeight]:
+    if isinstance(params, KeptWeight):
+        yield params
+    for child in params.values() if isinstance(params, dict) else params if isinstance(params, list) else ():
+        yield from kept_leaves(child)
+
+
+def both(folder: Path, **options: Any) -> tuple[Any, Any, Any]:
+    config, plain = P.load_pretrained(folder, **options)
+    return config, plain, P.load_pretrained(folder, keep_quantized=True, **options)[1]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_kept_model_is_the_dequantized_one(name: str, tmp_path: Path) -> None:
+    """Logits on each kernel, and gradients of what is before and after kept weights; experts included."""
+    CHECKPOINTS[name](tmp_path)
+    config, plain, kept = both(tmp_path, dtype=torch.float32)
+    assert len(list(kept_leaves(kept))) >= 6
+    assert any(leaf.ndim == 3 for leaf in kept_leaves(kept)) == (hasattr(config, "num_experts_per_tok"))
+    back = tree.flatten(P.dequantize(kept))
+    assert all(torch.equal(leaf, back[path]) for path, leaf in tree.flatten(plain).items())
+    batch = batch_of(config, segments((7, 5), (12,)))
+    for options in ({}, {"kernel": "math"}, {"kernel": "invariant"}):
+        with torch.no_grad():
+            assert off(batch.forward(kept, **options), batch.forward(plain, **options)) < 1e-5
+    grads = []
+    for params in (plain, kept):
+        embedding = params["embed_tokens"].clone().requires_grad_()
+        loss = batch.forward({**params, "embed_tokens": embedding}).square().mean()
+        grads.append(torch.autograd.grad(loss, embedding)[0])
+    assert off(grads[1], grads[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral gptq", "deepseek fp8"])
+def test_adapters_of_experts_train_on_a_kept_base(name: str, tmp_path: Path) -> None:
+    """Their gradients and the merged model are those on the dequantized base."""
+    CHECKPOINTS[name](tmp_path)
+    config, plain, kept = both(tmp_path, dtype=torch.float32)
+    batch = batch_of(config, segments((7, 5), (12,)))
+    grads, merged = [], []
+    for base in (plain, kept):
+        tuned = P.lora.add(config, base, rank=2, targets=("o_proj", "layers.*.experts.*_proj"), seed=3)
+        adapters = tree.map(lambda leaf: (leaf + 0.01).requires_grad_(), P.lora.adapters(tuned))
+        attached = P.lora.attach(base, adapters)
+        grads.append(torch.autograd.grad(batch.forward(attached).square().mean(), tree.leaves(adapters)))
+        merged.append(P.lora.merge(tree.map(torch.Tensor.detach, attached)))
+    assert all(off(other, one) < 1e-5 for one, other in zip(*grads, strict=True))
+    one, other = (tree.flatten(P.dequantize(params)) for params in merged)
+    assert one.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in one.items())
+
+
+def test_transforms_of_a_kept_product(tmp_path: Path) -> None:
+    """vmap over inputs, forward mode and second derivatives are those of the plain weight."""
+    dialect = next(one for one in DIALECTS if one.name == "modelopt NVFP4")
+    test_dialects.write(tmp_path, dialect)
+    weight = test_dialects.up(P.load_pretrained(tmp_path, dtype=torch.float32, keep_quantized=True)[1])
+    plain, x = weight.dequantized(), torch.randn(3, 5, 96, dtype=torch.float32)
+    for each in (weight, plain):
+        assert torch.func.vmap(lambda x, w=each: torch.nn.functional.linear(x, w))(x).shape == (3, 5, 64)
+
+    def energy(w: Any) -> Any:
+        return lambda x: torch.nn.functional.linear(x, w).pow(3).sum()
+
+    for derivative in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.hessian):
+        value = x[0, 0] if derivative is torch.func.hessian else x
+        assert off(derivative(energy(weight))(value), derivative(energy(plain))(value)) < 1e-5
+    tangent = torch.randn(3, 5, 96)
+    pairs = [torch.func.jvp(energy(w), (x,), (tangent,))[1] for w in (weight, plain)]
+    assert off(*pairs) < 1e-5
+
+
+def test_what_needs_plain_weights_says_so(tmp_path: Path) -> None:
+    blocks.write(tmp_path, blocks.CONFIGS["llama"])
+    config, kept = P.load_pretrained(tmp_path, keep_quantized=True)
+    with pytest.raises(P.MismatchError, match=r"kept as a file has .*params.dequantize"):
+        P.save_pretrained(tmp_path / "out", config, kept)
+    plan = P.plan(config, P.Rules())
+    with pytest.raises(ValueError, match="keep_quantized=True reads weights that are not sharded"):
+        P.load_pretrained(tmp_path, keep_quantized=True, plan=plan)
+    with pytest.raises(TypeError, match="KeptWeight"):
+        kept["layers"][0]["mlp"]["up_proj"] + 1
+
+
+def test_kept_weights_take_the_memory_of_the_file(tmp_path: Path) -> None:
+    """Of weights in the proportions of 7B: within a tenth of the file, where bf16 takes twice as much."""
+    config = llama.Config(
+        vocab_size=320,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=128,
+    )
+    blocks.write(tmp_path, config)
+    _, plain, kept = both(tmp_path)
+    leaves = sum(leaf.nbytes for leaf in tree.leaves(kept))
+    assert leaves < 1.1 * (tmp_path / FILE).stat().st_size
+    assert sum(leaf.nbytes for leaf in tree.leaves(plain)) > 1.8 * leaves
+
+
+def test_check_finite_reads_kept_weights(tmp_path: Path) -> None:
+    tensors = blocks.write(tmp_path, blocks.CONFIGS["llama"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[0, 0] = 0x7F
+    blocks.rewrite(tmp_path, tensors)
+    P.load_pretrained(tmp_path, keep_quantized=True)
+    with pytest.raises(P.MismatchError, match=f"{name} in .*: 1 of 60,000 values are not finite"):
+        P.load_pretrained(tmp_path, keep_quantized=True, check_finite=True)
