@@ -102,7 +102,8 @@ def test_adapters_of_experts_train_on_a_kept_base(name: str, tmp_path: Path) -> 
         tuned = P.lora.add(config, base, rank=2, targets=("o_proj", "layers.*.experts.*_proj"), seed=3)
         adapters = tree.map(lambda leaf: (leaf + 0.01).requires_grad_(), P.lora.adapters(tuned))
         attached = P.lora.attach(base, adapters)
-        grads.append(torch.autograd.grad(batch.forward(attached).square().mean(), tree.leaves(adapters)))
+        loss, leaves = batch.forward(attached).square().mean(), tree.leaves(adapters)
+        grads.append(torch.autograd.grad(loss, leaves, materialize_grads=True))  # an MTP head takes no part
         merged.append(P.lora.merge(tree.map(torch.Tensor.detach, attached)))
     assert all(off(other, one) < 1e-5 for one, other in zip(*grads, strict=True))
     one, other = (tree.flatten(P.dequantize(params)) for params in merged)
@@ -132,11 +133,10 @@ def test_transforms_of_a_kept_product(tmp_path: Path) -> None:
 def test_what_needs_plain_weights_says_so(tmp_path: Path) -> None:
     blocks.write(tmp_path, blocks.CONFIGS["llama"])
     config, kept = P.load_pretrained(tmp_path, keep_quantized=True)
-    with pytest.raises(P.MismatchError, match=r"kept as a file has .*params.dequantize"):
+    with pytest.raises(P.MismatchError, match=r"kept as a file has them.*params.dequantize"):
         P.save_pretrained(tmp_path / "out", config, kept)
-    plan = P.plan(config, P.Rules())
     with pytest.raises(ValueError, match="keep_quantized=True reads weights that are not sharded"):
-        P.load_pretrained(tmp_path, keep_quantized=True, plan=plan)
+        P.load_pretrained(tmp_path, keep_quantized=True, plan={})
     with pytest.raises(TypeError, match="KeptWeight"):
         kept["layers"][0]["mlp"]["up_proj"] + 1
 
