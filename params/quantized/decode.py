@@ -4,7 +4,7 @@ A decoder takes a matrix as it lies in the file and returns one number for each 
 elements for each entry, in order, along the packed dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Packed:
     offset: int = 0
 
     def __call__(self, raw: Tensor) -> Tensor:
+        if self.dim == 0 and raw.stride(0) < raw.stride(1):  # packed along the dimension that is contiguous
+            return replace(self, dim=1)(raw.mT).mT
         raw = raw.view(torch.int32) if raw.dtype == torch.uint32 else raw
         integers = self._in_words(raw) if raw.dtype.itemsize * 8 % self.bits == 0 else self._across_words(raw)
         return (integers + self.offset) & (1 << self.bits) - 1 if self.offset else integers

@@ -175,6 +175,8 @@ class Form:
         groups = None
         if self.index is not None and reader.has(self.index):
             groups = self.groups_of(reader, columns)
+            if reader.checks and self._is_even(groups[0], columns):  # of most files, and twice as fast
+                groups = None
         if self.zeros is not None and _present(reader, self.zeros):
             _apply(Tensor.sub_, values, self.zeros, reader, (rows, columns), groups)
         elif self.middle:
@@ -196,6 +198,12 @@ class Form:
             first = int(groups[outside][0])
             reader.refuse(self.index, f"{int(outside.sum()):,} groups, {first} for one, are not from 0 to {count - 1}")
         return groups, slice(0, count * (self.scales.columns.elements or 1))
+
+    def _is_even(self, groups: Tensor, columns: slice) -> bool:
+        """Whether the groups of these columns are those of the even division."""
+        assert self.scales is not None
+        size = self.scales.columns.elements
+        return size > 0 and torch.equal(groups, torch.arange(columns.start, columns.stop) // size)
 
     def values(self, reader: Reader, shape: tuple[int, int], region: Region) -> Tensor:
         """fp32, the region of a weight of this shape."""

@@ -7,6 +7,7 @@ REFUSED   name -> what its files hold that is not read, the end of a sentence
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
     """
     for inner, where in _places(values):
         return read_method(inner, where, values)
-    if folder is not None and (folder / HF_QUANT).exists():
+    if folder is not None and os.path.lexists(folder / HF_QUANT):
         content = read_json(folder / HF_QUANT)
         if not isinstance(content, dict):
             raise ConfigError(f"{HF_QUANT} must hold a JSON object.")

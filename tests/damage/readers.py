@@ -20,6 +20,7 @@ import params.inspect
 from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.ops.cpu import product_table
 from params import lora
+from params.quantized.methods import HF_QUANT
 from train import checkpoint
 from train.commands.prompt_rows import read_prompts
 from train.data import corpus, token_shards
@@ -67,6 +68,11 @@ class Reader:
 
 def _model(shards: str = "5GB") -> Callable[[Path], None]:
     return lambda folder: P.save_pretrained(folder, SMALL, PARAMS, max_shard_size=shards)
+
+
+def _quantized(folder: Path) -> None:
+    P.save_pretrained(folder, SMALL, PARAMS)
+    _json(HF_QUANT, {"quantization": {"quant_algo": "FP8"}})(folder)
 
 
 def _leftover(folder: Path) -> None:
@@ -195,6 +201,9 @@ _INDEX = "model.safetensors.index.json"
 READERS = (
     Reader("a model", _model(), _WEIGHTS, P.load_pretrained),
     Reader("a model in shards", _model("8KB"), (_INDEX, "model-00001-of-00002.safetensors"), P.load_pretrained),
+    Reader(
+        "a model that another file calls quantized", _quantized, ("hf_quant_config.json", *_WEIGHTS), P.load_pretrained
+    ),
     Reader("its manifest", _model(), ("fnmodels_manifest.json", *_WEIGHTS), lambda folder: P.verify(folder) or True),
     Reader("a model to inspect", _model(), (*_WEIGHTS, "fnmodels_manifest.json"), _inspected),
     Reader(

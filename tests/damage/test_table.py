@@ -110,6 +110,7 @@ USES: dict[str, tuple[str, ...]] = {
     "params.lora.peft_save.save_adapters": ("adapters", "adapters of another rank"),
     "params.lora.peft_load.load_adapters": ("adapters",),
     "params.lora.adapter_config.read_config": ("adapters",),
+    "params.quantized.methods.read_quantization": ("a model that another file calls quantized",),
     "train.checkpoint.saved_steps.save": ("a step", "a step that removes older ones"),
     "train.checkpoint.saved_steps.commit": ("a step",),
     "train.checkpoint.saved_steps._opened": ("saved steps",),
