@@ -75,12 +75,9 @@ class Lora(_AppliedByLinear):
         rows = F.embedding(ids, self.weight)
         return rows + (self.scale * (F.embedding(ids, self.b) @ self.a)).to(rows.dtype)
 
-    def __len__(self) -> int:
-        return len(self.weight)
-
     def unbind(self) -> "list[Lora]":
         """Of experts: each one's weight with its adapter."""
-        norms = [None] * len(self) if self.magnitude is None else self.magnitude.unbind()
+        norms = [None] * len(self.a) if self.magnitude is None else self.magnitude.unbind()
         parts = zip(self.weight.unbind(), self.a.unbind(), self.b.unbind(), norms, strict=True)
         return [Lora(weight, a, b, self.scale, magnitude) for weight, a, b, magnitude in parts]
 

@@ -60,9 +60,6 @@ class KeptWeight:
         """Of its parts."""
         return sum(part.nbytes for part in self.parts if part is not None)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """F.linear(x, self, bias); torch raises for every other function of a KeptWeight, naming it."""
@@ -81,7 +78,7 @@ class KeptWeight:
         parts = [None if part is None else part.unbind() for part in self.parts]
         return [
             replace(self, parts=tuple(None if part is None else part[index] for part in parts), shape=self.shape[1:])
-            for index in range(len(self))
+            for index in range(self.shape[0])
         ]
 
     def dequantized(self) -> Tensor:

@@ -324,7 +324,9 @@ def invariant_experts(
             'experts="invariant" reads on the host how many tokens each expert has, which vmap and compiled graphs do '
             'not allow: experts="dense" has static shapes.'
         )
-    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
+    rows, dispatched, weights = sorted_rows_cpu(
+        x, weights, indices, valid, experts["down_proj"].shape[0], input_weighted
+    )
     return combine_cpu(
         _one_by_one(experts, rows, dispatched.counts.tolist(), act, invariant_linear), dispatched, weights
     )
@@ -341,7 +343,9 @@ def stored_experts(
     input_weighted: bool = False,
 ) -> Tensor:
     """Experts one after another, with leaves kept as a file stores them: only an expert with tokens is dequantized."""
-    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
+    rows, dispatched, weights = sorted_rows_cpu(
+        x, weights, indices, valid, experts["down_proj"].shape[0], input_weighted
+    )
     return combine_cpu(_one_by_one(experts, rows, dispatched.counts.tolist(), act, linear), dispatched, weights)
 
 
