@@ -26,7 +26,7 @@ from params.checkpoint.save import config_text
 from params.io.files import plain_file
 from train.batch import Entries
 from train.checkpoint import saved_steps as checkpoint
-from train.data import mixture, rows, sources, tokenized
+from train.data import mixture, sources, tokenized
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
 from train.generation.text import complete
@@ -60,7 +60,7 @@ class LanguageModel:
     texts: sources.DataSources
     dataset: tokenized.Dataset
     mixture: mixture.Mixture
-    heldout: rows.Entries
+    heldout: Entries
     blueprint: Blueprint
     flops_per_token: float
 
