@@ -5,6 +5,8 @@ names, and for a second backward come long after the call. `first_order` is the 
 autograd node that knows the name of the kernel and raises when such a transform reaches it.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 
-from .torch_internals import differentiated_once
+from .torch_internals import differentiated_once, transformed
 
 
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
@@ -33,6 +35,32 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
     if vmap and (not torch.is_grad_enabled() or differentiated_once(*tensors)):
         return tensors
     return (_Guard if vmap else _GuardAgainstVmap).apply(kernel, *tensors)
+
+
+def guarded(kernel: str, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """function(q, k, v, **options), a kernel of torch's own; transforms that it does not support raise
+    NotImplementedError.
+
+    In plain autograd a hook on the kernel's node does what `first_order` does on its inputs, and takes no time.
+    """
+    if torch.compiler.is_compiling() or transformed():
+        q, k, v = first_order(kernel, q, k, v)
+    try:
+        result = function(q, k, v, **options)
+    except NotImplementedError:  # forward mode where no gradient is recorded
+        refuse(kernel)
+    if not torch.compiler.is_compiling() and result.grad_fn is not None:
+        result.grad_fn.register_hook(functools.partial(_stop, kernel))
+    return result
+
+
+def _stop(kernel: str, grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+    """A hook that lets a first backward pass, and puts `_Stop` in the way of a second one."""
+    if not torch.is_grad_enabled():  # no graph for a second backward is being recorded
+        return None
+    if any(g is not None and batched_gradient(g) for g in grads):
+        refuse(kernel)  # with is_grads_batched a second backward would not reach `_Stop`
+    return tuple(None if g is None else _Stop.apply(kernel, g)[0] for g in grads)
 
 
 def refuse(kernel: str) -> NoReturn:
@@ -75,11 +103,8 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():  # no graph for a second backward is being recorded
-            return (None, *grads)
-        if any(g is not None and batched_gradient(g) for g in grads):
-            refuse(ctx.kernel)  # with is_grads_batched a second backward would not reach `_Stop`
-        return (None, *(None if g is None else _Stop.apply(ctx.kernel, g)[0] for g in grads))
+        stopped = _stop(ctx.kernel, grads, None)
+        return (None, *(grads if stopped is None else stopped))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:

@@ -127,8 +127,8 @@ class Context:
             k, v = read["k"], read["v"]
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-        return self.tap("attention.z", self._attention(q, k, v, mask, **how))
+        z = self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
+        return self.tap("attention.z", z)
 
     def shared(self, name: str) -> Any:
         """The entry of this name that the family's `shared` made for the layers of this call; None: there is none."""
@@ -243,10 +243,19 @@ class Context:
         sinks: Tensor | None = None,
         bias: RelativeBias | None = None,
     ) -> Tensor:
-        kernel, layout = self.options.kernel, self.options.layout
-        tap = self.tap if self.wants_any(PATTERN_TAPS) else None
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout, "tap": tap}
-        return attention(q, k, v, mask, kernel=kernel, bias=bias, **how)
+        return attention(
+            q,
+            k,
+            v,
+            mask,
+            kernel=self.options.kernel,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            layout=self.options.layout,
+            bias=bias,
+            tap=self.tap if self.wants_any(PATTERN_TAPS) else None,
+        )
 
     def state(self) -> Entry | None:
         """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""
@@ -333,8 +342,12 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         **tensors: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         ctx = (options.context or Context)(options, taps, tensors)
-        ctx.edits = {edit.tap: edit for edit in edits}
-        ctx.use = use or ctx.use  # not a default argument of class SlotUse: torch.compile cannot read those
+        if edits:
+            ctx.edits = {edit.tap: edit for edit in edits}
+        if use is not None:
+            ctx.use = use
+        if not (taps or edits or options.invariant or options.context):  # no scope is needed
+            return block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx), ctx.aux
         with invariant_rows(options.invariant), ctx.norms(layer):
             x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux

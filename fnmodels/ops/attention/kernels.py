@@ -57,6 +57,7 @@ class AttentionKernel:
         accepts: the changes of scores that it computes: softcap, sinks, bias, tap.
         refusals: {change: the sentence for a call that has it}, where naming other kernels takes more than a list.
         supports: transforms beside one backward pass: "vmap", and "all" for jvp and second derivatives too.
+        guarded: whether `run` itself refuses the other transforms, by `autograd_guard.guarded`.
         devices, dtypes: where it runs; None for any.
     """
 
@@ -67,6 +68,7 @@ class AttentionKernel:
     accepts: frozenset[str] = frozenset()
     refusals: Mapping[str, str] = field(default_factory=dict)
     supports: frozenset[str] = frozenset()
+    guarded: bool = False
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
 
@@ -128,6 +130,7 @@ KERNELS: Mapping[str, AttentionKernel] = {
             "softcap": 'kernel="sdpa" has no softcap; "blocks" (with a layout), "flex" and kernel="math" have it.'
         },
         supports=frozenset({"vmap"}),
+        guarded=True,
     ),
     "blocks": AttentionKernel(
         run=_blocks,

@@ -1,6 +1,7 @@
 """kernel="sdpa": torch's fused scaled_dot_product_attention, with is_causal, no mask, or a dense mask."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
-from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.autograd_guard import guarded
 from fnmodels.ops.cpu.one_query import is_one_query, one_query_attention
 from fnmodels.ops.cpu.tiled_kernel import pad_to_equal_width
 from fnmodels.ops.dtypes import upcast
@@ -60,18 +61,7 @@ def sdpa_attention(
     folds = grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1)
     if folds:  # the heads of a group as its queries, so that keys are read once: 5 times as fast in bf16
         q, grouped = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2), False
-    try:
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=allowed,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=grouped,
-        ).transpose(1, 2)
-    except NotImplementedError:  # forward mode under no_grad, where `first_order` adds no guard
-        refuse("sdpa")
+    out = _fused(q, k, v, attn_mask=allowed, is_causal=causal, scale=scale, enable_gqa=grouped)
     if folds:
         out = out.transpose(1, 2).flatten(1, 2)[:, None]
     if out.shape[-1] > width:
@@ -79,6 +69,12 @@ def sdpa_attention(
     if allowed is not None and not q.is_cpu:  # CUDA in half precision gives the mean of values to a query without keys
         out = out.where(allowed.any(-1).transpose(1, 2)[..., None], 0)
     return out[:, 1:] if sinks is not None and causal else out
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's fused attention of [B, S, heads, H], as [B, Q, N, Hv]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return guarded("sdpa", F.scaled_dot_product_attention, q, k, v, **options).transpose(1, 2)
 
 
 def _biased(
@@ -91,9 +87,8 @@ def _biased(
     if allowed is not None and some is not None:  # a query without keys sees all, and is cleared: -inf alone gives NaN
         bias = bias.masked_fill(~(allowed | ~some), -torch.inf)
     width, grouped, (q, k, v) = v.shape[-1], _is_grouped(q, k), pad_to_equal_width(q, k, v)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)[..., :width]
-    return (out if some is None else out.where(some, 0)).transpose(1, 2)
+    out = _fused(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)[..., :width]
+    return out if some is None else out.where(some.transpose(1, 2), 0)
 
 
 def _is_grouped(q: Tensor, k: Tensor) -> bool:

@@ -67,7 +67,7 @@ def attention(
     check_shapes(q, k, v, mask, form)
     check_device(name, q)
     chosen = KERNELS[name]
-    if "all" not in chosen.supports:
+    if not (chosen.guarded or "all" in chosen.supports):
         q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
     return chosen.run(q, k, v, form, scoring)
 
