@@ -1,7 +1,7 @@
 """`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypedDict
 
 from torch import Tensor
@@ -83,6 +83,7 @@ class ForwardOptions:
     edits: {name of a tap: edit}, applied where the tap is read, before it is recorded; see `fnmodels.edits`. Names are
         those of `taps`, "layers.3.mlp", "layers.*.mlp", "embed" or "hidden". Not part of equality, since blocks are
         bound without them.
+    checked: whether the layout is known to be that of the masks, because it was made of them for this call.
     """
 
     kernel: Kernel = "auto"
@@ -91,6 +92,7 @@ class ForwardOptions:
     experts: str | Experts = "auto"
     context: Callable[..., Any] | None = None
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
+    checked: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.edits is not None and not isinstance(self.edits, Mapping):
@@ -112,8 +114,8 @@ class ForwardOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The fields as keywords of the public functions."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """The fields that are keywords of the public functions."""
+        return {name: getattr(self, name) for name in ForwardKwargs.__annotations__}
 
     @property
     def invariant(self) -> bool:

@@ -25,7 +25,7 @@ import fnmodels
 from fnmodels import document_layout, tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.inputs.values import readable
+from fnmodels.mask_layout import readable_layout
 from fnmodels.models.common.family import DecoderConfig, parsed
 from fnmodels.ops.torch_internals import full_graph
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
@@ -193,11 +193,12 @@ class RunOptions:
     ) -> tuple[Mapping[str, Tensor], ForwardOptions]:
         """(the rotary tables, the loss's options changed and completed by the run's): see `fnmodels.run_params.Run`."""
         self.note_reached()
-        ranks = self.ranks
+        ranks, passed = self.ranks, options.layout or self.blocks.layout
         return self._global_tables(config, inputs, freqs_cis), dataclasses.replace(
             options,
             kernel=options.kernel if ranks.kernel is None else ranks.kernel(options.kernel),
             layout=self.layout_of(options, masks),
+            checked=passed is None,
             layer_fn=self.blocks.around(options.layer_fn),
             experts=options.experts if ranks.experts is None else ranks.experts(options.experts),
         )
@@ -223,7 +224,8 @@ class RunOptions:
             return made
         # On CUDA documents are an argument of compiled blocks; some kernels and kinds are bound to a layout.
         bound = callable(options.kernel) or options.kernel == "blocks" or any(kind.indexed for kind in parsed(masks))
-        return None if bound or not all(leaf.is_cuda for leaf in _tensors(masks)) else made
+        parts = [part for part in map(attention_part, masks.values()) if isinstance(part, Mask)]
+        return made if not bound and all(part.q_positions.is_cuda for part in parts) else None
 
     def _global_tables(
         self, config: DecoderConfig, inputs: Tree, freqs_cis: Mapping[str, Tensor]
@@ -369,18 +371,6 @@ def layout_of(batch: Entries) -> Layout | None:
         return None
     layout = document_layout(batch["positions"], batch["segment_ids"])
     return layout if layout and is_one_per_shape(layout) else None
-
-
-def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
-    """`fnmodels.layout`, or None where the host cannot read the masks: in a graph, under vmap, on meta."""
-    if torch.compiler.is_compiling() or not all(map(readable, _tensors(masks))):
-        return None
-    return fnmodels.layout(masks)
-
-
-def _tensors(masks: Mapping[str, MaskLike]) -> list[Tensor]:
-    """Those of `fnmodels.Mask`s."""
-    return tree.leaves([mask for mask in map(attention_part, masks.values()) if isinstance(mask, Mask)])
 
 
 def is_one_per_shape(layout: Layout) -> bool:

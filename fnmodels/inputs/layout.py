@@ -40,6 +40,8 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     positions, segment_ids = integers("positions", positions).cpu(), integers("segment_ids", segment_ids).cpu()
     positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
+    if length and (one := _one_document_per_row(positions, segment_ids)) is not None:
+        return one
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     if length:
         changed = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -58,6 +60,19 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
         rows.append(tuple((start, stop) for start, stop, _, _ in documents))
         firsts.append(tuple(first for *_, first in documents))
     return Layout(tuple(rows), length, tuple(firsts))
+
+
+def _one_document_per_row(positions: Tensor, segment_ids: Tensor) -> Layout | None:
+    """The layout of [B, S] positions and segment ids where every row is one full document in order; else None."""
+    rows, length = segment_ids.shape
+    segments, firsts = segment_ids[:, 0].tolist(), positions[:, 0].tolist()
+    if not all(segment > 0 for segment in segments) or not torch.equal(
+        segment_ids, segment_ids[:, :1].expand(rows, length)
+    ):
+        return None
+    if not torch.equal(positions, positions[:, :1] + torch.arange(length)):
+        return None
+    return Layout((((0, length),),) * rows, length, tuple((first,) for first in firsts))
 
 
 def layout(masks: Mapping[str, MaskLike]) -> Layout | None:

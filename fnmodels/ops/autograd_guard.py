@@ -43,13 +43,14 @@ def guarded(kernel: str, function: Callable[..., Tensor], q: Tensor, k: Tensor, 
 
     In plain autograd a hook on the kernel's node does what `first_order` does on its inputs, and takes no time.
     """
-    if torch.compiler.is_compiling() or transformed():
+    plain = not torch.compiler.is_compiling() and not transformed()
+    if not plain:
         q, k, v = first_order(kernel, q, k, v)
     try:
         result = function(q, k, v, **options)
     except NotImplementedError:  # forward mode where no gradient is recorded
         refuse(kernel)
-    if not torch.compiler.is_compiling() and result.grad_fn is not None:
+    if plain and result.grad_fn is not None:
         result.grad_fn.register_hook(functools.partial(_stop, kernel))
     return result
 

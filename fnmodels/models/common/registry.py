@@ -34,7 +34,13 @@ _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "u
 
 def family_of(config: Any) -> Family:
     """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
-    module = sys.modules[type(config).__module__]
+    module: Any = sys.modules[type(config).__module__]
+    try:  # a quick look, for every call of a model asks several times
+        _ = module.block, module.spec, module.kinds, module.attention_masks
+        _ = module.freqs_cis, module.embed, module.unembed
+        return cast(Family, module)
+    except AttributeError:
+        pass
     needed = ("spec",) if hasattr(module, "towers") else _NEEDED
     for name in needed:
         if not hasattr(module, name) and not (name == "unembed" and hasattr(module, "outputs")):

@@ -29,10 +29,10 @@ def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
     """`Causal()` if the mask equals is_causal over indices, `Everything()` if all keys are visible; else None."""
     if not isinstance(mask, Mask) or layout is None or not layout.plain:
         return None
-    spans = [(first, first + layout.length - 1) for (first,) in layout.firsts]
-    rules = [simplify(mask.rule, span, span) for span in spans]
-    plain = rules[0] in (Causal(), Everything()) and all(rule == rules[0] for rule in rules)
-    return rules[0] if plain else None
+    spans = {(first, first + layout.length - 1) for (first,) in layout.firsts}
+    rules = {simplify(mask.rule, span, span) for span in spans}
+    rule = rules.pop()
+    return rule if not rules and rule in (Causal(), Everything()) else None
 
 
 def sdpa_attention(

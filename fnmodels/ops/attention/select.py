@@ -82,10 +82,12 @@ def materialize(
     softcap: float | None = None,
     sinks: bool = False,
     bias: bool = False,
+    checked: bool = False,
 ) -> Any:
     """The mask in the form that the kernel reads, made once for all layers; such a form is returned unchanged.
 
-    device, dtype, softcap, sinks, bias: those of the attention calls, for "auto". ValueError for an unknown kernel and
+    device, dtype, softcap, sinks, bias: those of the attention calls, for "auto". checked: the layout is known to be
+    that of the mask. ValueError for an unknown kernel and
     for the layout of another batch.
     """
     if callable(kernel):
@@ -97,7 +99,7 @@ def materialize(
         )
     if isinstance(mask, FORMS):
         return mask
-    if isinstance(mask, Mask) and layout is not None:
+    if isinstance(mask, Mask) and layout is not None and not checked:
         check_layout(mask, layout)
     if kernel == "auto":
         asks = Asks(softcap is not None, sinks, bias)
