@@ -72,10 +72,26 @@ def head_loss(
     parallelism) each rank computes the logits of its vocabulary shard.
     weights, label_smoothing, z_loss and errors: as in `cross_entropy`.
     """
+    check_targets(labels, config.vocab_size)
+    options: Any = {"chunk": chunk, "weights": weights, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    return loss_of_targets(params, x, labels, config=config, **options)
+
+
+def loss_of_targets(
+    params: Tree,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    config: DecoderConfig,
+    chunk: int | str | None = "auto",
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`head_loss` of labels whose values were checked before the model ran."""
     chunk = chunk_of(chunk, config.vocab_size, x.device, x.dtype)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
-    check_targets(labels, config.vocab_size)
     check_weights(weights, labels)
     terms, count = Terms(label_smoothing, z_loss, part), count_labels(labels, weights)
     family = fnmodels.family_of(config)

@@ -20,7 +20,7 @@ from train.loss import Balance, RouterTerms, RunOptions, run_options
 from train.losses.moe_balance import balance_terms
 
 from .cross_entropy import check_labels, check_targets, counted
-from .lm_head import head_loss
+from .lm_head import loss_of_targets
 
 ROUTER_TAPS = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
 
@@ -54,7 +54,7 @@ def next_token_loss(
     call = model_call(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
     found = call.states(*hidden_states(*call.arguments)[:2])
     with invariant_rows(given.invariant):
-        total, count = head_loss(
+        total, count = loss_of_targets(
             params,
             found.x,
             batch["labels"],
