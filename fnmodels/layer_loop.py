@@ -7,15 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
-from fnmodels.mask_layout import readable_layout
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
@@ -216,25 +213,22 @@ def _tables(
 
 
 def _masks_by_choice(
-    plan: StackPlan, masks: Mapping[str, MaskLike], options: ForwardOptions, x: Tensor, *, cached: bool
+    plan: StackPlan, masks: Mapping[str, MaskLike], options: ForwardOptions, x: Tensor
 ) -> dict[Any, dict[str, MaskLike]]:
     """{what a `PerLayer` chose, or None: {kind: mask in the form that this kernel reads}}."""
     kinds_of: dict[Any, tuple[Any, set[str]]] = {}
     for layer in plan.layers:
         kinds_of.setdefault(layer.choice, (layer.options.kernel, set()))[1].add(layer.kind)
     return {
-        choice: _ready_masks({kind: masks[kind] for kind in sorted(kinds)}, kernel, options, plan, x, cached=cached)
+        choice: _ready_masks({kind: masks[kind] for kind in sorted(kinds)}, kernel, options, plan, x)
         for choice, (kernel, kinds) in kinds_of.items()
     }
 
 
 def _ready_masks(
-    masks: Mapping[str, MaskLike], kernel: Any, options: ForwardOptions, plan: StackPlan, x: Tensor, *, cached: bool
+    masks: Mapping[str, MaskLike], kernel: Any, options: ForwardOptions, plan: StackPlan, x: Tensor
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
-    layout, checked = options.layout, options.checked
-    if layout is None and not cached:
-        layout, checked = _short_layout(masks, kernel, options, plan, x), True
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
         twin = next(
@@ -249,32 +243,16 @@ def _ready_masks(
             form: Any = materialize(
                 part,
                 kernel,
-                layout,
+                options.layout,
                 device=x.device,
                 dtype=x.dtype,
                 softcap=plan.softcap,
                 sinks=plan.sinks,
                 bias=plan.bias,
-                checked=checked,
+                checked=options.checked,
             )
             ready[kind] = with_attention(mask, form)
     return ready
-
-
-def _short_layout(
-    masks: Mapping[str, MaskLike], kernel: Any, options: ForwardOptions, plan: StackPlan, x: Tensor
-) -> Layout | None:
-    """The layout of short rows of one document each, which torch's fused attention takes without a mask.
-
-    None for others, and where a layout would not be used so; see `ops.attention.select`.
-    """
-    plain = kernel == "auto" and x.is_cpu and x.shape[1] <= SHORT and x.dtype in (torch.float32, torch.float64)
-    if not plain or options.layer_fn is not None or plan.softcap is not None or plan.sinks or plan.bias:
-        return None
-    made = readable_layout(masks)
-    if made is None or not made.plain:
-        return None
-    return made if all(by_index(attention_part(mask), made) is not None for mask in masks.values()) else None
 
 
 class _Binding:

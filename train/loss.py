@@ -25,9 +25,9 @@ import fnmodels
 from fnmodels import document_layout, tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.mask_layout import readable_layout
+from fnmodels.inputs.values import has_values, unwrapped
 from fnmodels.models.common.family import DecoderConfig, parsed
-from fnmodels.ops.torch_internals import full_graph
+from fnmodels.ops.torch_internals import full_graph, undisturbed
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -371,6 +371,27 @@ def layout_of(batch: Entries) -> Layout | None:
         return None
     layout = document_layout(batch["positions"], batch["segment_ids"])
     return layout if layout and is_one_per_shape(layout) else None
+
+
+def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
+    """`fnmodels.layout`, or None where the host cannot read the masks: in a graph, under vmap, on meta."""
+    if torch.compiler.is_compiling():
+        return None
+    bare: dict[str, MaskLike] = {}
+    seen: dict[int, Tensor] = {}  # so that a tensor is unwrapped once, and stays one tensor
+    for kind, mask in masks.items():
+        part = attention_part(mask)
+        if not isinstance(part, Mask):
+            continue
+        tensors = part.q_positions, part.q_segments, part.kv_positions, part.kv_segments
+        for tensor in tensors:
+            if id(tensor) not in seen:
+                seen[id(tensor)] = value = unwrapped(tensor)
+                if not has_values(value):
+                    return None
+        q_positions, q_segments, kv_positions, kv_segments = (seen[id(tensor)] for tensor in tensors)
+        bare[kind] = Mask(q_positions, q_segments, kv_positions, kv_segments, None, None, part.rule)
+    return undisturbed(fnmodels.layout, bare)
 
 
 def is_one_per_shape(layout: Layout) -> bool:
