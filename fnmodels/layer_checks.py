@@ -24,7 +24,7 @@ def cleared(x: Tensor, valid: Tensor | None) -> Tensor:
             f"valid must be bool {list(x.shape[:2])} like the tokens, not {str(valid.dtype).removeprefix('torch.')} "
             f"{list(valid.shape)}."
         )
-    return x.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), 0)
+    return x.where(valid[..., None] if x.ndim == 3 else valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), 0)
 
 
 def valid_of_masks(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
@@ -106,7 +106,8 @@ def check_fit(
             )
         if not cached:  # attention checks the masks of steps, whose keys are not the tokens of x
             _check_mask(kind, attention_part(masks[kind]), x)
-        for table in leaves(freqs_cis[kind]):
+        tables = freqs_cis[kind]
+        for table in (tables,) if isinstance(tables, Tensor) else leaves(tables):
             if table.shape[1] != x.shape[1] or table.shape[0] not in (1, x.shape[0]):
                 raise ValueError(
                     f"freqs_cis[{kind!r}] is made for {list(table.shape[:2])} tokens [B, S], x has {list(x.shape[:2])}."
@@ -114,7 +115,7 @@ def check_fit(
 
 
 def _check_mask(kind: str, mask: MaskLike, x: Tensor) -> None:
-    if not isinstance(mask, Mask | Segments | Tensor) and not is_block_mask(mask):
+    if not isinstance(mask, (Mask, Segments, Tensor)) and not is_block_mask(mask):
         raise TypeError(
             f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
         )

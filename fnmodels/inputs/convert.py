@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fnmodels.tree import leaves
-
 from .block_mask import _block_mask_to_dense, is_block_mask
 from .layout import Layout
 from .mask import Mask, MaskLike
@@ -39,7 +37,9 @@ def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
         rows, length = mask.segment_ids.shape
         return rows, 1, length, length
     if isinstance(mask, Mask):
-        return max(t.shape[0] for t in leaves(mask)), 1, mask.q_positions.shape[1], mask.kv_positions.shape[1]
+        q, kv = mask.q_positions.shape, mask.kv_positions.shape
+        rows = max(q[0], kv[0], mask.q_segments.shape[0], mask.kv_segments.shape[0])
+        return max([rows, *(t.shape[0] for t in (mask.q_spans, mask.kv_spans) if t is not None)]), 1, q[1], kv[1]
     rows, heads, queries, keys = mask.shape if is_block_mask(mask) else to_dense(mask).shape
     return rows, heads, queries, keys
 
