@@ -288,7 +288,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-12b-text": _sized(_GEMMA3_TEXT, 3840, 15360, 48, 16, 8),
     "gemma-3-27b-text": _sized(_GEMMA3_TEXT, 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
     "embeddinggemma-300m": _sized(
-        _GEMMA3, 768, 1152, 24, 3, 1, max_position_embeddings=2048, use_bidirectional_attention=True
+        _GEMMA3 | {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
+        *(768, 1152, 24, 3, 1),
+        max_position_embeddings=2048,
     ),
     "gemma-4-e2b-text": _sized(
         _GEMMA4_E, 1536, 6144, 35, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, layer_types=_EVERY_FIFTH

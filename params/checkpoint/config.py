@@ -8,6 +8,7 @@ import errno
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,16 @@ def read_config(
             )
         _check_dtype(values)
         _check_tokens(values)
-        _check_architectures(values, to_hf(config).get("architectures"))
+        _check_architectures(values, to_hf(with_lm_head(config)).get("architectures"))
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values
+
+
+def with_lm_head(config: Any) -> Any:
+    """The decoder with a head for tokens, if it has none; another config unchanged."""
+    decodes = traits_of(family_of(config)).heads[0] == "lm"
+    return replace(config, head="lm") if decodes and getattr(config, "head", "lm") == "none" else config
 
 
 def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:

@@ -14,12 +14,13 @@ from torch import Tensor
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.storage import disk_names
 from params.io.safetensors_file import TensorEntry, TensorFile, cast_buffer
 from params.quantized.methods import read_quantization
 from params.quantized.weight import Found, QuantizedWeight, is_zero_bias, pair
 
 from . import tensor_map
-from .config import part_of, read_config
+from .config import part_of, read_config, with_lm_head
 from .shard_index import as_lines, open_folder
 from .tensor_map import Piece, StoredLeaf, dtype_class
 
@@ -52,11 +53,14 @@ def check_folder(
 ) -> CheckedFolder:
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
     declared, values = read_config(folder, family, part, ignore_fields)
-    config = declared if head is None else replace(declared, head=head, num_labels=0)
-    opened = open_folder(folder, stack, traits_of(family_of(config)).weights)
+    opened = open_folder(folder, stack, traits_of(family_of(declared)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     buffer = cast_buffer()
     found = _paired(folder, opened, values, buffer)
+    complete = with_lm_head(declared)
+    if complete is not declared and _head_names(complete) & found.keys():  # an older file, whose class has no head
+        declared = complete
+    config = declared if head is None else replace(declared, head=head, num_labels=0)
     parameters = tensor_map.stored_leaves(config)
     prefix = tensor_map.missing_prefix(parameters, found)
     smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
@@ -67,7 +71,7 @@ def check_folder(
     expected = tensor_map.by_name(parameters)
     published = tensor_map.published_names(config, {*expected, *tied}, found, prefix)
     found = dict(zip(published, found.values(), strict=True))
-    unread = tensor_map.names_of_head(declared, config, found)
+    unread = tensor_map.names_of_head(complete, config, found)
     leftovers = tuple(
         name
         for name in found
@@ -97,6 +101,12 @@ def _paired(
             f"{folder}: {len(faults)} tensors are not as {quantization.method} has them:{as_lines(faults)}"
         )
     return paired
+
+
+def _head_names(config: Any) -> set[str]:
+    """The names on disk of a head that is not tied."""
+    leaves = tensor_map.stored_leaves(config)
+    return {name for one in leaves if one.path == "lm_head" for name in disk_names(one.stored)}
 
 
 def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:

@@ -1,6 +1,7 @@
 """Scores of documents and of tokens by a decoder equal transformers' of each document alone."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ LABELS = {"0": "bad", "1": "fair", "2": "good"}
 ROWS = segments((-3, 9, 5, -1), (18,))  # left padding, two documents in a row, and one alone
 BY_TYPE = richest(lambda case: case.config.model_type if case.values else "")
 DECODERS = [case for case in BY_TYPE if traits_of(fnmodels.family_of(case.config)).causal]
+OTHERS = ("kimi_linear", "olmo_hybrid")  # whose files transformers writes with other tensors than are published
 KNOWN = [case for case in DECODERS if case.values and case.config.model_type in CLASSES]
 
 
@@ -47,6 +49,32 @@ def test_scores_and_files(case: Case, tmp_path: Path) -> None:
     state = again.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert again.config.id2label == {int(i): name for i, name in LABELS.items()}
+
+
+@pytest.mark.parametrize("case", [case for case in KNOWN if case.family not in OTHERS], ids=str)
+def test_a_class_without_a_head_returns_hidden_states(case: Case, tmp_path: Path) -> None:
+    """The folder of the ...Model of any decoder; with a head of its own in it, as in older files, logits."""
+    model = model_of(case.values)
+    model.base_model.save_pretrained(tmp_path)
+    config, weights = P.load_pretrained(tmp_path)
+    assert config == dataclasses.replace(case.config, head="none") == P.load_config(tmp_path)
+    tokens = tokens_of(config, 2, 12, seed=seed_of(case))
+    hidden = fnmodels.forward(weights, *fnmodels.prepare(config, tokens), config=config, kernel="math")
+    with torch.no_grad():
+        assert_close(hidden, model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    P.save_pretrained(tmp_path / "ours", config, weights)
+    assert P.load_config(tmp_path / "ours") == config
+    again = type(model.base_model).from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.base_model.state_dict().items())
+
+
+def test_an_older_file_of_a_class_without_a_head_may_have_one(tmp_path: Path) -> None:
+    for name, head in (("llama", "lm"), ("llama_tied", "none")):
+        (case,) = (case for case in cases() if case.name == name)
+        P.save_pretrained(tmp_path / name, case.config, generic_params(case.config))
+        values = json.loads((tmp_path / name / "config.json").read_text()) | {"architectures": ["LlamaModel"]}
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+        assert P.load_pretrained(tmp_path / name)[0] == dataclasses.replace(case.config, head=head)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma2"])

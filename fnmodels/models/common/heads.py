@@ -119,10 +119,15 @@ def check_problem(config: Any) -> None:
 
 
 def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> C:
-    """A decoder's config with the head that "architectures" names, and with `extra`, what is kept for saving."""
+    """A decoder's config with the head that "architectures" names, and with `extra`, what is kept for saving.
+
+    Older files of the class without a head may have one for tokens all the same, which only their tensors say.
+    """
     declared = fields.take("architectures", None)
     names = [str(name) for name in declared] if isinstance(declared, list) else []
     heads = [head for head in DECODER_HEADS if any(name.endswith(CLASSES[head]) for name in names)]
+    if names and all(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names):
+        object.__setattr__(config, "head", "none")
     if heads:
         object.__setattr__(config, "head", heads[0])
         object.__setattr__(config, "num_labels", _labels(fields))

@@ -10,7 +10,7 @@ from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
 from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, Fields, shown
-from ..family import field_of, traits_of
+from ..family import traits_of
 from ..heads import decoder_head_to_hf, with_head
 from ..registry import family_of
 from ..rope_config import rope_from_hf, rope_to_hf
@@ -129,15 +129,11 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
     """`out`, a config.json; ConfigError if it is not read back as `config`.
 
-    Parts that are found by their tensors may differ: those of the trait `optional`, and the head of a decoder without
-    one, whose class, ...Model, is also that of older files with a head.
+    Parts that are found by their tensors may differ, those of the trait `optional`.
     """
     again = type(config).from_hf(out)
     parts = [name for name in traits_of(family_of(config)).optional.values() if not getattr(config, name)]
-    changes: dict[str, Any] = dict.fromkeys(parts, 0)
-    if field_of(config, "head") == "none" and field_of(again, "head") == "lm":
-        changes["head"] = "none"
-    again = dataclasses.replace(again, **changes)
+    again = dataclasses.replace(again, **dict.fromkeys(parts, 0))
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]
         lost = [name for name in fields if getattr(again, name) != getattr(config, name)]
