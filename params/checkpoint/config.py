@@ -14,7 +14,7 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import IGNORED_FIELDS, IgnoreFields, shown
-from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
 
@@ -90,8 +90,8 @@ def read_config(
 
 def with_lm_head(config: Any) -> Any:
     """The decoder with a head for tokens, if it has none; another config unchanged."""
-    decodes = traits_of(family_of(config)).heads[0] == "lm"
-    return replace(config, head="lm") if decodes and getattr(config, "head", "lm") == "none" else config
+    headless = traits_of(family_of(config)).causal and field_of(config, "head") == "none"
+    return replace(config, head="lm") if headless else config
 
 
 def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:

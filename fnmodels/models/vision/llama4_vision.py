@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.image_places import gather_cells
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
+from fnmodels.models.common.spec import Leaf, embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import project_out, project_qkv
+from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4_vision_model",)
-TRAITS = Traits(inputs="patches", causal=False)
+TRAITS = Traits(inputs="patches", causal=False, optional={"adapter": "adapter"})
 EPS = 1e-5  # of every norm, fixed in the reference
 
 _LAYER = {f"attention.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"}
@@ -35,11 +38,15 @@ _FIXED = {"vision_feature_select_strategy": "default", "multi_modal_projector_bi
 
 @dataclass(frozen=True, kw_only=True)
 class Config(vision.VisionConfig):
-    """Sizes and switches. merge: the patches of a side of a cell; output_dim: the width of the adapter's features."""
+    """Sizes and switches. merge: the patches of a side of a cell; output_dim: the width of the adapter's features.
+
+    adapter: 1 if the tower has the MLP of `adapted`, as in a folder of it alone; in Llama 4 the projector has it.
+    """
 
     rope_theta: float = 10000.0
     merge: int = 2
     output_dim: int = 4096
+    adapter: int = 0
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
@@ -60,7 +67,8 @@ class Config(vision.VisionConfig):
         fields.expect("projector_input_dim", width)
         fields.expect("vision_output_dim", width)
         fields.expect("intermediate_size", usual["hidden_size"] * merge**2)
-        config = Config(**usual, rope_theta=theta, merge=merge, output_dim=width)
+        alone = fields.take("architectures", None) == ["Llama4VisionModel"]
+        config = Config(**usual, rope_theta=theta, merge=merge, output_dim=width, adapter=int(alone))
         object.__setattr__(config, "extra", fields.finish(ignored=("projector_dropout",)))
         return config
 
@@ -81,12 +89,33 @@ def spec(config: Config) -> Tree:
         "embed_positions": embedding(config.side**2 + 1, D, std, axis="position"),
     }
     tree |= layer_norm_leaves("first_norm", D, "embed") | vision.last_norm(config)
+    tree |= {"adapter": adapter_leaves(config, std)} if config.adapter else {}
     return tree | {"layers": [vision.vision_layer(config) for _ in range(config.num_hidden_layers)]}
+
+
+def adapter_leaves(config: Config, std: float) -> dict[str, Leaf]:
+    """The weights of `adapted`, [out, in]."""
+    wide, cell = config.output_dim, config.hidden_size * config.merge**2
+    return {
+        "up": weight((wide, cell), ("projection", "embed"), std),
+        "out": weight((wide, wide), ("embed", "projection"), std),
+    }
+
+
+def adapted(weights: Tree, x: Tensor, places: Tensor, /) -> Tensor:
+    """Features [1, cells, output_dim] of the tower's hidden states x [rows, slots, D], by the weights of the adapter.
+
+    places: of the patches of each cell of `merge` patches a side, see `fnmodels.inputs.image_places.cells`.
+    """
+    inner = F.gelu(linear(gather_cells(x, places).flatten(1)[None], weights["up"]))
+    return F.gelu(linear(inner, weights["out"]))
 
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = {"patch_proj": "patch_embedding.linear.weight", "class_token": "class_embedding"}
+    adapter = {"adapter.up": "vision_adapter.mlp.fc1.weight", "adapter.out": "vision_adapter.mlp.fc2.weight"}
+    names |= adapter if config.adapter else {}
     names |= {"embed_positions": "positional_embedding_vlm"} | vision.layer_names(config, "model.layers.", _LAYER)
     return (
         names | vision.weight_and_bias("first_norm", "layernorm_pre") | vision.weight_and_bias("norm", "layernorm_post")

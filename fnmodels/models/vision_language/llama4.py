@@ -15,10 +15,9 @@ logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=confi
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import canvas, tiles
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.spec import weight
@@ -75,12 +74,9 @@ class Config:
 
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and the projector's weights [out, in]."""
-    tower, wide, std = config.vision, config.vision.output_dim, config.text.initializer_range
-    projector = {
-        "up": weight((wide, tower.hidden_size * tower.merge**2), ("projection", "embed"), std),
-        "out": weight((wide, wide), ("embed", "projection"), std),
-        "proj": weight((config.text.hidden_size, wide), ("projection", "embed"), std),
-    }
+    wide, std = config.vision.output_dim, config.text.initializer_range
+    projector = llama4_vision.adapter_leaves(config.vision, std)
+    projector["proj"] = weight((config.text.hidden_size, wide), ("projection", "embed"), std)
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
@@ -98,8 +94,7 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
     """
     weights = params["projector"]
-    inner = F.gelu(linear(gather_cells(x, places).flatten(1)[None], weights["up"]))
-    return linear(F.gelu(linear(inner, weights["out"])), weights["proj"])
+    return linear(llama4_vision.adapted(weights, x, places), weights["proj"])
 
 
 def placeholder(config: Config, name: Name) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Llama 4 with images equals transformers with every parameter perturbed; packed documents equal each alone."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoConfig, Llama4ForConditionalGeneration
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.models.vision import llama4_vision
 from fnmodels.models.vision_language import llama4
 from tests.parity.test_llama4 import PUBLISHED_VISION, TOTALS
 from tests.support import wrappers
@@ -119,3 +121,23 @@ def test_errors_name_what_does_not_fit() -> None:
         llama4.Config.from_hf(VALUES | {"vision_config": _VISION | {"intermediate_size": 100}})
     with pytest.raises(ValueError, match="'projector_input_dim' is 24; only 20"):
         llama4.Config.from_hf(VALUES | {"vision_config": _VISION | {"projector_input_dim": 24}})
+
+
+def test_a_folder_of_the_tower_alone(tmp_path: Path) -> None:
+    """With the MLP that pools cells, which is the projector's in Llama 4; and saved again."""
+    tower, images = _reference().vision_model, _documents()[1][1]
+    tower.save_pretrained(tmp_path / "theirs")
+    config, params = P.load_pretrained(tmp_path / "theirs")
+    assert config == dataclasses.replace(CONFIG.vision, adapter=1)
+    patches, at, image_ids = fnmodels.patch_rows(images, config, length=80)
+    batch = fnmodels.prepare(config, patches, positions=at, segment_ids=image_ids)
+    x = fnmodels.forward(params, *batch, config=config, kernel="math")
+    features = llama4_vision.adapted(params["adapter"], x, llama4.cells(at, image_ids, config.merge))
+    with torch.no_grad():
+        assert_close(features[0], tower(torch.stack(images)).last_hidden_state.flatten(0, 1))
+    P.save_pretrained(tmp_path / "ours", config, params)
+    again, told = type(tower).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    assert all(torch.equal(value, tower.state_dict()[path]) for path, value in again.state_dict().items())
+    P.save_pretrained(tmp_path / "part", CONFIG.vision, _params()["vision"])
+    assert P.load_pretrained(tmp_path / "part")[0] == CONFIG.vision
