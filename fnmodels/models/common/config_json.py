@@ -59,7 +59,7 @@ _SYNONYM_GROUPS = [group.split() for group in _SYNONYMS.strip().splitlines()]
 # Pieces of words about what every model has. A switch of another part that is off says that there is no such part.
 _COMMON_PARTS = """
     act attention attn bias caus decod direction embed encod final gate glu head linear mask mlp norm output parallel
-    pos qk regress resid rope rot scal softmax tie window
+    pos qk regress resid rope rot scal softmax tie
 """
 _GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
@@ -71,6 +71,8 @@ DROPOUTS = tuple(_DROPOUTS.split())
 # How the weights in the files are quantized, under every published name: `params.quantized` reads it on loading.
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION))
+_BOOKKEEPING, _GENERIC = frozenset(_BOOKKEEPING_WORDS.split()), frozenset(_GENERIC_WORDS.split())
+_COMMON = tuple(_COMMON_PARTS.split())
 # Where the fields that `ignore_fields` named when a file was read are recorded in what is saved, {name: value}.
 IGNORED_FIELDS = "_ignored_fields"
 _IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object
@@ -203,8 +205,9 @@ class Fields:
         self.expect("pruned_heads", {})  # pruned layers have fewer rows than the sizes imply
         request = self.values.get(_IGNORE)
         asked = request.names if isinstance(request, IgnoreFields) else frozenset()
-        unread = [n for n, value in self.values.items() if value is not None and n not in (*self.read, *ignored)]
-        unknown = [n for n in sorted(unread) if not (is_bookkeeping(n) or self._is_restated(n) or self._is_off(n))]
+        known, off = self.read.keys() | set(ignored), self._parts_off()
+        unread = sorted(n for n, value in self.values.items() if value is not None and n not in known)
+        unknown = [n for n in unread if not (is_bookkeeping(n) or self._is_restated(n) or n in off)]
         dropped = {n: self.values[n] for n in unknown if n in asked}
         if isinstance(request, IgnoreFields):
             request.used.update(dropped)
@@ -235,19 +238,19 @@ class Fields:
         """The contradiction, for a message."""
         return "".join(f" (beside {other} = {shown(self.read[other])})" for other in self._synonyms(name)[:1])
 
-    def _is_off(self, name: str) -> bool:
-        """Whether the field is a switch that is off, of a part that neither every model has nor this family reads."""
-        off = [n.removeprefix("use_") + "_" for n in self.values if n.startswith("use_") and self.values[n] is False]
-        if name.startswith(tuple(off)):  # a setting of what is off
-            return True
-        own = {word for field in self.read for word in field.split("_")} - set(_GENERIC_WORDS.split())
-        known = own & set(name.split("_")) or any(piece in name for piece in _COMMON_PARTS.split())
-        return self.values[name] is False and not known
+    def _parts_off(self) -> set[str]:
+        """The switches that are off, of parts that neither every model has nor this family; their settings."""
+        own = {word for name in self.read for word in name.split("_")} - _GENERIC
+        off = {n for n, value in self.values.items() if value is False and not any(piece in n for piece in _COMMON)}
+        off = {name for name in off if name in self.read or not own & set(name.split("_"))}
+        used = [name.split("_") for name in off if name.startswith("use_") and not is_bookkeeping(name)]
+        parts = {word for words in used for word in words} - _GENERIC
+        return off | {name for name in self.values if parts & set(name.split("_"))}
 
 
 def is_bookkeeping(name: str) -> bool:
     """Whether a field of this name is about training, generation, tokens, kernels or a library."""
-    words = set(_BOOKKEEPING_WORDS.split()) & set(name.lower().split("_"))
+    words = _BOOKKEEPING & set(name.lower().split("_"))
     return bool(words) or name in HARMLESS or "." in name or name.startswith("_") or name.endswith(_TOKEN_IDS)
 
 

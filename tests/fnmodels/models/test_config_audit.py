@@ -15,6 +15,7 @@ CLIP, LLAVA, MISTRAL = (
     published()[name] for name in ("clip-vit-base-patch32", "llava-1.5-7b", "mistral-small-3.1-24b")
 )
 QWEN3, DEEPSEEK, BERT = (published()[name] for name in ("qwen3-0.6b", "deepseek-v3", "bert-base-uncased"))
+SLIDING = {**LLAMA, "model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 2}
 HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _FIVE = written_by("5.24.0")["tiny/qwen3_5_images"]["minimal"]
@@ -42,6 +43,7 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"ignore_index": -100, "generation_config": {"top_p": 0.9}, "attention_dropout_prob": 0.1}),
     (LLAMA, {"n_layer": 2, "n_embd": 32, "n_inner": 44, "layer_norm_eps": 1e-5, "kv_channels": 8}),
     (LLAMA, {"use_cla": False, "cla_share_factor": 2, "language_model_only": False, "use_mla": False}),
+    (LLAMA, {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}),
     (BERT, {"sentence_transformers": {"version": "4.1.0"}, "total_flos": 10**15, "gradient_checkpointing": True}),
     (DEEPSEEK, {"num_experts": 256, "num_local_experts": 256, "moe_router_dtype": "float32"}),
     (HUNYUAN, {"attention_head_dim": 8, "norm_type": "rms", "mlp_bias": False, "use_rotary_pos_emb": True}),
@@ -84,6 +86,7 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (LLAMA, {"ignore_index": 0}),
         (QWEN3, {"use_qk_norm": False}),
         (QWEN3, {"attention_sinks": 4}),
+        (SLIDING, {"use_sliding_window": False}),
         (DEEPSEEK, {"num_experts": 128}),
         (DEEPSEEK, {"moe_router_dtype": "bfloat16"}),
         (BERT, {"use_causal_mask": False}),
