@@ -29,7 +29,18 @@ ACTIVATION_SCALES = (
 )
 
 Located = tuple[TensorFile, TensorEntry]
-Described = tuple[Form, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a file says of one weight: its form, [out, in], and the values of parts that are numbers of its own.
+
+    shape None: that of the codes.
+    """
+
+    form: Form
+    shape: tuple[int, int] | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 def shape_of(form: Form, state: Tensor) -> Described:
@@ -37,7 +48,7 @@ def shape_of(form: Form, state: Tensor) -> Described:
     if state.dtype not in (torch.int32, torch.int64) or state.numel() != 2 or not bool((state > 0).all()):
         raise MismatchError("must be the two sizes of the weight")
     out, width = state.flatten().tolist()
-    return form, (out, width)
+    return Described(form, (out, width))
 
 
 @dataclass(frozen=True)
@@ -59,10 +70,8 @@ class Quantization:
     cache: str = ""
     dtype: torch.dtype = torch.bfloat16
 
-    def candidates(
-        self, name: str, found: Mapping[str, Located], buffer: Tensor
-    ) -> Iterator[tuple[Form, tuple[int, int] | None]]:
-        """The forms that the tensor `name` may be the codes of, with the weight's shape where a tensor describes it.
+    def candidates(self, name: str, found: Mapping[str, Located], buffer: Tensor) -> Iterator[Described]:
+        """The forms that the tensor `name` may be the codes of, with what a tensor says of the weight.
 
         MismatchError for a description that is none.
         """
@@ -75,7 +84,7 @@ class Quantization:
                 continue
             state = name.removesuffix(form.codes.ending) + form.state
             if not form.state or state not in found:
-                yield form, None
+                yield Described(form)
                 continue
             file, entry = found[state]
             try:

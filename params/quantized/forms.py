@@ -155,19 +155,22 @@ def affine(bits: int, group: int, biases: str) -> Form:
 
 
 STATES = ".quant_state.bitsandbytes__"
+NESTED_OFFSET = ".nested_offset"  # a number in the state
 
 
-def codebook4(kind: str, block: int, nested: tuple[int, float] | None) -> Form:
-    """bitsandbytes' nf4 and fp4. nested: scales are codes of a table of their own: (their block, what is added)."""
+def codebook4(kind: str, block: int, nested: int) -> Form:
+    """bitsandbytes' nf4 and fp4, with a scale for each block of elements.
+
+    nested: the block of those, which are codes of a table of their own, times a scale, plus a number; 0 for none.
+    """
     codes = Part("", BYTES, EACH, Axis(2, packed=True), Packed(4, 1, (1, 0)))
     table = Part(".quant_map", (torch.float32,), ALL, Axis(0, 16), check="finite")
     scales: Part | Form = Part(".absmax", (torch.float32,), EACH, Axis(block), check="not negative")
-    if nested is not None:
-        inner, offset = nested
+    if nested:
         lookup = Part(".nested_quant_map", (torch.float32,), ALL, Axis(0, 256), check="finite")
-        over = Part(".nested_absmax", (torch.float32,), EACH, Axis(inner), check="not negative")
-        packed = Part(".absmax", BYTES)
-        scales = Form("scales", packed, over, table=lookup, columns=Axis(block), offset=offset)
+        over = Part(".nested_absmax", (torch.float32,), EACH, Axis(nested), check="not negative")
+        packed, added = Part(".absmax", BYTES), Part(NESTED_OFFSET, (torch.float32,), ALL, ALL)
+        scales = Form("scales", packed, over, table=lookup, columns=Axis(block), bias=added)
     return Form(kind, codes, scales, table=table, width=-1, dtype=torch.bfloat16, state=STATES + kind)
 
 

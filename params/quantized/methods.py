@@ -219,7 +219,7 @@ def _bitsandbytes(inner: Fields, method: str) -> Quantization:
         raise ConfigError(f"{inner.where}: one of 'load_in_4bit' and 'load_in_8bit' must be true.")
     if eight:
         return Quantization(method, (forms.row_int8(),), activations="int8, dynamic, but for outliers")
-    return Quantization(method, (forms.codebook4(kind, 64, None),), describe=_bnb_state)
+    return Quantization(method, (forms.codebook4(kind, 64, 0),), describe=_bnb_state)
 
 
 def _bnb_state(form: Form, state: Tensor) -> Described:
@@ -234,13 +234,14 @@ def _bnb_state(form: Form, state: Tensor) -> Described:
     if not isinstance(shape, list) or not sizes or values.get("quant_type") != form.name:
         raise MismatchError(f"must be the JSON object of a {form.name} weight with its 'shape', two sizes")
     block = _power(values.get("blocksize"))
-    nested = None
+    nested = 0
+    numbers: tuple[tuple[str, float], ...] = ()
     if values.get("nested_blocksize") is not None:
         offset = values.get("nested_offset")
         if not isinstance(offset, float | int) or not abs(offset) < 3e38:
             raise MismatchError("has no finite 'nested_offset'")
-        nested = (_power(values["nested_blocksize"]), float(offset))
-    return forms.codebook4(form.name, block, nested), (shape[0], shape[1])
+        nested, numbers = _power(values["nested_blocksize"]), ((forms.NESTED_OFFSET, float(offset)),)
+    return Described(forms.codebook4(form.name, block, nested), (shape[0], shape[1]), numbers)
 
 
 def _power(value: Any) -> int:
@@ -277,11 +278,11 @@ def _hqq(inner: Fields, method: str) -> Quantization:
 
 def _hqq_shape(form: Form, state: Tensor, axis: int) -> Described:
     """With axis 0, groups are columns of the matrix of all elements with `group` rows."""
-    _, (out, inputs) = shape_of(form, state)
+    out, inputs = shape_of(form, state).shape or (0, 0)
     group = form.width or inputs
     if out * inputs % group:
         raise MismatchError(f"is {[out, inputs]}, which groups of {group} do not divide")
-    return replace(form, width=group if axis else out * inputs // group), (out, inputs)
+    return Described(replace(form, width=group if axis else out * inputs // group), (out, inputs))
 
 
 def _mlx(inner: Fields, method: str) -> Quantization:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.errors import MismatchError
 from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, read_tensor, row_entries
 
-from .declared import Quantization
+from .declared import Described, Quantization
 from .form import Axis, Form, Part, Region
 
 CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is about ten bytes for each
@@ -23,7 +23,8 @@ Located = tuple[TensorFile, TensorEntry]
 class QuantizedWeight:
     """A quantized weight in the files. shape and dtype are those of the dequantized one.
 
-    parts: its tensors by the ending of their names, with the shape that the form gives them. name: in the files.
+    parts: its tensors by the ending of their names, with the shape that the form gives them. numbers: the values of
+    parts that are no tensors. name: in the files.
     """
 
     name: str
@@ -31,6 +32,7 @@ class QuantizedWeight:
     dtype: torch.dtype
     form: Form
     parts: Mapping[str, Located]
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def stem(self) -> str:
@@ -57,8 +59,8 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
     for name, (file, entry) in found.items():
         candidates = [
             attempt
-            for form, shape in quantization.candidates(name, found, buffer)
-            if (attempt := _attempt(name, entry, form, shape, found, quantization)) is not None
+            for described in quantization.candidates(name, found, buffer)
+            if (attempt := _attempt(name, entry, described, found, quantization)) is not None
         ]
         if not candidates:
             continue
@@ -88,12 +90,13 @@ def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:
 def _attempt(
     name: str,
     entry: TensorEntry,
-    form: Form,
-    shape: tuple[int, int] | None,
+    described: Described,
     found: Mapping[str, Located],
     quantization: Quantization,
 ) -> tuple[QuantizedWeight, list[str]] | None:
     """The weight that a tensor is the codes of in this form and what is wrong with it; None: it is no such tensor."""
+    form, shape = described.form, described.shape
+    numbers = dict(described.numbers)
     codes, stem = form.codes, name.removesuffix(form.codes.ending)
     if (form.weight and not stem.endswith(".")) or (len(entry.shape) < 2 and not form.width):
         return None
@@ -117,6 +120,8 @@ def _attempt(
     faults: list[str] = []
     missing: list[str] = []
     for part, row_axes, column_axes in form.parts():
+        if part.ending in numbers:
+            continue
         if stem + part.ending not in found:
             missing += [repr(stem + part.ending)] if part.needed else []
             continue
@@ -136,7 +141,7 @@ def _attempt(
         faults.append(f"{where}: {_name(entry.dtype)} in {form.name}, but missing are {', '.join(missing)}")
     rows, columns = shape
     full = (*lead, columns, rows) if form.turned else (*lead, rows, columns)
-    return QuantizedWeight(stem + form.weight, full, _dtype(form, parts, quantization), form, parts), faults
+    return QuantizedWeight(stem + form.weight, full, _dtype(form, parts, quantization), form, parts, numbers), faults
 
 
 def _dtype(form: Form, parts: Mapping[str, Located], quantization: Quantization) -> torch.dtype:
@@ -204,13 +209,15 @@ class FileReader:
     checks: bool = True
 
     def has(self, part: Part) -> bool:
-        return part.ending in self.weight.parts
+        return part.ending in self.weight.parts or part.ending in self.weight.numbers
 
     def columns(self, part: Part) -> int:
         shape = self.weight.parts[part.ending][1].shape
         return shape[-2] if part.inputs_first else shape[-1]
 
     def read(self, part: Part, region: Region) -> Tensor:
+        if part.ending in self.weight.numbers:
+            return torch.full((1, 1), self.weight.numbers[part.ending])
         file, entry = self.weight.parts[part.ending]
         if part.inputs_first:
             return read_tensor(file, entry, None, self.buffer, region[::-1]).mT

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import params as P
 import params.inspect
-from fnmodels import deepseek, llama4, tree
+from fnmodels import deepseek, llama4, mixtral, tree
+from params.quantized.kept import KeptWeight
 from tests.params.quantized import test_block_scales as blocks
 from tests.params.quantized.test_published import SAID, UP, write
 from tests.support.cases import cases, generic_params
@@ -122,6 +123,61 @@ def test_fbgemm_experts_of_columns(tmp_path: Path) -> None:
     P.save_pretrained(tmp_path / "out", case.config, loaded)
     back = load_file(tmp_path / "out" / FILE)
     assert all(torch.equal(back[name], value) for name, value in wanted.items())
+
+
+def nested_nf4(tensors: dict[str, Tensor], number: int, out: int, width: int) -> Tensor:
+    """Add the tensors of a random weight; what it stands for, by a loop over its blocks."""
+    draw = torch.Generator().manual_seed(number)
+    codes = torch.randint(0, 16, (out * width,), generator=draw)
+    table, scale_table = torch.randn(16, generator=draw), torch.randn(256, generator=draw)
+    blocks, offset = -(-out * width // 64), 3.5 + number
+    absmax = torch.randint(0, 256, (blocks,), generator=draw)
+    over = torch.rand(-(-blocks // 256), generator=draw)
+    values = table[codes]
+    for block in range(blocks):
+        values[64 * block : 64 * block + 64] *= scale_table[absmax[block]] * over[block // 256] + torch.tensor(offset)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [out, width]}
+    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    tensors |= {
+        "": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        ".absmax": absmax.to(torch.uint8),
+        ".quant_map": table,
+        ".nested_absmax": over,
+        ".nested_quant_map": scale_table,
+        ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return values.view(out, width)
+
+
+def test_nested_nf4_experts_of_many_blocks(tmp_path: Path) -> None:
+    """Rows that are no multiple of a block, more blocks than one nested scale has, an offset for each expert."""
+    config = mixtral.Config(
+        vocab_size=24,
+        hidden_size=160,
+        intermediate_size=176,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    P.save_pretrained(tmp_path, config, generic_params(config, torch.bfloat16))
+    tensors, wanted = load_file(tmp_path / FILE), {}
+    for number, name in enumerate(sorted(n for n in tensors if ".experts." in n)):
+        parts: dict[str, Tensor] = {}
+        wanted[name] = nested_nf4(parts, number, *tensors.pop(name).shape)
+        tensors |= {name + ending: part for ending, part in parts.items()}
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    rewrite(tmp_path, tensors, quantization_config=said)
+    plain = P.load_pretrained(tmp_path, dtype=torch.float32)[1]
+    kept = P.load_pretrained(tmp_path, dtype=torch.float32, keep_quantized=True)[1]
+    experts = kept["layers"][0]["mlp"]["experts"]
+    assert all(isinstance(leaf, KeptWeight) for leaf in experts.values())
+    for weights in (plain, P.dequantize(kept)):
+        P.save_pretrained(tmp_path / "out", config, weights)
+        back = load_file(tmp_path / "out" / FILE)
+        assert all(torch.equal(back[name], value) for name, value in wanted.items())
 
 
 def test_half_precision_of_config_json_is_the_default(tmp_path: Path) -> None:
