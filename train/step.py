@@ -26,7 +26,7 @@ from train.parallel.step import make_step_over
 from .gradients import LossFn, checked_loss, gradient_sums, metrics_of, totals, valid_count
 from .remat_budget import budget_of
 from .state import State
-from .update import Plans, Step, StepOptions, is_finite, rates_of, update, updated
+from .update import Plans, StepFunction, StepOptions, is_finite, rates_of, update, updated
 
 
 def make_step(
@@ -41,7 +41,7 @@ def make_step(
     balance_rate: float | None = None,
     mesh: Mesh | None = None,
     strategy: Strategy | None = None,
-) -> Step:
+) -> StepFunction:
     """A function step(state, batch) -> (state, metrics).
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by

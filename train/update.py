@@ -40,11 +40,11 @@ class StepOptions:
             raise ValueError(f"balance_rate is {rate!r}; it must be a number, at least 0, or None.")
 
 
-Step = Callable[[State, Batches], tuple[State, dict[str, Any]]]
+StepFunction = Callable[[State, Batches], tuple[State, dict[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class UpdatePlan:
     """What is computed once for a State and its optimizer, as long as the State has these very tensors.
 
     trains: for each leaf of params, whether it is trained. run: the optimizer's update in place, bound to the State's
@@ -58,7 +58,7 @@ class Plan:
     unchanged: Callable[[], bool]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, state: State) -> "Plan":
+    def of(cls, optimizer: Optimizer, state: State) -> "UpdatePlan":
         trains = tree.leaves(trainable_mask(state.params, optimizer.traits.trainable))
         run = None if optimizer.bind is None else optimizer.bind(state.opt_state, state.params)
         return cls(state.params, state.opt_state, trains, run, tree.watch((state.params, state.opt_state)))
@@ -69,25 +69,25 @@ class Plan:
 
 
 class Plans:
-    """`Plan`s of the States of one optimizer. It keeps the last one while the State that it belongs to is alive.
+    """`UpdatePlan`s of the States of one optimizer. It keeps the last one while the State that it belongs to is alive.
 
     A State is checked unless it is the one that the last step returned, unchanged.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._last: tuple[weakref.ref[State], Plan] | None = None
+        self._last: tuple[weakref.ref[State], UpdatePlan] | None = None
 
-    def of(self, state: State) -> Plan:
+    def of(self, state: State) -> UpdatePlan:
         """The plan of this State. ValueError for the State of another optimizer (`check_state`)."""
         last, plan = self._last or (lambda: None, None)
         if last() is not state:
             check_state(self._optimizer, state)
         elif plan is not None and plan.is_of(state):
             return plan
-        return Plan.of(self._optimizer, state)
+        return UpdatePlan.of(self._optimizer, state)
 
-    def keep(self, after: State, plan: Plan) -> None:
+    def keep(self, after: State, plan: UpdatePlan) -> None:
         """Expects `after`, which an update with this plan made, as the next State."""
         self._last = weakref.ref(after, self._forget), plan
 
@@ -101,7 +101,7 @@ def update(
     state: State,
     sums: Sums,
     *,
-    plan: Plan | None = None,
+    plan: UpdatePlan | None = None,
     divide_by: float | Tensor | None = None,
     clip: float | Tensor | None = None,
     inplace: bool = True,
@@ -130,7 +130,7 @@ def update(
     metrics |= rates_of(optimizer, state.opt_state)
     if sums.aux is not None:
         metrics["aux"] = sums.aux
-    plan = plan or Plan.of(optimizer, state)
+    plan = plan or UpdatePlan.of(optimizer, state)
     skip, moved = ~finite, {}
     if balance_rate is not None:  # before any write, because it may raise
         counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
@@ -190,7 +190,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _after(
-    optimizer: Optimizer, plan: Plan, state: State, grads: list[Tensor | None], skip: Tensor, inplace: bool
+    optimizer: Optimizer, plan: UpdatePlan, state: State, grads: list[Tensor | None], skip: Tensor, inplace: bool
 ) -> State:
     if plan.run is None:
         after = updated(optimizer, state, grads, skip)

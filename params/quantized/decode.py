@@ -36,7 +36,7 @@ def e2m1(raw: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedIntegers:
     """Unsigned integers of `bits` bits, packed along dimension `dim`: the first in the lowest bits of a word.
 
     order: for each place in a word, lowest first, which of the word's integers is there. Without it, where a word is

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from .decode import Packed, Slabs, e2m1, powers
+from .decode import PackedIntegers, Slabs, e2m1, powers
 from .form import ALL, EACH, INDICES, SCALES, Axis, Form, Part
 
 FP8 = (torch.float8_e4m3fn,)
@@ -98,9 +98,9 @@ def nvfp4(codes: str, second: str, *, divides: bool, needed: bool = True) -> For
 def gptq(bits: int, group: int, *, zero_offset: int, indexed: bool = False) -> Form:
     """Integers packed along the inputs; with g_idx, the group of each input. group 0: all inputs."""
     words, columns = _words(bits), Axis(group)
-    codes = Part("qweight", (torch.int32,), EACH, _packed(words), Packed(bits, 1), inputs_first=True)
+    codes = Part("qweight", (torch.int32,), EACH, _packed(words), PackedIntegers(bits, 1), inputs_first=True)
     scales = Part("scales", SCALES, EACH, columns, inputs_first=True, check="finite")
-    unpack = Packed(bits, 0, offset=zero_offset)
+    unpack = PackedIntegers(bits, 0, offset=zero_offset)
     zeros = Part("qzeros", (torch.int32,), _packed(words), columns, unpack, inputs_first=True)
     index = Part("g_idx", INDICES, ALL, EACH, needed=indexed)
     return Form(f"gptq of {bits} bits", codes, scales, zeros, index=index, weight="weight")
@@ -108,7 +108,7 @@ def gptq(bits: int, group: int, *, zero_offset: int, indexed: bool = False) -> F
 
 def awq_gemm(group: int) -> Form:
     """4-bit integers packed along the outputs, in AWQ_ORDER."""
-    out, columns, unpack = Axis(8, packed=True), Axis(group), Packed(4, 0, AWQ_ORDER)
+    out, columns, unpack = Axis(8, packed=True), Axis(group), PackedIntegers(4, 0, AWQ_ORDER)
     codes = Part("qweight", (torch.int32,), out, EACH, unpack, inputs_first=True)
     scales = Part("scales", SCALES, EACH, columns, inputs_first=True, check="finite")
     zeros = Part("qzeros", (torch.int32,), out, columns, unpack, inputs_first=True)
@@ -117,20 +117,20 @@ def awq_gemm(group: int) -> Form:
 
 def awq_gemv(group: int) -> Form:
     """4-bit integers packed along the inputs, zeros along the groups; scales and zeros are padded."""
-    codes = Part("qweight", (torch.int32,), EACH, Axis(8, packed=True), Packed(4, 1))
+    codes = Part("qweight", (torch.int32,), EACH, Axis(8, packed=True), PackedIntegers(4, 1))
     scales = Part("scales", SCALES, EACH, Axis(group), padded=True, check="finite")
-    stored = Part("qzeros", (torch.int32,), EACH, Axis(8, packed=True), Packed(4, 1), padded=True)
+    stored = Part("qzeros", (torch.int32,), EACH, Axis(8, packed=True), PackedIntegers(4, 1), padded=True)
     return Form("awq gemv", codes, scales, _of_groups(stored, group), weight="weight")
 
 
 def packed_integers(bits: int, group: int, *, symmetric: bool, indexed: bool = False, unpacked: bool = False) -> Form:
     """Signed integers plus 2^(bits - 1), packed along the inputs. unpacked: zeros are int8, as early versions wrote."""
     words, columns = _words(bits), Axis(group)
-    codes = Part("_packed", (torch.int32,), EACH, _packed(words), Packed(bits, 1))
+    codes = Part("_packed", (torch.int32,), EACH, _packed(words), PackedIntegers(bits, 1))
     scales = Part("_scale", SCALES, EACH, columns, check="finite")
     middle = 1 << bits - 1
     zeros: Part | Form = Part(
-        "_zero_point", (torch.int32,), _packed(words), columns, Packed(bits, 0), needed=not symmetric
+        "_zero_point", (torch.int32,), _packed(words), columns, PackedIntegers(bits, 0), needed=not symmetric
     )
     if unpacked:
         zeros = _of_groups(Part("_zero_point", (torch.int8,), needed=not symmetric), group, offset=middle)
@@ -148,7 +148,7 @@ def integers(group: int, *, symmetric: bool, indexed: bool = False, rows: Axis =
 
 def affine(bits: int, group: int, biases: str) -> Form:
     """Integers packed along the inputs; each group has a scale and a bias that is added."""
-    codes = Part("weight", (torch.uint32, torch.int32), EACH, _packed(_words(bits)), Packed(bits, 1))
+    codes = Part("weight", (torch.uint32, torch.int32), EACH, _packed(_words(bits)), PackedIntegers(bits, 1))
     scales = Part("scales", SCALES, EACH, Axis(group), check="finite")
     bias = Part(biases, SCALES, EACH, Axis(group), check="finite")
     return Form(f"affine integers of {bits} bits", codes, scales, bias=bias, weight="weight")
@@ -163,7 +163,7 @@ def codebook4(kind: str, block: int, nested: int) -> Form:
 
     nested: the block of those, which are codes of a table of their own, times a scale, plus a number; 0 for none.
     """
-    codes = Part("", BYTES, EACH, Axis(2, packed=True), Packed(4, 1, (1, 0)))
+    codes = Part("", BYTES, EACH, Axis(2, packed=True), PackedIntegers(4, 1, (1, 0)))
     table = Part(".quant_map", (torch.float32,), ALL, Axis(0, 16), check="finite")
     scales: Part | Form = Part(".absmax", (torch.float32,), EACH, Axis(block), check="not negative")
     if nested:
@@ -262,5 +262,5 @@ def torchao_int4(group: int) -> Form:
 
 def _signed4(raw: torch.Tensor) -> torch.Tensor:
     """Bytes [rows, n] -> int32 [rows, 2 n] from -8 to 7, the lower half first."""
-    codes = Packed(4, 1)(raw.view(torch.uint8)).int()
+    codes = PackedIntegers(4, 1)(raw.view(torch.uint8)).int()
     return codes - 16 * (codes > 7)

@@ -6,7 +6,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_numbers, remaker, with_traits
-from .per_leaf import Slots, leafwise, zeros
+from .per_leaf import LeafState, leafwise, zeros
 
 
 def adafactor(
@@ -32,13 +32,15 @@ def adafactor(
     least, of_param = eps
     check_numbers(**({} if least is None else {"eps[0]": least}), **{"eps[1]": of_param})
 
-    def init(param: Tensor) -> Slots:
+    def init(param: Tensor) -> LeafState:
         if param.ndim < 2:
             return {"variance": zeros(param)}
         *stack, rows, columns = param.shape
         return {"row": param.new_zeros(*stack, rows, 1), "column": param.new_zeros(*stack, 1, columns)}
 
-    def rule(grad: Tensor, state: Slots, param: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def rule(
+        grad: Tensor, state: LeafState, param: Tensor, step: Tensor, rate: float | Tensor
+    ) -> tuple[Tensor, LeafState]:
         if not param.numel():  # means over nothing would be NaN
             return grad, state
         floor = torch.finfo(param.dtype).eps if least is None else least

@@ -13,7 +13,7 @@ from fnmodels.ops.torch_internals import fused_adamw_
 from fnmodels.tree import Tree
 
 from .base import InPlace, Optimizer, Rate, check_betas, check_numbers, count_up_, rate_of, remaker, with_traits
-from .per_leaf import Leaf, Slots, leafwise, leaves_of, zeros
+from .per_leaf import LeafState, TrainableLeaf, leafwise, leaves_of, zeros
 
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
 
@@ -29,7 +29,7 @@ def adamw(
     """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
 
     lr: a float, or a function from the number of the update (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
-    spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and
+    spec: the family's tree of `TrainableLeaf`, or any tree of the parameters' structure whose leaves have `decay` and
         `trainable`. None: every floating leaf is trainable and decays, as in torch.
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
@@ -38,7 +38,7 @@ def adamw(
     beta1, beta2 = check_betas(betas)
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
 
-    def rule(grad: Tensor, state: Slots, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def rule(grad: Tensor, state: LeafState, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
         first = state["exp_avg"].lerp(grad, 1 - beta1)
         second = state["exp_avg_sq"] * beta2 + (1 - beta2) * grad * grad
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
@@ -50,7 +50,7 @@ def adamw(
         count = (step + 1).to(lists[0][0].device, torch.float32)
         fused_adamw_(lists, count, beta1=beta1, beta2=beta2, eps=eps, **options)
 
-    def init(param: Tensor) -> Slots:
+    def init(param: Tensor) -> LeafState:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
@@ -70,7 +70,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0.")
 
-    def rule(grad: Tensor, state: Slots, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def rule(grad: Tensor, state: LeafState, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
         if not momentum:
             return -rate * grad, {}
         buffer = momentum * state["momentum"] + grad
@@ -82,7 +82,7 @@ def sgd(
             rule: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": 0.0, "maximize": False}
             fused_sgd(params, grads, moments, fused=True, **rule, **options)
 
-    def init(param: Tensor) -> Slots:
+    def init(param: Tensor) -> LeafState:
         return {"momentum": zeros(param)} if momentum else {}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
@@ -149,8 +149,8 @@ class _Group:
         return grad if grad.dtype == self.dtype and grad.is_contiguous() else grad.to(self.dtype).contiguous()
 
 
-def _groups(leaves: list[Leaf]) -> list[_Group]:
-    together: dict[Any, list[Leaf]] = {}
+def _groups(leaves: list[TrainableLeaf]) -> list[_Group]:
+    together: dict[Any, list[TrainableLeaf]] = {}
     for leaf in leaves:
         together.setdefault((leaf.param.device, leaf.param.dtype, leaf.decay), []).append(leaf)
     groups = []

@@ -32,7 +32,7 @@ InPlace = Callable[[Sequence[Tensor | None], Tensor | None], None]  # (gradients
 
 
 @dataclass(frozen=True)
-class Traits:
+class OptimizerTraits:
     """What a train step may know of an optimizer beside its functions; `combine` makes those of a wrapper.
 
     lr(opt_state) -> the rate of the next update, for the metrics.
@@ -79,7 +79,7 @@ class Optimizer:
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     bind: Callable[[Tree, Tree], InPlace] | None = None
-    traits: Traits = Traits()
+    traits: OptimizerTraits = OptimizerTraits()
 
     def apply_(self, grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         """One update in place, of an optimizer that has `bind`; grads: a tree, as `update` takes it."""
@@ -93,7 +93,7 @@ def combine(
     main: int,
     state_of: Callable[[Tree], Tree],
     again: Callable[..., Optimizer] | None = None,
-) -> Traits:
+) -> OptimizerTraits:
     """The traits of an optimizer made of others.
 
     Args:
@@ -123,7 +123,7 @@ def combine(
         assert again is not None
         return again(*before, remake(parts[main], **values), *after)
 
-    return Traits(
+    return OptimizerTraits(
         lr=of_main(chosen.lr),
         rates=of_main(chosen.rates),
         trainable=chosen.trainable,
@@ -160,7 +160,7 @@ def remake(optimizer: Optimizer, /, **values: Any) -> Optimizer:
 
 
 def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Optimizer]:
-    """`Traits.remake` of the optimizer that `make` made from `values`, of which "spec" is no hyperparameter."""
+    """`OptimizerTraits.remake` of the optimizer that `make` made from `values`; "spec" is no hyperparameter."""
     own = [name for name in values if name != "spec"]
 
     def again(**changes: Any) -> Optimizer:
@@ -172,7 +172,7 @@ def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Opti
 
 
 def with_traits(optimizer: Optimizer, **changes: Any) -> Optimizer:
-    """The optimizer with these `Traits` replaced."""
+    """The optimizer with these `OptimizerTraits` replaced."""
     return replace(optimizer, traits=replace(optimizer.traits, **changes))
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_betas, remaker, with_traits
-from .per_leaf import Slots, leafwise, zeros
+from .per_leaf import LeafState, leafwise, zeros
 
 
 def lion(
@@ -15,7 +15,7 @@ def lion(
     thumb is a tenth of its rate and ten times its decay. One moment per parameter, in its dtype."""
     beta_update, beta_momentum = check_betas(betas)
 
-    def rule(grad: Tensor, state: Slots, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def rule(grad: Tensor, state: LeafState, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
         momentum = state["momentum"]
         return -rate * momentum.lerp(grad, 1 - beta_update).sign(), {"momentum": momentum.lerp(grad, 1 - beta_momentum)}
 

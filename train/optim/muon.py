@@ -8,7 +8,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_below_1, check_numbers, remaker, with_traits
-from .per_leaf import Slots, leafwise, zeros
+from .per_leaf import LeafState, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
 
@@ -37,7 +37,7 @@ def muon(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1.")
 
-    def init(param: Tensor) -> Slots:
+    def init(param: Tensor) -> LeafState:
         if param.ndim < 2:
             raise ValueError(
                 f"Muon updates matrices; one parameter has the shape {list(param.shape)}. Give it to another optimizer "
@@ -45,7 +45,9 @@ def muon(
             )
         return {"momentum": zeros(param)}
 
-    def rule(grad: Tensor, state: Slots, param: Tensor, _: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def rule(
+        grad: Tensor, state: LeafState, param: Tensor, _: Tensor, rate: float | Tensor
+    ) -> tuple[Tensor, LeafState]:
         moment = state["momentum"].lerp(grad, 1 - momentum)
         direction = grad.lerp(moment, momentum) if nesterov else moment
         return direction.to(torch.bfloat16), {"momentum": moment}

@@ -10,24 +10,24 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from . import base
-from .base import InPlace, OnFull, Optimizer, Rate, Traits
+from .base import InPlace, OnFull, Optimizer, OptimizerTraits, Rate
 
-Slots = dict[str, Tensor]  # the optimizer state of one leaf
+LeafState = dict[str, Tensor]  # the optimizer state of one leaf
 # (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
-Rule = Callable[[Tensor, Slots, Tensor, Tensor, "float | Tensor"], tuple[Tensor, Slots]]
+LeafRule = Callable[[Tensor, LeafState, Tensor, Tensor, "float | Tensor"], tuple[Tensor, LeafState]]
 
 
-class Leaf(NamedTuple):
+class TrainableLeaf(NamedTuple):
     """A trainable parameter, the leaf `number` of params, with its state and its weight decay."""
 
     number: int
     path: str
     param: Tensor
-    state: Slots
+    state: LeafState
     decay: float
 
 
-def leaves_of(opt_state: Tree, params: Tree, weight_decay: float, spec: Tree | None) -> list[Leaf]:
+def leaves_of(opt_state: Tree, params: Tree, weight_decay: float, spec: Tree | None) -> list[TrainableLeaf]:
     """The trainable parameters, in the order of `params`, with their entries of every state but "step"."""
     states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
     trainable, decays = base.from_spec(spec)
@@ -38,13 +38,13 @@ def leaves_of(opt_state: Tree, params: Tree, weight_decay: float, spec: Tree | N
             continue
         state = {name: values[path] for name, values in states.items() if path in values}
         decay = weight_decay if decays is None or decays[path] else 0.0
-        found.append(Leaf(number, path, param, state, decay))
+        found.append(TrainableLeaf(number, path, param, state, decay))
     return found
 
 
 def leafwise(
-    init_leaf: Callable[[Tensor], Slots],
-    rule: Rule,
+    init_leaf: Callable[[Tensor], LeafState],
+    rule: LeafRule,
     lr: Rate,
     *,
     weight_decay: float,
@@ -59,8 +59,8 @@ def leafwise(
     decoupled: -rate x weight_decay x parameter is added to the rule's change; False: weight_decay x parameter is added
     to the gradient. lr, spec: as in `adamw`. of_matrix: turns the rule's result, a direction, into the change for a
     rate of -1, matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
-    `Traits.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, an empty dict where
-    a leaf has none}. An elementwise rule (`Traits`) is marked by `with_traits`.
+    `OptimizerTraits.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, an empty
+    dict where a leaf has none}. An elementwise rule (`OptimizerTraits`) is marked by `with_traits`.
     """
     base.check_rate(lr)
     base.check_numbers(weight_decay=weight_decay)
@@ -71,7 +71,7 @@ def leafwise(
         leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
         return {"step": base.first_step(params), **_by_name(leaves, params)}
 
-    def changed(leaf: Leaf, grad: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
+    def changed(leaf: TrainableLeaf, grad: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
         """(what is added to the parameter, the new state)."""
         wide = base.wide_dtype(leaf.param.dtype)
         param, grad = leaf.param.to(wide), grad.to(wide)
@@ -121,7 +121,7 @@ def leafwise(
     def for_shards(on_full: OnFull) -> Optimizer:
         return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=of_matrix, on_full=on_full)
 
-    traits = Traits(
+    traits = OptimizerTraits(
         lr=lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
         trainable=trainable,
         for_shards=None if of_matrix is None else for_shards,
@@ -130,7 +130,7 @@ def leafwise(
     return Optimizer(init, update, bind, traits)
 
 
-def _by_name(leaves: dict[str, Slots], params: Tree) -> dict[str, Tree]:
+def _by_name(leaves: dict[str, LeafState], params: Tree) -> dict[str, Tree]:
     names = sorted({name for state in leaves.values() for name in state})
     return {name: base.with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n, {}), params) for name in names}  # type: ignore[misc]
 

@@ -100,7 +100,7 @@ def _assigned(patterns: Patterns, params: Tree) -> dict[str, str]:
 
 
 def _check_groups(groups: Mapping[str, Optimizer | None], paths: Iterable[str]) -> None:
-    """`Traits.check_paths` of `partition`."""
+    """`OptimizerTraits.check_paths` of `partition`."""
     assigned = _assigned_to(patterns_of(groups), paths)
     check_used(groups, assigned.values(), assigned)
     for pattern, optimizer in groups.items():

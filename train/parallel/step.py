@@ -30,7 +30,7 @@ from train.parallel.pipeline.microbatch import recorded, stop_before
 from train.parallel.pipeline.schedule import SPLITTING
 from train.parallel.pipeline.stages import stages_of
 from train.state import State
-from train.update import Step, StepOptions, check_state
+from train.update import StepFunction, StepOptions, check_state
 
 from .agreement import everyone
 from .batch_shards import own_parts
@@ -41,7 +41,9 @@ from .reached import Reached, with_unreached
 from .update import ShardedUpdate, sharded_update, update_over
 
 
-def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Step:
+def make_step_over(
+    parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions
+) -> StepFunction:
     """`train.make_step` over a mesh; the State's parameters and moments are DTensors on `mesh.device_mesh()`.
 
     With `pp` the State holds this rank's layers (`stages`), and `accumulate` is the number of microbatches. ValueError

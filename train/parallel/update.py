@@ -58,8 +58,8 @@ def optimizer_of_shards(placed: Placed, optimizer: Optimizer) -> Optimizer:
     if placed.devices["pp"].size() > 1 and not (optimizer.traits.elementwise or optimizer.traits.per_leaf):
         raise ValueError(
             "The optimizer needs the gradients of all layers (clip_norm in a chain does, and a custom train.Optimizer "
-            "without Traits(per_leaf=True)), and over pp each stage has its own layers alone: use the step's clip=, "
-            "whose norm is global."
+            "without OptimizerTraits(per_leaf=True)), and over pp each stage has its own layers alone: use the step's "
+            "clip=, whose norm is global."
         )
     on_shards = sharded_version(optimizer, _on_matrices(placed.shards))
     if on_shards is None:

@@ -29,7 +29,7 @@ from train import (
 )
 from train.comm.dtensor import local_tree, placed_like
 from train.engine import Engine
-from train.optim.base import Traits, with_paths
+from train.optim.base import OptimizerTraits, with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of, shardings
@@ -41,7 +41,7 @@ FIRST, LAST = "layers.0.*", "layers.1.*"
 def halved() -> Optimizer:
     """A transform of each element."""
     update = lambda grads, state, params: (tree.map(lambda grad: grad / 2, grads), state)  # noqa: E731
-    return Optimizer(lambda params: None, update, traits=Traits(elementwise=True))
+    return Optimizer(lambda params: None, update, traits=OptimizerTraits(elementwise=True))
 
 
 def decayed(rate: float) -> Optimizer:
