@@ -99,7 +99,7 @@ def parser() -> Parser:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """A loaded model. respond: (prompts, seed) -> events of `train.generation.loops.serve`. pictures: how a model that
     reads images reads them; None: none are given, and there is no place for one, a `placeholder`."""
 
@@ -185,7 +185,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--out takes the answers to --prompt or --prompts, and there are none")
 
 
-def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
+def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     """The model of the folder, with the settings of its generation_config.json and those of the flags over them.
 
     images: whether prompts have some, which needs the whole model and not its text alone.
@@ -250,10 +250,10 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> Model:
     weights = pretrained.weights_folder(folder)
     pictures = ImagePrompts.of(weights, config, tokenizer) if images else None
     placeholder = None if images else placeholder_in(weights, tokenizer)
-    return Model(tokenizer, lambda: read_template(folder, images=images), respond, pictures, placeholder)
+    return LoadedModel(tokenizer, lambda: read_template(folder, images=images), respond, pictures, placeholder)
 
 
-def show(model: Model, rows: list[dict[str, Any]], prompts: list[Prompt], events: Iterator[Any]) -> None:
+def show(model: LoadedModel, rows: list[dict[str, Any]], prompts: list[Prompt], events: Iterator[Any]) -> None:
     """Prints the answers in the order of the prompts: the first unfinished one as it grows, the next ones after it."""
     from train.generation.stop import text_of
 
@@ -336,7 +336,7 @@ class Progress:
             print(file=sys.stderr)
 
 
-def converse(model: Model, system: list[dict[str, Any]], seed: int, pictures: Sequence[Path] = ()) -> None:
+def converse(model: LoadedModel, system: list[dict[str, Any]], seed: int, pictures: Sequence[Path] = ()) -> None:
     """A conversation on the terminal, until the input ends: each line is a message, and the answer is streamed.
 
     pictures: those of the first message.

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class InitialModel:
     """A model with its tokenizer before the first step. spec: `Leaf`s, with what is trainable and what is decayed.
 
     params: on the meta device where a saved step has their values, or each of several processes makes its own shard of
@@ -53,7 +53,7 @@ class Model:
     weights: Json | None = None
 
 
-def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool = False) -> Model:
+def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool = False) -> InitialModel:
     """The model of a new run. UserError where the settings name none that can be trained."""
     if settings.init is None:
         model = from_scratch(settings, texts, on_meta=on_meta)
@@ -63,7 +63,7 @@ def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool
     return model
 
 
-def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Model:
+def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> InitialModel:
     """The model of the run in the folder `path`, whose parameter values are in its saved steps."""
     tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
     if settings.lora:
@@ -71,19 +71,19 @@ def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Model:
     config = P.load_config(path, part="text")
     pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
     params = params_without_storage(config, settings)
-    return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
+    return InitialModel(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
 
 
-def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: bool) -> Model:
+def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: bool) -> InitialModel:
     """A Llama of the settings' sizes, with a tokenizer trained on the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
     config = new_config(settings, tokenizer.get_vocab_size(), ids)
     params = P.abstract(config, dtype=torch.float32) if on_meta else P.init(config, settings.seed, dtype=torch.float32)
-    return Model(config, params, family_spec(config), tokenizer, (ids["eos_token_id"],))
+    return InitialModel(config, params, family_spec(config), tokenizer, (ids["eos_token_id"],))
 
 
-def from_checkpoint(source: Path, settings: Settings, *, on_meta: bool) -> Model:
+def from_checkpoint(source: Path, settings: Settings, *, on_meta: bool) -> InitialModel:
     """The weights of a checkpoint as `load_weights` reads them; adapters get values even with `on_meta`."""
     check_unchanged(source)
     config, tokenizer = config_of_checkpoint(source, settings), pretrained.load_tokenizer(source)
@@ -93,7 +93,7 @@ def from_checkpoint(source: Path, settings: Settings, *, on_meta: bool) -> Model
         spec = P.lora.spec(config, params)
         weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
     ends, unused = pretrained.end_ids(source), unused_parts(source, settings)
-    return Model(config, params, spec, tokenizer, ends, source, unused, weights)
+    return InitialModel(config, params, spec, tokenizer, ends, source, unused, weights)
 
 
 def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:

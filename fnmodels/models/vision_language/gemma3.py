@@ -32,7 +32,7 @@ from fnmodels.models.vision import siglip_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
-from fnmodels.models.vision_language.common.image_prompts import Name, Settings
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_zero_centered
@@ -173,7 +173,7 @@ def placeholder(config: Config, name: Name) -> tuple[str, str]:
     return begin, begin
 
 
-def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     image_prompts.refuse(settings, "do_pan_and_scan")
     edge = config.vision.image_size

@@ -34,7 +34,7 @@ from fnmodels.models.vision import gemma4_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
-from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
@@ -170,7 +170,7 @@ def cell_side(config: Config) -> int:
     return config.vision.pooled
 
 
-def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     most = image_prompts.number(settings, "max_soft_tokens", "", 280, most=20_000)
     cell = config.vision.patch_size * config.vision.pooled

@@ -26,7 +26,7 @@ from fnmodels.models.vision import clip_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
-from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
@@ -154,7 +154,7 @@ def features_of(
     return (project(params, gather_cells(x, places)[None, :, 0]),)
 
 
-def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     square, least = config.vision.image_size, 4 * min(image.shape[1:])
     edge = image_prompts.number(settings, "size", "shortest_edge", square, most=4096)

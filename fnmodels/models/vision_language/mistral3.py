@@ -26,7 +26,7 @@ from fnmodels.models.vision import pixtral
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
-from fnmodels.models.vision_language.common.image_prompts import Name, Settings, placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
@@ -132,7 +132,7 @@ def cell_side(config: Config) -> int:
     return config.merge
 
 
-def read_image(image: Tensor, settings: Settings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     cell = config.vision.patch_size * config.merge
     edge = image_prompts.number(settings, "size", "longest_edge", 1540, most=5000)

@@ -29,7 +29,7 @@ from train.parallel.placement import rules_of
 from train.parallel.whole_model import fetching
 from train.state import State, init_state
 from train.step import make_eval_step, make_step
-from train.update import Step
+from train.update import StepFunction
 
 from .launch import set_timeout
 
@@ -51,7 +51,7 @@ class Programs:
     """The optimizer, the step and the evaluation of one process. plan: of the weights over a mesh; None: no mesh."""
 
     optimizer: Optimizer
-    step: Step
+    step: StepFunction
     evaluate: Callable[[Tree, Entries], dict[str, Any]]
     plan: Tree | None
 

@@ -34,7 +34,7 @@ from train.job import heldout, initial_model, report, run_folder
 from train.job.blueprint import Blueprint
 from train.job.flops import flops_per_token
 from train.job.heldout import SumOf
-from train.job.initial_model import Model
+from train.job.initial_model import InitialModel
 from train.job.mesh_flags import MeshSetup, check_shards
 from train.job.metrics_log import Row, six_digits, step_metrics
 from train.job.model_card import name_of
@@ -56,7 +56,7 @@ class LanguageModel:
     path: Path
     identity: Json
     settings: Settings
-    model: Model
+    model: InitialModel
     texts: sources.DataSources
     dataset: tokenized.Dataset
     mixture: mixture.Mixture
@@ -264,7 +264,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
     )
 
 
-def blueprint(config: DecoderConfig, settings: Settings, model: Model | None = None) -> Blueprint:
+def blueprint(config: DecoderConfig, settings: Settings, model: InitialModel | None = None) -> Blueprint:
     """The blueprint of a run. model: of one process, which has the parameters; None: each process makes its own."""
     loss, train_loss = losses(config, settings)
     return Blueprint(
@@ -338,7 +338,7 @@ def report_result(summary: Json, path: Path) -> None:
     report.result(summary, path)
 
 
-def init_run_folder(path: Path, identity: Json, model: Model, length: int) -> None:
+def init_run_folder(path: Path, identity: Json, model: InitialModel, length: int) -> None:
     """Writes the files that do not change during a run. run.json marks the folder as a run's."""
     (path / run_folder.SUMMARY).unlink(missing_ok=True)
     checkpoint.set_aside(path / run_folder.STEPS, after=-1)

@@ -15,7 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.images import resize
 from fnmodels.models.common.config_json import shown
 
-Settings = Mapping[str, Any]
+ImageSettings = Mapping[str, Any]
 Name = Callable[[int], str]
 _WAYS = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
 
@@ -25,7 +25,7 @@ def placeholder(config: Any, name: Name) -> tuple[str, str]:
     return name(config.image_token), name(config.image_token)
 
 
-def resized(image: Tensor, size: tuple[int, int], settings: Settings, usual: str = "bicubic") -> Tensor:
+def resized(image: Tensor, size: tuple[int, int], settings: ImageSettings, usual: str = "bicubic") -> Tensor:
     """The image at a size in the way that the settings name. ConfigError for another one."""
     if 0 in size:
         raise ValueError(f"A picture of {image.shape[1]} x {image.shape[2]} pixels is too narrow for this model.")
@@ -37,7 +37,7 @@ def resized(image: Tensor, size: tuple[int, int], settings: Settings, usual: str
     return resize(image, size, how=_WAYS[way])
 
 
-def number(settings: Settings, name: str, key: str, usual: int, *, most: int) -> int:
+def number(settings: ImageSettings, name: str, key: str, usual: int, *, most: int) -> int:
     """settings[name], a number or an object whose `key` is one. ConfigError unless it is from 1 to `most`, for a file
     of a few bytes must not ask for any amount of memory."""
     value = settings.get(name)
@@ -49,14 +49,14 @@ def number(settings: Settings, name: str, key: str, usual: int, *, most: int) ->
     return value
 
 
-def expect_side(settings: Settings, name: str, key: str, side: int) -> None:
+def expect_side(settings: ImageSettings, name: str, key: str, side: int) -> None:
     """ConfigError where the settings have another side of the square than the tower reads."""
     found = number(settings, name, key, side, most=side)
     if found != side:
         raise ConfigError(f"{name!r} is {found}, and the tower reads squares of {side} pixels.")
 
 
-def refuse(settings: Settings, name: str) -> None:
+def refuse(settings: ImageSettings, name: str) -> None:
     """ConfigError where a setting that is not supported is on."""
     if settings.get(name):
         raise ConfigError(f"{name!r} is {shown(settings[name])}; only false is supported.")

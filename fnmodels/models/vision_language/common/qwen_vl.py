@@ -132,7 +132,7 @@ def placeholder(config: Any, name: image_prompts.Name) -> tuple[str, str]:
 
 
 def read_image(
-    image: Tensor, settings: image_prompts.Settings, name: image_prompts.Name, *, config: Any
+    image: Tensor, settings: image_prompts.ImageSettings, name: image_prompts.Name, *, config: Any
 ) -> tuple[list[Tensor], str]:
     """(the image for the tower, text in place of the placeholder), see `image_prompts`."""
     cell = config.vision.patch_size * config.vision.merge
