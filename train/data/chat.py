@@ -8,6 +8,7 @@ The assistant's turns are located in the rendered text, which is tokenized in on
 tokenizing turn by turn gives other tokens at the boundaries.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,12 @@ Message = Mapping[str, Any]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SOURCE_LIMIT = 1_000_000  # bytes of a template; the longest published ones have 20,000
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_OPENED = re.compile(r"<think>\s*$")  # a cue that opens the reasoning
+_STOPS = re.compile(r"</s?>|<[^<>/\s][^<>\s]*>|\[/?[A-Z_]+\]")  # what looks like a special token
+_MARKER = re.compile(rf"\s*({_STOPS.pattern})")
 
 
 class RewrittenError(UserError):
@@ -148,15 +155,22 @@ def assistant_spans(
     """(the rendered text, the character range of each turn of the assistant, its end-of-turn token included).
 
     {% generation %} blocks of the template are used where it has them, as in transformers. Else a turn is the
-    difference between the text up to and including it and the text that ends with the assistant's cue. last: only the
-    last message. RewrittenError where a template renders a turn differently when further turns follow it (without
-    its reasoning, for example), so that it cannot be located; UserError where it cannot be for another reason.
+    difference between the text up to and including it and the text that ends with the assistant's cue; a <think> that
+    opens the cue, but not the turn, is no part of it. A turn that ends where the next role's marker begins ends with
+    that marker, at which a model stops. last: only the last message.
+
+    RewrittenError where a template renders a turn differently when further turns follow it (without its reasoning, for
+    example), so that it cannot be located; UserError where it cannot be for another reason, or where a text, a part, a
+    reasoning or a tool call of a turn is not in what would be trained for it.
     """
     text, found = _extract_marks(_rendered(template, messages, **extra))
+    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if found:
+        _check_said(messages, turns, "".join(text[start:stop] for start, stop in found))
+        _check_parts(template, messages, turns, **extra)
         return text, found
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant" or (last and index + 1 < len(messages)):
+    for index in turns:
+        if last and index + 1 < len(messages):
             continue
         before = render(template, messages[:index], prompt=True, **extra)
         if index == 0 and before == render(template, [], **extra):
@@ -165,7 +179,8 @@ def assistant_spans(
                 "cannot be separated from its header"
             )
         until = render(template, messages[: index + 1], **extra)
-        if not until.startswith(before):
+        cue = before if until.startswith(before) else _OPENED.sub("", before)
+        if not until.startswith(cue):
             raise UserError(
                 f"the chat template does not begin turn {index + 1} of {len(messages)} with its cue for the assistant, "
                 f"which ends with {before[-20:]!r}: the text after the cue cannot be located"
@@ -175,8 +190,117 @@ def assistant_spans(
                 f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
                 "it cannot be located in the text: give each turn to train on as an example of its own"
             )
-        found.append((len(before), len(until)))
+        _check_said(messages, [index], until[len(cue) :])
+        _check_parts(template, messages, [index], **extra)
+        stop = _stop(template, messages[: index + 1], until, text, **extra)
+        text = text if text.startswith(until + stop) else until + stop
+        found.append((len(cue), len(until) + len(stop)))
     return text, found
+
+
+def _stop(template: Template, messages: Sequence[Message], until: str, text: str, **extra: Any) -> str:
+    """The next role's marker where the last turn ends without a token of its own to stop at, as in GLM's templates.
+
+    until: the text of `messages`, with which `text` begins.
+    """
+    forms = [form for _, piece in _said(messages[-1]) for form in _forms(piece)]
+    end, last = max(((until.rfind(form) + len(form), form) for form in forms if form in until), default=(0, ""))
+    tail = until[end:]
+    if not last or _STOPS.search(tail) or tail[-1:].isspace():  # a line may end a turn
+        return ""
+    start = len(until)
+    if len(text) == len(until):
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        text = render(template, [*messages, {"role": role, "content": "."}], **extra)
+        start = text.rfind(last + tail) + len(last + tail)  # what is before may be rendered differently
+    marker = _MARKER.match(text, start)
+    if marker is None and not tail:
+        raise UserError(
+            f"the chat template ends turn {len(messages)} with its text, and no token says that it has ended: a model "
+            "would not learn to stop"
+        )
+    return marker.group() if marker else ""
+
+
+def _check_said(messages: Sequence[Message], turns: Sequence[int], target: str) -> None:
+    """UserError where something that these turns say is not in the text that is trained for them, in their order."""
+    begin = 0
+    for index in turns:
+        end, content = begin, messages[index].get("content")
+        where = f"turn {index + 1} of {len(messages)}"
+        for what, piece in _said(messages[index]):
+            places = [place for form in _forms(piece) if (place := target.find(form, begin)) >= 0]
+            if not places:
+                raise UserError(
+                    f"the chat template leaves out the {what} of {where}: {piece[:40]!r} is not in the text that would "
+                    "be trained"
+                )
+            end = max(end, min(places) + 1)
+        if isinstance(content, list) and str(content) in target:
+            raise UserError(f"the chat template writes the parts of {where} as a list: give its content as one text")
+        if content is None and "None" in target[begin:] and "None" not in str(messages[index]).replace(": None", ""):
+            raise UserError(f"the chat template writes None for {where}, whose content is null: give it an empty text")
+        begin = end
+
+
+def _check_parts(template: Template, messages: Sequence[Message], turns: Sequence[int], **extra: Any) -> None:
+    """UserError where a part that is no text leaves no trace in the rendered text."""
+    for index in turns:
+        content = messages[index].get("content")
+        parts = content if isinstance(content, list) else []
+        for number, part in enumerate(parts):
+            if not isinstance(part, Mapping) or "text" in part:
+                continue
+            without = {**messages[index], "content": [*parts[:number], *parts[number + 1 :]]}
+            if render(template, messages, **extra) == render(
+                template, [*messages[:index], without, *messages[index + 1 :]], **extra
+            ):
+                raise UserError(
+                    f"the chat template leaves out part {number + 1} of turn {index + 1} of {len(messages)}, of type "
+                    f"{part.get('type')!r}"
+                )
+
+
+def _said(message: Message) -> list[tuple[str, str]]:
+    """(what it is, text) of all that a turn says: texts, reasoning, and the names and values of tool calls."""
+    content, said = message.get("content"), list[tuple[str, str]]()
+    texts = content if isinstance(content, list) else [content]
+    for text in (part.get("text") if isinstance(part, Mapping) else part for part in texts):
+        if isinstance(text, str):  # reasoning within tags may be moved
+            said += [("text", piece.strip()) for piece in re.split("</?think>", text)]
+    said += [("reasoning", str(message[name]).strip()) for name in _REASONING if message.get(name)]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        said.append(("tool call", str(function.get("name", ""))))
+        said += [("tool call", value) for value in _values(function.get("arguments"))]
+    return [(what, text) for what, text in said if text]
+
+
+def _values(arguments: Any) -> list[str]:
+    """The names and values in a tool call's arguments, which may be JSON in a text."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return [arguments.strip()]
+        return [arguments.strip()] if isinstance(parsed, str) else _values(parsed)
+    if isinstance(arguments, Mapping):
+        return [text for name, value in arguments.items() for text in (str(name), *_leaf(value))]
+    return _leaf(arguments)
+
+
+def _leaf(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return _values(value)
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in _leaf(item)]
+    return [] if value is None else [value.strip() if isinstance(value, str) else json.dumps(value)]
+
+
+def _forms(piece: str) -> tuple[str, ...]:
+    """The ways in which a template may write a text: as it is, in JSON, or true and false as Python does."""
+    escaped = (json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+    return (piece, *escaped, *({"true": ("True",), "false": ("False",)}.get(piece, ())))
 
 
 def render_examples(template: Template, messages: Sequence[Message], **extra: Any) -> list[RenderedChat]:

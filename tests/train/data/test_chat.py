@@ -1,9 +1,12 @@
 """Tests of chat data: the rendered text equals transformers', and every token's label is written out by hand."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -240,18 +243,27 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         assistant_spans(forgetful, CHAT)
 
 
-def test_a_turn_that_does_not_begin_with_its_cue_is_refused() -> None:
-    """As DeepSeek R1's template: the cue opens the reasoning, and earlier turns are rendered without theirs."""
+def test_a_cue_that_opens_the_reasoning_is_context() -> None:
+    """As DeepSeek R1's template: the cue opens the reasoning, and turns are rendered without theirs."""
     template = Template(
-        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'].split('</think>')[-1] }}{% endfor %}"
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'].split('</think>')[-1] + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}",
         {},
     )
-    for messages in (CHAT, CHAT[:2]):
-        with pytest.raises(
-            UserError, match=r"does not begin turn 2 of \d with its cue .* ends with 'i<assistant><think>"
-        ):
-            render_examples(template, messages)
+    ((text, spans),) = render_examples(template, CHAT)
+    assert [text[start:stop] for start, stop in spans] == ["Hello!</s>", "4</s>"]
+    with pytest.raises(UserError, match=r"leaves out the text of turn 2 of 2: 'So\.' is not in the text"):
+        render_examples(template, [CHAT[0], {"role": "assistant", "content": "<think>So.</think>Hello!"}])
+
+
+def test_a_turn_that_does_not_begin_with_its_cue_is_refused() -> None:
+    template = Template(
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>Well, ' }}{% endif %}",
+        {},
+    )
+    with pytest.raises(UserError, match=r"does not begin turn 2 of 2 with its cue .* ends with '.*<assistant>Well, '"):
+        render_examples(template, CHAT[:2])
 
 
 THOUGHTS = (  # Qwen 3's way: the last answer is rendered with its thoughts, even if it has none, earlier ones without
@@ -430,3 +442,98 @@ def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises((UserError, CheckpointError), match=message):
             read_template(tmp_path)
+
+
+TRL = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+# Every text is of one turn alone.
+TOLD: dict[str, list[dict[str, Any]]] = {
+    "turns": [
+        {"role": "user", "content": "Uone"},
+        {"role": "assistant", "content": "Aone"},
+        {"role": "user", "content": "Utwo"},
+        {"role": "assistant", "content": "Atwo"},
+    ],
+    "parts": [
+        {"role": "user", "content": [{"type": "text", "text": "Uone"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Aone"}, {"type": "text", "text": "Amore"}]},
+    ],
+    "reasoning": [
+        {"role": "user", "content": "Uone"},
+        {"role": "assistant", "reasoning_content": "Rone", "content": "Aone"},
+        {"role": "user", "content": "Utwo"},
+        {"role": "assistant", "reasoning_content": "Rtwo", "content": "Atwo"},
+    ],
+    "thoughts": [
+        {"role": "user", "content": "Uone"},
+        {"role": "assistant", "content": "<think>\nRone\n</think>\n\nAone"},
+    ],
+    "call": [
+        {"role": "user", "content": "Uone"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "Tname", "arguments": {"Tkey": "Tvalue"}}}],
+        },
+    ],
+    "null": [
+        {"role": "user", "content": "Uone"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "Tname", "arguments": {"Tkey": "Tvalue"}}}],
+        },
+    ],
+}
+SAID = re.compile("[ART](?:one|two|more|name|key|value)")
+ENDS = re.compile(r"(</s>|<[^</][^<]*>)\s*$")
+
+
+# How many of the 72 templates render each conversation in full.
+IN_FULL = {"turns": 66, "parts": 36, "reasoning": 18, "thoughts": 62, "call": 45, "null": 37}
+REFUSED = "leaves out the (text|reasoning|tool call)|cannot render|as a list|writes None|does not begin turn"
+
+
+@pytest.mark.parametrize("talk", TOLD)
+def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -> None:
+    """By every template that trl has: all that is said, nothing of the user, no None."""
+    said = set(SAID.findall(json.dumps([m for m in TOLD[talk] if m["role"] == "assistant"])))
+    reasons: dict[str, str] = {}
+    for path in TRL:
+        try:
+            examples = render_examples(Template(path.read_text(), SPECIAL, "2026-01-01"), TOLD[talk])
+        except UserError as error:
+            reasons[path.stem] = str(error)
+            continue
+        targets = ["".join(text[start:stop] for start, stop in spans) for text, spans in examples]
+        assert set(SAID.findall(" ".join(targets))) == said, path.stem
+        assert all(ENDS.search(target) for target in targets), path.stem
+        assert not any(re.search("None|U(one|two)", target) for target in targets), path.stem
+    assert len(TRL) - len(reasons) == IN_FULL[talk], reasons
+    assert all(re.search(REFUSED, reason) for reason in reasons.values()), reasons
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "words"),
+    [
+        ("{{ m['role'] }}{{ m['content'] | trim }}", {"content": "So"}, "no token says that it has ended"),
+        ("<{{ m['role'] }}>{{ m['content'] }}</s>", {"content": None}, "writes None for turn 2 of 2"),
+        ("<{{ m['role'] }}>{{ m['content'] }}</s>", {"content": [{"type": "text", "text": "So"}]}, "as a list"),
+        (
+            "<{{ m['role'] }}>{{ m['content'] | map(attribute='text', default='') | join }}</s>",
+            {"content": [{"type": "text", "text": "So"}, {"type": "image", "url": "x"}]},
+            "leaves out part 2 of turn 2 of 2, of type 'image'",
+        ),
+        (
+            "<{{ m['role'] }}>{{ m['content'] }}{% for c in m['tool_calls'] %}{{ c.function.name }}{% endfor %}</s>",
+            {"content": "So", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": [1, 27]}'}}]},
+            "leaves out the tool call of turn 2 of 2: '1' is not",
+        ),
+        ("{% generation %}{{ m['content'][:1] }}</s>{% endgeneration %}", {"content": "So"}, "leaves out the text"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(source: str, message: dict[str, Any], words: str) -> None:
+    whole = "{% for m in messages %}" + source + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    whole = whole.replace("<assistant>", "assistant") if source.startswith("{{ m['role']") else whole
+    user: Any = {"role": "user", "content": [{"type": "text", "text": "Hi"}] if "map(" in source else "Hi"}
+    with pytest.raises(UserError, match=words):
+        render_examples(Template(whole, {}), [user, {"role": "assistant", **message}])
