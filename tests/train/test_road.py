@@ -51,6 +51,10 @@ def roads(monkeypatch):
     return seen
 
 
+def packed_batch():
+    return fnmodels.pack([torch.arange(3), torch.arange(3, 7), torch.arange(8, 15)], 8).batch()
+
+
 def run_step(**options):
     optimizer = train.adamw(1e-3, spec=llama.spec(CONFIG))
     step = train.make_step(functools.partial(train.next_token_loss, config=CONFIG), optimizer, **options)
@@ -106,3 +110,26 @@ def test_a_plan_keeps_no_function_of_the_caller():
     before = _kept.cache_info().currsize
     plan_stack(CONFIG, None, (), ForwardOptions(lambda *args, **more: None))
     assert _kept.cache_info().currsize == before
+
+
+def test_a_layout_that_the_run_makes_is_not_checked_and_one_that_is_passed_is(roads, monkeypatch):
+    from fnmodels.ops.attention import select
+
+    checked = []
+    monkeypatch.setattr(select, "check_layout", lambda mask, layout: checked.append(layout))
+    run_step()
+    assert not checked
+    batch = packed_batch()
+    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
+    loss = train.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=layout))
+    loss(P.init(CONFIG, 0), batch)
+    assert checked == [layout]
+
+
+def test_the_layout_of_another_batch_is_refused_in_a_loss_of_a_step():
+    batch = packed_batch()
+    tokens = batch["tokens"]
+    other = fnmodels.document_layout(torch.arange(8).expand_as(tokens), torch.ones_like(tokens))
+    loss = train.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=other))
+    with pytest.raises(ValueError, match="describes other documents than the mask"):
+        loss(P.init(CONFIG, 0), batch)

@@ -154,6 +154,36 @@ def test_layout(segment_ids: list, positions: list, rows: tuple | None, plain: b
     assert fnmodels.layout(masks) == found
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_layout_of_rows_that_are_almost_one_document_each(seed: int) -> None:
+    """Each row is one document from any position, but for one entry in half of the cases, against a loop."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, length = (int(torch.randint(low, 5, (), generator=draw)) for low in (0, 1))
+    first, segment = (torch.randint(low, 4, (rows, 1), generator=draw) for low in (0, 1))
+    positions, segments = first + torch.arange(length), segment.expand(rows, length).clone()
+    if rows and seed % 2:
+        entry = int(torch.randint(rows, (), generator=draw)), int(torch.randint(length, (), generator=draw))
+        (positions if seed % 4 == 1 else segments)[entry] -= int(torch.randint(1, 4, (), generator=draw))
+    found = document_layout(positions, segments)
+    documents = [documents_of(at, ids) for at, ids in zip(positions.tolist(), segments.tolist(), strict=True)]
+    if any(len({segment for *_, segment in row}) < len(row) for row in documents):
+        assert found is None
+        return
+    assert found is not None and found.length == length
+    assert found.rows == tuple(tuple((start, stop) for start, stop, _ in row) for row in documents)
+    starts = [[start for start, *_ in row] for row in documents]
+    assert found.firsts == tuple(tuple(positions[i, s].item() for s in row) for i, row in enumerate(starts))
+
+
+def documents_of(positions: list[int], segments: list[int]) -> list[tuple[int, int, int]]:
+    """(start, stop, segment) of each run of one segment and consecutive positions in a row, without padding."""
+    runs: list[tuple[int, int, int]] = []
+    for at, segment in enumerate(segments):
+        follows = at and segment == segments[at - 1] and (segment <= 0 or positions[at] == positions[at - 1] + 1)
+        runs = [*runs[:-1], (runs[-1][0], at + 1, segment)] if follows else [*runs, (at, at + 1, segment)]
+    return [run for run in runs if run[2] > 0]
+
+
 def test_no_layout_of_what_holds_no_documents() -> None:
     assert fnmodels.layout({"full": torch.ones(1, 1, 3, 3, dtype=torch.bool)}) is None
     q, kv = POSITIONS[1:2, 4:], POSITIONS[1:2]
