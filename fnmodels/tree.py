@@ -19,16 +19,6 @@ Tree = Any
 _T = TypeVar("_T")
 _D = TypeVar("_D", bound="WithEntries")
 
-# Programs saved by torch.export name classes by module; a module that moved keeps the name it had then.
-_SAVED_MODULES = {
-    "fnmodels.inputs.mask": "fnmodels.mask",
-    "fnmodels.inputs.rules": "fnmodels.rules",
-    "fnmodels.ops.attention.block_sparse": "fnmodels.ops.attention_blocks",
-    "fnmodels.ops.attention.sdpa": "fnmodels.ops.attention",
-    "fnmodels.ops.moe.dispatch": "fnmodels.ops.dispatch",
-    "params.lora.nodes": "params.lora",
-}
-_LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
 _NODES: dict[type, tuple[list[str], list[str]]] = {}  # the names of a node's children and of its static fields
 
 
@@ -69,7 +59,7 @@ def pytree(cls: type[_T]) -> type[_T]:
         flatten,
         unflatten,
         flatten_with_keys_fn=flatten_with_keys,
-        serialized_type_name=f"{_saved_module(cls)}.{cls.__qualname__}",
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         to_dumpable_context=_to_json,
         from_dumpable_context=_from_json,
     )
@@ -90,18 +80,13 @@ def pytree_dict(cls: type[_D]) -> type[_D]:
     return cls
 
 
-def _saved_module(cls: type) -> str:
-    module: str = cls.__module__
-    return _SAVED_MODULES.get(module, module)
-
-
 def _to_json(value: Any) -> Any:
     """Static context as JSON for torch.export.save: numbers, strings, None, tuples and frozen dataclasses of these."""
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
     if dataclasses.is_dataclass(value):
         fields = {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"module": _saved_module(type(value)), "class": type(value).__qualname__, "fields": fields}
+        return {"module": type(value).__module__, "class": type(value).__qualname__, "fields": fields}
     return value
 
 
@@ -110,8 +95,7 @@ def _from_json(value: Any) -> Any:
         return tuple(_from_json(item) for item in value)
     if isinstance(value, dict):
         # Only classes that are imported already: a file must not decide what gets imported.
-        module = _LOADED_MODULES.get(str(value["module"]), str(value["module"]))
-        cls = getattr(sys.modules.get(module), value["class"], None)
+        cls = getattr(sys.modules.get(str(value["module"])), value["class"], None)
         if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
             raise ValueError(f"{value['module']}.{value['class']} is no dataclass that is imported here.")
         return cls(**{name: _from_json(item) for name, item in value["fields"].items()})
