@@ -304,6 +304,17 @@ def as_loss(function: Callable[..., Any]) -> ModelLoss:
     return function if isinstance(function, ModelLoss) else ModelLoss(function)
 
 
+def computed_in(dtype: torch.dtype, function: Callable[..., Any]) -> ModelLoss:
+    """The loss with its trainable parameters, those that require a gradient, in `dtype`, as fsdp gathers them."""
+    loss = as_loss(function)
+
+    def cast(params: Tree) -> Tree:
+        given = params if loss.params is None else loss.params(params)
+        return tree.map(lambda leaf: leaf.to(dtype) if leaf.requires_grad else leaf, given)
+
+    return dataclasses.replace(loss, params=cast)
+
+
 def run_options(params: Tree) -> RunOptions:
     """The `RunOptions` that travel with a loss's params, for a loss that runs layers without fnmodels.hidden."""
     if not isinstance(params, RunParams):

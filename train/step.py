@@ -17,10 +17,10 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.batch import Batches, Entries, microbatches
-from train.loss import caller
+from train.loss import caller, computed_in
 from train.optim.base import Optimizer, check_optimizer, clip_factor, global_norm, trainable_mask, with_paths
 from train.parallel.eval_steps import make_eval_over, make_forward_over
-from train.parallel.mesh import Mesh, Parallelism, Strategy
+from train.parallel.mesh import Mesh, Parallelism, Strategy, in_dtype
 from train.parallel.step import make_step_over
 
 from .gradients import LossFn, checked_loss, gradient_sums, metrics_of, totals, valid_count
@@ -39,6 +39,7 @@ def make_step(
     compile: str = "none",
     inplace: bool = True,
     balance_rate: float | None = None,
+    dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
     strategy: Strategy | None = None,
 ) -> StepFunction:
@@ -66,6 +67,9 @@ def make_step(
     balance_rate: after each update every layer's `selection_bias` is raised by this for experts with fewer tokens than
         the mean over the batch and lowered for those with more (`update_bias`). The loss's aux must hold counts
         [sparse layers, E], as that of `next_token_loss` does. None: biases are unchanged.
+    dtype: in which the model computes, such as torch.bfloat16 with parameters in fp32: the loss receives the trainable
+        parameters in this dtype, and gradients, moments and updates have that of the parameters. Frozen parameters keep
+        their own. Over a mesh it is the `Strategy.gather_dtype`. None: the parameters' own.
     mesh: run on many ranks, see `train.parallel.step`: the State's leaves are DTensors; every rank passes the full
         batch and gets the global metrics. strategy: how ranks share the work, see `train.parallel.mesh.Strategy`.
 
@@ -77,7 +81,7 @@ def make_step(
     over a mesh steps are checked up to the first that reaches them all, see `train.parallel.reached`. With an optimizer
     that has `bind`, only the computation of a layout waits for the device.
     """
-    options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
+    options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate, dtype)
     check_optimizer(optimizer)
     check_strategy(mesh, strategy)
     if budget_of(remat) is not None and (mesh is not None or compile == "whole"):
@@ -87,8 +91,10 @@ def make_step(
             '"full", "selective" or "every:N".'
         )
     if mesh is not None:
-        return make_step_over(Parallelism(mesh, strategy or Strategy()), loss_fn, optimizer, options)
-    sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
+        how = in_dtype(strategy or Strategy(), dtype)
+        return make_step_over(Parallelism(mesh, how), loss_fn, optimizer, options)
+    loss = loss_fn if dtype is None else computed_in(dtype, loss_fn)
+    sums_of = gradient_sums(loss, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     plans = Plans(optimizer)
 
     def step(state: State, batch: Batches) -> tuple[State, dict[str, Any]]:

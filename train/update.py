@@ -29,6 +29,7 @@ class StepOptions:
     compile: str = "none"
     inplace: bool = True
     balance_rate: float | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         accumulate, clip, rate = self.accumulate, self.clip, self.balance_rate
@@ -38,6 +39,8 @@ class StepOptions:
             raise ValueError(f"clip is {clip!r}; it must be a number above 0, or None.")
         if rate is not None and not (isinstance(rate, (Real, Tensor)) and rate >= 0):
             raise ValueError(f"balance_rate is {rate!r}; it must be a number, at least 0, or None.")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be a floating-point torch.dtype, or None.")
 
 
 StepFunction = Callable[[State, Batches], tuple[State, dict[str, Any]]]

@@ -20,7 +20,7 @@ of these and divided once.
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -132,6 +132,17 @@ class Strategy:
     schedule: str = "1F1B"
     virtual: int | None = None
     split: tuple[int, ...] | None = None
+
+
+def in_dtype(strategy: Strategy, dtype: torch.dtype | None) -> Strategy:
+    """The strategy with the step's `dtype`. ValueError where it has another one."""
+    if dtype is None or strategy.gather_dtype == dtype:
+        return strategy
+    if strategy.gather_dtype is not None:
+        raise ValueError(
+            f"dtype is {dtype}, and the strategy's gather_dtype {strategy.gather_dtype}: give one of them."
+        )
+    return replace(strategy, gather_dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def narrow(strategy: dict[str, Any]) -> dict[str, Any]:
 
     mesh = Mesh(fsdp=2)
     params, optimizer = placed("deepseek", mesh), optimizer_of("deepseek")
-    step = make_step(loss, optimizer, mesh=mesh, strategy=Strategy(gather_dtype=torch.bfloat16))
+    step = make_step(loss, optimizer, mesh=mesh, dtype=torch.bfloat16)
     state, metrics = step(init_state(params, optimizer), batch())
     expected = one_process("deepseek").metrics["loss"]
     kept = {str(leaf.dtype) for leaf in tree.leaves(state.params)}
