@@ -64,10 +64,10 @@ def test_a_loss_receives_trained_leaves_in_the_dtype_and_frozen_ones_in_theirs()
 
 
 def test_another_dtype_is_named():
-    with pytest.raises(ValueError, match="dtype is torch.int64; it must be a floating-point"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int64; it must be a floating-point"):
         make_step(loss, train.sgd(0.1), dtype=torch.int64)
     strategy = train.parallel.Strategy(gather_dtype=torch.float16)
-    with pytest.raises(ValueError, match="gather_dtype torch.float16: give one of them"):
+    with pytest.raises(ValueError, match=r"gather_dtype torch\.float16: give one of them"):
         make_step(loss, train.sgd(0.1), dtype=torch.bfloat16, mesh=train.parallel.Mesh(fsdp=2), strategy=strategy)
 
 
