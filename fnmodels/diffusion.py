@@ -145,7 +145,7 @@ def unpacked_latents(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> 
     return found
 
 
-def flow_times(steps: int, *, tokens: int | None = None, device: torch.device | str | None = None) -> Tensor:
+def flow_times(steps: int, *, tokens: int | None = None) -> Tensor:
     """Times [steps + 1], fp32, from 1 to 0 of a sampler's steps.
 
     tokens: of the image, for FLUX.1 dev, which takes more of its steps near the noise the larger an image is: time t
@@ -154,7 +154,7 @@ def flow_times(steps: int, *, tokens: int | None = None, device: torch.device | 
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; it must be at least 1.")
-    even = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=device)
+    even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if tokens is None:
         return even.float()
     shift = math.exp(0.5 + (tokens - 256) * (1.15 - 0.5) / (4096 - 256))

@@ -58,19 +58,13 @@ def center_crop(image: Tensor, size: tuple[int, int]) -> Tensor:
     return image
 
 
-def normalized(
-    image: Tensor,
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    scale: float = 1 / 255,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """(image * scale - mean) / std per channel of an image [C, H, W]; mean and std are scaled, not the pixels."""
+def normalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(image / 255 - mean) / std per channel of an image [C, H, W], in fp32, by scaling mean and std."""
     if len(mean) != image.shape[0] or len(std) != image.shape[0]:
         raise ValueError(f"mean {list(mean)} and std {list(std)} must have {image.shape[0]} values, one per channel.")
-    middle, width = (torch.tensor(v, dtype=dtype, device=image.device)[:, None, None] / scale for v in (mean, std))
-    return (image.to(dtype) - middle) / width
+    of_channels = [torch.tensor(v, dtype=torch.float32, device=image.device)[:, None, None] for v in (mean, std)]
+    middle, width = (value / (1 / 255) for value in of_channels)
+    return (image.float() - middle) / width
 
 
 def patches_of(image: Tensor, patch: int, *, channels_last: bool = False) -> Tensor:

@@ -35,11 +35,11 @@ def merge_slerp(one: Tree, other: Tree, fraction: float) -> Tree:
     return tree.map(interpolate, one, other)
 
 
-def merge_ties(base: Tree, tuned: Sequence[Tree], *, density: float, weight: float = 1.0) -> Tree:
+def merge_ties(base: Tree, tuned: Sequence[Tree], *, density: float) -> Tree:
     """TIES (arXiv 2306.01708): trim each task's change, elect a sign per element, average the changes that agree.
 
-    density: the fraction of each leaf's elements, the largest by magnitude, that a change keeps, in (0, 1]. weight:
-    multiplies the merged change. ValueError for a density outside of that, and as in `tree.map`.
+    density: the fraction of each leaf's elements, the largest by magnitude, that a change keeps, in (0, 1].
+    ValueError for a density outside of that, and as in `tree.map`.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density must be above 0 and at most 1, not {density}.")
@@ -48,7 +48,7 @@ def merge_ties(base: Tree, tuned: Sequence[Tree], *, density: float, weight: flo
         changes = torch.stack([_trimmed(end - start, density) for end in ends])
         agrees = (changes.sign() == changes.sum(0).sign()) & (changes != 0)
         mean = (changes * agrees).sum(0) / agrees.sum(0).clamp(min=1)
-        return start + weight * mean
+        return start + mean
 
     return tree.map(merged, base, *tuned)
 

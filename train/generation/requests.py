@@ -112,8 +112,8 @@ def collect(events: Iterable[Event], rows: int) -> Generations:
     )
 
 
-def best_of(found: Generations, each: int, *, length_penalty: float = 1.0) -> list[int]:
-    """The index of the best of every `each` consecutive answers, by the sum of logp / length ** length_penalty.
+def best_of(found: Generations, each: int) -> list[int]:
+    """The index of the best of every `each` consecutive answers, by the mean of logp over its tokens.
 
     Generate from prompts repeated `each` times, which are computed once.
     """
@@ -121,7 +121,7 @@ def best_of(found: Generations, each: int, *, length_penalty: float = 1.0) -> li
         raise ValueError(
             f"each is {each}; it must be at least 1 and divide the number of answers, {len(found.tokens)}."
         )
-    scores = torch.tensor([float(logp.sum()) / len(logp) ** length_penalty for logp in found.logp])
+    scores = torch.tensor([float(logp.sum()) / len(logp) for logp in found.logp])
     return (scores.reshape(-1, each).argmax(1) + torch.arange(0, len(scores), each)).tolist()
 
 

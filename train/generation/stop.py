@@ -97,9 +97,9 @@ class TextStream:
         return text != "" and text[0] not in {REPLACEMENT, *self._open_end.characters}
 
 
-def text_of(tokenizer: Decodes, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
     """The text of ids as `TextStream` shows it: bytes that are no character spoil no others."""
-    stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    stream = TextStream(tokenizer)
     return "".join(map(stream.push, ids)) + stream.flush()
 
 

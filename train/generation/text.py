@@ -36,7 +36,6 @@ def complete(
     *,
     tokens: int,
     sampling: Sampling = READABLE,
-    seed: int = 0,
 ) -> str:
     """The prompt and its continuation by at most `tokens` tokens, up to one of `end`, as text.
 
@@ -44,7 +43,7 @@ def complete(
     """
     ids = prompt_ids(tokenizer, prompt)
     kept, new = fitted(config, ids, tokens)
-    found = generate(params, config, [kept], max_new=new, sampling=sampling, seeds=seed, stop_ids=end)
+    found = generate(params, config, [kept], max_new=new, sampling=sampling, seeds=0, stop_ids=end)
     # together: the last token of the prompt and the first new one may share a character's bytes
     answer = [token for token in found.tokens[0] if token not in end]
     return text_of(tokenizer, ids + answer)

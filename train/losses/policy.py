@@ -118,7 +118,7 @@ def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
     return torch.where(beyond, ratio.clamp(low, high), ratio) * advantages, beyond
 
 
-def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, *, normalize: bool = True) -> Tensor:
     """GRPO's advantages (arXiv 2402.03300): each answer's reward against its group, rewards [prompts, answers].
 
     normalize: divided by the group's standard deviation over n (TRL and verl divide by n - 1, which makes advantages
@@ -131,7 +131,7 @@ def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e
     centered = wide - wide.mean(1, keepdim=True)
     if not normalize:
         return centered
-    return centered / (wide.std(1, keepdim=True, correction=0) + eps)
+    return centered / (wide.std(1, keepdim=True, correction=0) + 1e-6)
 
 
 def same_shape(**tensors: Tensor) -> None:

@@ -128,7 +128,9 @@ def sharded_params(
     """params(held) -> the params of a loss: layers as `ParamShard`s, for `gather_layers`, all else gathered.
 
     held: `local_tree` of params with the shardings `shards`, or of a pipeline stage's share of them. Blocks of MTP
-    heads count as layers. dtype, trains: see `gathering`. watch: is called with each parameter that was gathered.
+    heads count as layers. dtype: in which floating-point parameters are gathered and used, None for their own. trains:
+    a tree of bools; parameters without a gradient (a router's bias) keep their own dtype. watch: is called with each
+    parameter that was gathered.
     """
     places = tree.flatten(shards)
     chosen = dict.fromkeys(places, True) if trains is None else tree.flatten(trains)
@@ -146,18 +148,14 @@ def sharded_params(
     return params
 
 
-def gathering(
-    function: Callable[..., Any], shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None
-) -> ModelLoss:
+def gathering(function: Callable[..., Any], shards: Tree) -> ModelLoss:
     """function(params, batch) on a rank's shards, `local_tree(params)`.
 
     Parameters outside "layers" are gathered at the start, each layer's when it runs. shards: `shardings(params)`.
-    dtype: in which floating-point parameters are gathered and used, None for their own. trains: a tree of bools;
-    parameters without a gradient (a router's bias) keep their own dtype.
     """
     required = {"required": "Layers are gathered where they run"}
     loss = as_loss(function).with_options(blocks={"outer": gather_layers}, reports=required)
-    return replace(loss, params=sharded_params(shards, dtype=dtype, trains=trains))
+    return replace(loss, params=sharded_params(shards))
 
 
 def _gathered(values: Tree) -> Tree:

@@ -89,14 +89,12 @@ def layers_of(model: Model) -> list[nn.Module]:
     return list(model.get_submodule("layers").children())
 
 
-def shard(
-    model: Model, devices: DeviceMesh, *, dtype: torch.dtype | None = None, reshard: bool | int | None = None
-) -> None:
+def shard(model: Model, devices: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """torch's `fully_shard` of each layer and of the rest over `fsdp`, replicated over `dp` (HSDP) if dp > 1.
 
     Parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32 at least, and inputs of a layer,
-    such as rotary tables in fp32, are not cast. Gradients are summed and not averaged, since losses are sums. reshard:
-    `fully_shard`'s reshard_after_forward. Untrainable parameters that keep their dtype (`selection_bias`) are left out
+    such as rotary tables in fp32, are not cast. Gradients are summed and not averaged, since losses are sums.
+    Untrainable parameters that keep their dtype (`selection_bias`) are left out
     and stay replicated. ValueError for a `dtype` if a trainable parameter keeps its own (ERNIE 4.5's router), which
     fully_shard would cast, and for a mesh with further dimensions, over which gradients would not be summed.
     """
@@ -121,7 +119,7 @@ def shard(
     for parameter in model.kept:
         parameter.data = parameter.data.to(devices.device_type)  # as fully_shard does with the others
     for module in (*layers_of(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=model.kept)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=model.kept)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that applies a factor
