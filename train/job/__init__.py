@@ -1,9 +1,10 @@
-"""The main job, `python -m train --run DIR`: from settings to a trained checkpoint, through stops and resumes.
+"""A training run, such as `python -m train --run DIR`: from settings to a trained checkpoint, through stops and resumes.
 
 settings        every setting as one frozen dataclass; setting_types, lora_flag, mesh_flags: their values
-setup           settings, text, tokenizer and model before the first step; preflight: what can be refused at once
-recipe          optimizer and extra loss terms that the settings name; initial_model: new, loaded, or with adapters
-run             the loop; heldout: held-out loss; flops: tokens per second and MFU; profile: a chrome trace
+tasks/          what is trained: data, losses, evaluation and model card; task: what the loop asks of them
+blueprint       model and losses, of which each process makes its programs; initial_model: new, loaded, with adapters
+recipe          the optimizer, the options of the step and the dtype that the settings name
+run             the one loop; heldout: held-out loss; flops: tokens per second and MFU; profile: a chrome trace
 run_folder      the lock and the files of a run; metrics_log: metrics.jsonl; report, progress, pictures: its output
 processes/      several processes for one run
 """
