@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 import params as P
-from fnmodels import Causal, Window, llama
+from fnmodels import llama
+from fnmodels.inputs import Causal, Window
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.options import ForwardOptions
 
@@ -123,7 +124,7 @@ def window(length: int, size: int, rounds: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, length, heads, 64, generator=generator, requires_grad=True) for heads in (8, 4, 4))
     positions = torch.arange(length)[None]
-    mask = fnmodels.build_mask(Causal() & Window(size), positions, torch.ones_like(positions))
+    mask = fnmodels.inputs.build_mask(Causal() & Window(size), positions, torch.ones_like(positions))
     layout = fnmodels.layout({"sliding": mask})
     dense = mask.dense()
     plan = materialize(mask, "blocks", layout)

@@ -56,14 +56,14 @@ def installed(*modules: str) -> bool:
 
 
 def ours(
-    params: Any, config: Any, start: Start, *, kernel: str = "auto", step: fnmodels.DecodingStep | None = None
+    params: Any, config: Any, start: Start, *, kernel: str = "auto", step: fnmodels.cache.DecodingStep | None = None
 ) -> Decoder:
     """`decode_`, or `step` of `compiled_step` or `captured_step`."""
     cache = fnmodels.init_cache(config, 1, start.room, dtype=start.dtype, device=start.context.device)
     prepared = fnmodels.prepare_step(config, start.context, cache)
     _, cache = fnmodels.decode_(params, *prepared, cache, config=config, at="last", kernel=kernel)
     room = fnmodels.init_cache(config, start.rows, start.room, dtype=start.dtype, device=start.context.device)
-    held = [fnmodels.insert_(room, range(start.rows), fnmodels.take(cache, [0] * start.rows))]
+    held = [fnmodels.cache.insert_(room, range(start.rows), fnmodels.take(cache, [0] * start.rows))]
 
     def decode(tokens: Tensor) -> Tensor:
         if step is not None:

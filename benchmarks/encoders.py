@@ -141,7 +141,7 @@ def vit(folder: Path, sizes: dict[str, Any], count: int, *, steps: bool) -> tupl
     state = [train.init_state(params, optimizer)]
 
     def ours(params: Any = params) -> torch.Tensor:
-        tokens, positions, segment_ids = fnmodels.patch_rows(list(images), config)
+        tokens, positions, segment_ids = fnmodels.inputs.patch_rows(list(images), config)
         if steps:
             given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
             state[0], metrics = step(state[0], {**given, "labels": labels[:, None].expand(segment_ids.shape)})

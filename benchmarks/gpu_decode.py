@@ -36,7 +36,7 @@ APART = 0.1  # largest accepted difference of logits relative to their norm: bf1
 
 
 def captured(params: Any, config: Any, start: Start) -> Decoder:
-    return ours(params, config, start, step=fnmodels.captured_step(config))
+    return ours(params, config, start, step=fnmodels.cache.captured_step(config))
 
 
 def compiled(params: Any, config: Any, start: Start) -> Decoder:

@@ -23,7 +23,7 @@ from torch import Tensor
 from turns import give_back_memory, take_turns
 
 from fnmodels import llama
-from train import head_logprobs
+from train.losses import head_logprobs
 
 PEAK, TIME = 0.125, 1.3  # targets, ours over dense
 Scores = tuple[Tensor, Tensor]

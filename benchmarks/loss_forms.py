@@ -11,7 +11,7 @@ has medians over timed steps: wall time of the slowest process, CPU time of all 
     partial        functools.partial(train.next_token_loss, config=config)
     lambda         the same call in a lambda
     closure        the same call in a nested function
-    own            a loss of the user's own, from fnmodels.prepare, fnmodels.hidden and train.head_loss
+    own            a loss of the user's own, from fnmodels.prepare, fnmodels.hidden and train.losses.head_loss
     transformers   its Llama on the same row, which it splits by position_ids (in one process only)
 """
 
@@ -56,7 +56,7 @@ def losses(config: llama.Config) -> dict[str, Any]:
             config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
         )
         x = fnmodels.hidden(params, inputs, masks, freqs_cis, config=config)
-        return train.head_loss(params, x, batch["labels"], config=config)
+        return train.losses.head_loss(params, x, batch["labels"], config=config)
 
     return {
         "partial": functools.partial(train.next_token_loss, config=config),

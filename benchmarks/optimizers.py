@@ -74,10 +74,10 @@ def build(config: llama.Config, dtype: torch.dtype, names: list[str]) -> dict[st
         TORCH: theirs,
         "in place": lambda: ours(lambda optimizer: optimizer),
         "pure": pure,
-        "master": lambda: ours(train.with_master),
-        "stochastic": lambda: ours(train.with_stochastic_rounding),
-        "8 bits": lambda: ours(train.with_small_state),
-        "16 bits": lambda: ours(lambda optimizer: train.with_small_state(optimizer, bits=16)),
+        "master": lambda: ours(train.optim.with_master),
+        "stochastic": lambda: ours(train.optim.with_stochastic_rounding),
+        "8 bits": lambda: ours(train.optim.with_small_state),
+        "16 bits": lambda: ours(lambda optimizer: train.optim.with_small_state(optimizer, bits=16)),
     }
     return {name: make() for name, make in made.items() if name in names}
 

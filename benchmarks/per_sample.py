@@ -71,7 +71,7 @@ def fnmodels_contenders(
     rows = fnmodels.rows(batch)
     whole = fnmodels.layout(batch[0][1])
 
-    def loss(params: Tree, batch: Any, layout: fnmodels.Layout | None = None) -> Tensor:
+    def loss(params: Tree, batch: Any, layout: fnmodels.inputs.Layout | None = None) -> Tensor:
         prepared, labels = batch
         logits = fnmodels.forward(params, *prepared, config=config, kernel=kernel, layout=layout)
         return cross_entropy(logits, labels)

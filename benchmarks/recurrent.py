@@ -96,7 +96,7 @@ def gdn(dtype: torch.dtype) -> Layers:
     def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
         context = Context(ForwardOptions(), (), {})
         return delta.gated_delta_net(
-            weights, x, fnmodels.Segments(segment_ids), config, context, eps=config.rms_norm_eps
+            weights, x, fnmodels.inputs.Segments(segment_ids), config, context, eps=config.rms_norm_eps
         )
 
     inward = [weights[f"{name}_proj"] for name in "qkvzba"]
@@ -164,7 +164,7 @@ def kda(dtype: torch.dtype) -> Layers:
 
     def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
         context = Context(ForwardOptions(), (), {})
-        mixed = kimi_linear.kimi_delta_attention(weights, x, fnmodels.Segments(segment_ids), config, context)
+        mixed = kimi_linear.kimi_delta_attention(weights, x, fnmodels.inputs.Segments(segment_ids), config, context)
         return project_out(weights, mixed)
 
     inward = [weights[f"{name}_proj"] for name in ("q", "k", "v", "b", "f_a", "g_a")]

@@ -119,7 +119,7 @@ def judged(prompt: list[int], first: int, new: list[int], text: str) -> Rollout:
 def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
     """Packed rows under a token budget, with the advantage of each token that the policy chose."""
     rewards = torch.tensor([r.reward for r in found]).reshape(PROMPTS, ANSWERS)
-    gains = train.group_advantages(rewards).flatten()
+    gains = train.losses.group_advantages(rewards).flatten()
     learnt = [torch.cat((r.learnt[1:], torch.tensor([False]))) for r in found]  # as labels: of the next token
     entries = {
         "tokens": [r.tokens for r in found],

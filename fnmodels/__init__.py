@@ -20,55 +20,27 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from fnmodels import _shadowing
+from fnmodels import diffusion as diffusion
 from fnmodels.apply import forward, hidden, prepare, run_layers, stack_params
 from fnmodels.cache import (
     Cache,
-    DecodingStep,
     Slots,
-    captured_step,
     compiled_step,
     decode,
     decode_,
-    encode,
     init_cache,
     insert,
-    insert_,
     prefill,
     prepare_step,
     resize,
     take,
     truncate,
 )
-from fnmodels.diffusion import denoise, flow_times, latent_rows, prepare_denoising, unpacked_latents
-from fnmodels.embedding import DenseLayer, Embedder, embed_documents, embeddings
-from fnmodels.errors import (
-    CheckpointError,
-    ConfigError,
-    FormatError,
-    IndexFileError,
-    MismatchError,
-    UnsafePathError,
-    UnsupportedError,
-)
-from fnmodels.inputs.audio import frame_rows, log_mel
-from fnmodels.inputs.block_mask import to_block_mask
-from fnmodels.inputs.convert import to_cu_seqlens, to_dense
+from fnmodels.embedding import Embedder, embed_documents, embeddings
 from fnmodels.inputs.documents import Documents, documents, pool
-from fnmodels.inputs.images import patch_rows
-from fnmodels.inputs.layout import Layout, document_layout, layout
-from fnmodels.inputs.load_balance import balance, imbalance
-from fnmodels.inputs.mask import Mask, build_mask
-from fnmodels.inputs.order import Segments
+from fnmodels.inputs.layout import layout
 from fnmodels.inputs.packing import pack, unpack
-from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
-from fnmodels.inputs.segments import (
-    positions_from_segments,
-    segments,
-    segments_from_eos,
-    segments_from_lengths,
-    segments_from_positions,
-    text_order,
-)
+from fnmodels.inputs.segments import positions_from_segments, segments, segments_from_lengths
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.invariance import explain_invariance
 from fnmodels.models.common.registry import (
@@ -103,20 +75,15 @@ def __getattr__(name: str) -> ModuleType:
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
 __all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer"]
-__all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_", "encode"]
-__all__ += ["DecodingStep", "captured_step", "compiled_step"]
-__all__ += ["insert", "insert_", "resize", "take", "truncate"]
+__all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
+__all__ += ["compiled_step"]
+__all__ += ["insert", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
-__all__ += ["DenseLayer", "Embedder", "embed_documents", "embeddings"]
+__all__ += ["Embedder", "embed_documents", "embeddings"]
 __all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
-__all__ += ["prepare_denoising", "denoise", "flow_times", "latent_rows", "unpacked_latents", "diffusion_models"]
-__all__ += ["patch_rows", "frame_rows", "log_mel"]
+__all__ += ["diffusion_models"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
-__all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
-__all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]
-__all__ += ["Mask", "build_mask", "Segments"]
-__all__ += ["Rule", "BidirectionalWindow", "Causal", "Chunk", "Everything", "SameSpan", "Window"]
-__all__ += ["to_block_mask", "to_cu_seqlens", "to_dense", "Layout", "document_layout", "layout", "balance", "imbalance"]
-__all__ += ["segments", "segments_from_eos", "segments_from_lengths", "segments_from_positions"]
-__all__ += ["positions_from_segments", "text_order"]
+__all__ += ["layout"]
+__all__ += ["segments", "segments_from_lengths"]
+__all__ += ["positions_from_segments"]
 __all__ += ["families", "towers", "family_for", "family_of", "preset", "presets", "Constant", "Leaf", "Normal"]

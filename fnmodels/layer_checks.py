@@ -117,7 +117,8 @@ def check_fit(
 def _check_mask(kind: str, mask: MaskLike, x: Tensor) -> None:
     if not isinstance(mask, (Mask, Segments, Tensor)) and not is_block_mask(mask):
         raise TypeError(
-            f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
+            f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.inputs.Mask, a bool tensor or a "
+            "BlockMask."
         )
     rows, _, queries, keys = shape_of(mask)
     if queries != x.shape[1] or keys != x.shape[1]:

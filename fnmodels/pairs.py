@@ -65,7 +65,7 @@ def prepare_pair(
 def pair_batch(
     pairs: Sequence[tuple[Document, Document]], length: int, decoder_length: int, *, start: int
 ) -> dict[str, Tensor]:
-    """Packed pairs (source, target) of token ids, unsplit: the batch of `train.pair_loss`.
+    """Packed pairs (source, target) of token ids, unsplit: the batch of `train.losses.pair_loss`.
 
     tokens, positions, segment_ids [B, length] of the sources, and decoder_tokens, decoder_positions,
     decoder_segment_ids, labels [B, decoder_length] of the targets: labels are the targets, and decoder_tokens the same

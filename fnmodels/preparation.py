@@ -77,7 +77,7 @@ def prepare(
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
     if traits_of(family).inputs == "latents":
-        raise ValueError("This model denoises latents, given texts: take fnmodels.prepare_denoising.")
+        raise ValueError("This model denoises latents, given texts: take fnmodels.diffusion.prepare_denoising.")
     check_fields(config)
     if stack_configs(config):
         raise ValueError(

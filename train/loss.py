@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import document_layout, tree
+from fnmodels import tree
+from fnmodels.inputs import document_layout
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import has_values, unwrapped
@@ -281,7 +282,7 @@ class ModelLoss:
             raise ValueError(
                 f"{reports.required}, so the loss must run the model by fnmodels.hidden, forward or run_layers with "
                 "the params that it is given (or a fnmodels.tree.map of these); layers of its own are wrapped by "
-                "train.run_options(params).layer_fn."
+                "train.loss.run_options(params).layer_fn."
             )
         if reached and isinstance(params, RunParams) and isinstance(params.run, RunOptions):
             params.run.note_reached()  # of a loss around this one

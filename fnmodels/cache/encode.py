@@ -36,7 +36,7 @@ def encode(
         logits, cache = fnmodels.prefill(own, *fnmodels.prepare_step(decoder, tokens, cache), cache, config=decoder)
 
     A token of the decoder sees the encoder's tokens of its row that have its segment id, 1 by default. ValueError for a
-    model of one stack; TypeError for masks that are no `fnmodels.Mask`.
+    model of one stack; TypeError for masks that are no `fnmodels.inputs.Mask`.
     """
     stacks = stack_configs(config)
     if not stacks:
@@ -45,7 +45,9 @@ def encode(
         )
     mask = attention_part(next(iter(masks.values())))
     if not isinstance(mask, Mask):
-        raise TypeError(f"The encoder's mask is a {type(mask).__name__}; it must be a fnmodels.Mask, from prepare.")
+        raise TypeError(
+            f"The encoder's mask is a {type(mask).__name__}; it must be a fnmodels.inputs.Mask, from prepare."
+        )
     own = stack_params(params, "encoder")
     memory = forward(own, inputs, masks, freqs_cis, config=stacks["encoder"], **options)
     rows, width = memory.shape[:2]

@@ -51,7 +51,9 @@ def init_cache(
     config = text_config(config)
     family = family_of(config)
     if stack_configs(config):
-        raise ValueError("A model of an encoder and a decoder has its cache from fnmodels.encode, which fills it.")
+        raise ValueError(
+            "A model of an encoder and a decoder has its cache from fnmodels.cache.encode, which fills it."
+        )
     first = torch.zeros(1, 1, dtype=torch.long)
     masks = family.attention_masks(config, first, first + 1)
     entries = _entries(config, dtype)

@@ -45,8 +45,8 @@ def prefill(
     at: the tokens whose logits are computed. "last": each row's last token that is no padding, [B, V]; an index in the
     row per row, int64 [B], [B, V]; "all", [B, S, V]. A row of padding only has meaningless logits at "last".
     masks: those of `prepare_step`, or for images whose tokens see each other also those of a family's `image_masks`.
-    options: as for `fnmodels.forward`. TypeError for masks that are no `fnmodels.Mask`; ValueError for masks that are
-    not of this cache.
+    options: as for `fnmodels.forward`. TypeError for masks that are no
+    `fnmodels.inputs.Mask`; ValueError for masks that are not of this cache.
     """
     given = ForwardOptions(**options)
     x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=False)
@@ -290,7 +290,9 @@ def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mas
     """The mask of a kind; TypeError and ValueError if it is not of a step on these slots."""
     mask = attention_part(masks[kind])
     if not isinstance(mask, Mask):
-        raise TypeError(f"masks[{kind!r}] is a {type(mask).__name__}; a step's are fnmodels.Mask, from prepare_step.")
+        raise TypeError(
+            f"masks[{kind!r}] is a {type(mask).__name__}; a step's are fnmodels.inputs.Mask, from prepare_step."
+        )
     queries, keys, room = mask.q_segments.shape[1], mask.kv_segments.shape[1], slots.segments.shape[1]
     if keys != room + queries:
         raise ValueError(

@@ -10,3 +10,40 @@ values        reads tensor values on the host, under transforms too
 transforms    one rule for the batch and sequence dimensions: rows (for vmap), permute, split
 load_balance  the sequence order that gives context-parallel ranks equal work
 """
+
+from .audio import frame_rows, log_mel
+from .block_mask import to_block_mask
+from .convert import to_cu_seqlens, to_dense
+from .images import patch_rows
+from .layout import Layout, document_layout
+from .load_balance import balance, imbalance
+from .mask import Mask, build_mask
+from .order import Segments
+from .rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
+from .segments import segments_from_eos, segments_from_positions, text_order
+
+__all__ = [
+    "BidirectionalWindow",
+    "Causal",
+    "Chunk",
+    "Everything",
+    "Layout",
+    "Mask",
+    "Rule",
+    "SameSpan",
+    "Segments",
+    "Window",
+    "balance",
+    "build_mask",
+    "document_layout",
+    "frame_rows",
+    "imbalance",
+    "log_mel",
+    "patch_rows",
+    "segments_from_eos",
+    "segments_from_positions",
+    "text_order",
+    "to_block_mask",
+    "to_cu_seqlens",
+    "to_dense",
+]

@@ -31,7 +31,8 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
         if "sliced" not in str(error):
             raise
         raise ValueError(
-            "This BlockMask was sliced, and a slice has no predicate any more: pass the full one, or a fnmodels.Mask."
+            "This BlockMask was sliced, and a slice has no predicate any more: pass the full one, or a "
+            "fnmodels.inputs.Mask."
         ) from error
 
 
@@ -53,7 +54,8 @@ def to_block_mask(mask: MaskLike) -> Any:
         return mask
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"A BlockMask is made of a fnmodels.Mask, not of a {type(mask).__name__}, which has no predicate to give; "
+            f"A BlockMask is made of a fnmodels.inputs.Mask, not of a {type(mask).__name__}, which has no predicate to "
+            "give; "
             'kernel="sdpa" takes dense masks.'
         )
     queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]

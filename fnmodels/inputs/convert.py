@@ -28,7 +28,7 @@ def to_dense(mask: MaskLike) -> Tensor:
         return mask
     if is_block_mask(mask):
         return _block_mask_to_dense(mask)
-    raise TypeError(f"A mask is a fnmodels.Mask, a bool tensor or a BlockMask, not a {type(mask).__name__}.")
+    raise TypeError(f"A mask is a fnmodels.inputs.Mask, a bool tensor or a BlockMask, not a {type(mask).__name__}.")
 
 
 def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ def image_places(tokens: Tensor, image_token: int, patches: Tensor) -> Tensor:
     """places [B, S, 2]: the n-th image token takes the n-th patch, both counted row by row.
 
     tokens: ids [B, S]. patches: bool [rows, slots], True where the tower's token is a patch that the text model reads,
-    such as (segment_ids > 0) & (positions[..., 0] >= 0) of `fnmodels.patch_rows`. Reads values: not for use in
+    such as (segment_ids > 0) & (positions[..., 0] >= 0) of `fnmodels.inputs.patch_rows`. Reads values: not for use in
     transforms. ValueError unless there are as many image tokens as patches.
     """
     wanted, found = tokens == image_token, patches.nonzero()
@@ -68,8 +68,8 @@ def cells(positions: Tensor, segment_ids: Tensor, side: int) -> Tensor:
     """The (row, slot) of the patches of every cell of side x side patches: int64 [cells, side * side, 2].
 
     Cells are those of image after image, each row by row, as the patches in a cell. positions [B, S, 4] and segment_ids
-    [B, S]: those of `fnmodels.patch_rows`; special tokens are in no cell. Reads values: not for use in transforms.
-    ValueError for an image whose rows or columns are not a multiple of `side`.
+    [B, S]: those of `fnmodels.inputs.patch_rows`; special tokens are in no cell. Reads values: not for use in
+    transforms. ValueError for an image whose rows or columns are not a multiple of `side`.
     """
     found = ((segment_ids > 0) & (positions[..., 0] >= 0)).nonzero()
     b, s = found.unbind(-1)

@@ -83,7 +83,7 @@ def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
 
 def _check_sizes(mask: Mask, ranks: int, block: int = 1) -> None:
     if not isinstance(mask, Mask):
-        raise TypeError(f"Load balancing is computed on a fnmodels.Mask, not on a {type(mask).__name__}.")
+        raise TypeError(f"Load balancing is computed on a fnmodels.inputs.Mask, not on a {type(mask).__name__}.")
     if ranks < 1 or block < 1:
         raise ValueError(f"ranks is {ranks} and block is {block}; both must be at least 1.")
 

@@ -130,7 +130,7 @@ def check_one_axis(positions: Tensor) -> None:
     if positions.ndim != 2:
         raise ValueError(
             f"positions must be [B, S], not {list(positions.shape)}: this model's masks count one axis. A family whose "
-            "tables have several makes its masks of `fnmodels.text_order(positions, segment_ids)`."
+            "tables have several makes its masks of `fnmodels.inputs.text_order(positions, segment_ids)`."
         )
 
 

@@ -28,8 +28,8 @@ def permute(batch: Tree, order: Tensor) -> Tree:
 
     order: [S] or [B, S]; [1, S] applies to all rows. ValueError for an order that is no permutation (checked on the CPU
     in eager mode only), for a tensor without that sequence dimension, and for dense masks, which hold the sequence
-    twice: permute the mask as data (`fnmodels.Mask`) and make the dense one afterwards. ValueError for a batch of a
-    model with layers that depend on order, whose masks hold `Segments`.
+    twice: permute the mask as data (`fnmodels.inputs.Mask`) and make the dense one afterwards. ValueError for a batch
+    of a model with layers that depend on order, whose masks hold `Segments`.
     """
     if tree.contains(batch, Segments):
         raise ValueError(
@@ -91,7 +91,9 @@ def _tensors(action: str, batch: Tree) -> dict[str, Tensor]:
         if isinstance(leaf, Tensor):
             continue
         if is_block_mask(leaf):
-            why = "it is a BlockMask, which holds indices: do it to a fnmodels.Mask, and make the BlockMask after"
+            why = (
+                "it is a BlockMask, which holds indices: do it to a fnmodels.inputs.Mask, and make the BlockMask after"
+            )
         elif isinstance(leaf, Layout):
             why = "it is a Layout, which belongs to one batch in one order: leave it out, and make it anew after"
         else:

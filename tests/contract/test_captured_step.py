@@ -140,7 +140,7 @@ def _with_scale(node: Any, scale: float) -> Any:
 
 def test_an_option_that_has_no_graph() -> None:
     with pytest.raises(ValueError, match="reads no values"):
-        fnmodels.captured_step(FAMILIES[0].config, kernel="invariant")
+        fnmodels.cache.captured_step(FAMILIES[0].config, kernel="invariant")
 
 
 def test_constants_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def check(got: Tensor, wanted: Tensor) -> None:
 def compare(case: Case, dtype: torch.dtype, experts: str, **form: Any) -> None:
     batch = batch_of(case.config, ROWS)
     params = moved(tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, generic_params(case.config)))
-    step = fnmodels.captured_step(case.config, experts=experts)
+    step = fnmodels.cache.captured_step(case.config, experts=experts)
     one, other = (prompted(case, params, batch, dtype, **form) for _ in range(2))
     for t in range(6, 14):
         tokens, ids = batch.tokens[:, t : t + 1].to(DEVICE), batch.segment_ids[:, t : t + 1].to(DEVICE)
@@ -222,7 +222,7 @@ def test_int8_caches(case: Case, graphs: None) -> None:
 def test_decoders_beside_an_encoder(name: str, graphs: None) -> None:
     config = CONFIGS[name]
     params = weights(config, torch.float32)
-    own, step = moved(fnmodels.stack_params(params, "decoder")), fnmodels.captured_step(config.decoder)
+    own, step = moved(fnmodels.stack_params(params, "decoder")), fnmodels.cache.captured_step(config.decoder)
     one, other = (moved(begun(config, params)) for _ in range(2))
     for token in range(5):
         tokens = torch.full((2, 1), token, device=DEVICE)
@@ -237,7 +237,7 @@ def test_caches_in_turn_and_steps_of_other_functions(graphs: None) -> None:
     """No cache is written by a step of another; a cache may leave the graph and come back."""
     case = SLIDING
     config, batch, params = case.config, batch_of(case.config, ROWS), moved(generic_params(case.config))
-    step = fnmodels.captured_step(config)
+    step = fnmodels.cache.captured_step(config)
     tokens = batch.tokens.to(DEVICE)
 
     def both(caches: list[Any], run: Any) -> list[Tensor]:
@@ -269,7 +269,7 @@ def test_parameters_written_in_place_and_others(graphs: None) -> None:
     case = FAMILIES[0]
     config, batch = case.config, batch_of(case.config, ROWS)
     params = tree.map(torch.clone, moved(generic_params(config)))  # for other tests share those of the CPU
-    step, tokens = fnmodels.captured_step(config), batch.tokens[:, 6:7].to(DEVICE)
+    step, tokens = fnmodels.cache.captured_step(config), batch.tokens[:, 6:7].to(DEVICE)
     cache = prompted(case, params, batch, torch.float32)
     _, cache = step(params, tokens, cache)
     tree.map(lambda leaf: leaf.mul_(1.5), params)
@@ -309,11 +309,11 @@ def test_planted_bugs_are_found(graphs: None, monkeypatch: pytest.MonkeyPatch) -
 def test_several_tokens_per_row_are_refused() -> None:
     config, tokens = FAMILIES[0].config, torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"\[1, 2\]: a captured step takes one per row"):
-        fnmodels.captured_step(config)(moved(generic_params(config)), tokens, fnmodels.init_cache(config, 1, 4))
+        fnmodels.cache.captured_step(config)(moved(generic_params(config)), tokens, fnmodels.init_cache(config, 1, 4))
 
 
 def test_tensors_on_a_cpu_are_refused() -> None:
     config = FAMILIES[0].config
     cache = fnmodels.init_cache(config, 1, 4)
     with pytest.raises(ValueError, match=r"CUDA graph, and the tokens are on cpu"):
-        fnmodels.captured_step(config)(generic_params(config), torch.zeros(1, 1, dtype=torch.int64), cache)
+        fnmodels.cache.captured_step(config)(generic_params(config), torch.zeros(1, 1, dtype=torch.int64), cache)

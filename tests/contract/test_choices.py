@@ -192,7 +192,7 @@ def test_what_cannot_choose_is_refused(case: Case) -> None:
             forward(inputs, masks, freqs_cis, kernel=kernel, layout=fnmodels.layout(masks))
     kernel: Any = context_kernel("gather", None)  # type: ignore[arg-type]
     dense = {kind: mask.dense() for kind, mask in masks.items()}
-    with pytest.raises(ValueError, match=r"cuts masks that are data, fnmodels\.Mask, and this one is a Tensor"):
+    with pytest.raises(ValueError, match=r"cuts masks that are data, fnmodels\.inputs\.Mask, and this one is a Tensor"):
         forward(inputs, dense, freqs_cis, kernel=kernel)
 
 

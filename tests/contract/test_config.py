@@ -165,8 +165,8 @@ def test_what_is_kept_for_saving_is_no_part_of_the_identity(case: Case) -> None:
 def test_an_unknown_field_is_an_error(case: Case) -> None:
     """L9: what might change the maths is never ignored."""
     read = fnmodels.family_of(case.config).Config.from_hf
-    with pytest.raises(fnmodels.ConfigError, match="logit_wobble"):
+    with pytest.raises(fnmodels.errors.ConfigError, match="logit_wobble"):
         read({**case.values, "logit_wobble": 0.5})
     assert read({**case.values, "logit_wobble": None}) == case.config
-    with pytest.raises(fnmodels.UnsupportedError, match="of_my_own"):
+    with pytest.raises(fnmodels.errors.UnsupportedError, match="of_my_own"):
         read({**case.values, "model_type": "of_my_own"})

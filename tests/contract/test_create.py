@@ -31,7 +31,7 @@ def check(case: Case, create: Any, *kernels: str) -> None:
     family = fnmodels.family_of(case.config)
     made = family.attention_masks(case.config, batch.positions, batch.segment_ids, create=create)
     assert made.keys() == masks.keys()
-    ordered = [kind for kind, mask in masks.items() if isinstance(mask, fnmodels.Segments)]
+    ordered = [kind for kind, mask in masks.items() if isinstance(mask, fnmodels.inputs.Segments)]
     parts = {kind: attention_part(mask) for kind, mask in made.items()}
     assert all(isinstance(mask, BlockMask) for kind, mask in parts.items() if kind not in ordered)
     one, other = (len({id(attention_part(mask)) for mask in either.values()}) for either in (made, masks))

@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, train.Optimizer] = {
     "lion": lion(1e-3, weight_decay=0.1),
     "adafactor": adafactor(1e-3, weight_decay=0.1),
     "with_ema": train.with_ema(train.adamw(1e-3), 0.9),
-    "chain": train.chain(train.clip_norm(1e-3), train.adamw(1e-3)),
+    "chain": train.chain(train.optim.clip_norm(1e-3), train.adamw(1e-3)),
     "partition": train.partition({"layers.*": lion(1e-3), "*": sgd(1e-3)}),
 }
 
@@ -126,7 +126,7 @@ def test_beams_of_an_fp64_model_have_its_log_probabilities() -> None:
     case = next(case for case in richest() if case.family == "llama")
     params = generic_params(case.config, WIDE)
     with forbid_narrowing():
-        best = train.beam_search(params, case.config, [1, 2, 3], beams=2, max_new=3)[0]
+        best = train.generation.beam_search(params, case.config, [1, 2, 3], beams=2, max_new=3)[0]
     tokens = torch.tensor([[1, 2, 3, *best.tokens]])
     logits = fnmodels.forward(params, *fnmodels.prepare(case.config, tokens), config=case.config)[0]
     logp = logits.log_softmax(-1)[2:-1].gather(1, tokens[0, 3:, None]).sum()

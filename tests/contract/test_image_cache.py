@@ -242,7 +242,7 @@ def test_rows_of_caches(case: ImageCase) -> None:
     check(fnmodels.resize(cache, 30))
     text = fnmodels.take(cache, [2])
     fresh = fnmodels.init_cache(case.config, 4, batch.tokens.shape[1], dtype=torch.float64, rings=False)  # no images
-    check(fnmodels.insert_(fnmodels.insert(fresh, [2], text), [0, 1, 3], fnmodels.take(cache, [0, 1, 3])))
+    check(fnmodels.cache.insert_(fnmodels.insert(fresh, [2], text), [0, 1, 3], fnmodels.take(cache, [0, 1, 3])))
     filled = fnmodels.insert(cache, [0, 1, 3], fnmodels.take(fresh, [0, 1, 3]))
     check(fnmodels.insert(filled, [3, 0, 1], fnmodels.take(cache, [3, 0, 1])))
     if goes_back(cache):
@@ -400,7 +400,7 @@ def test_errors_name_what_is_missing() -> None:
         lambda: fnmodels.prefill(case.params(), *prepared, cache, config=case.config),
         lambda: fnmodels.forward(case.params(), *prepared, config=case.config),
         lambda: fnmodels.compiled_step(case.config),
-        lambda: fnmodels.captured_step(case.config),
+        lambda: fnmodels.cache.captured_step(case.config),
     ):
         with pytest.raises(
             TypeError, match=r"a model of several towers; run each with its own config, one of config.t"
@@ -435,7 +435,7 @@ def test_captured_steps(case: ImageCase, monkeypatch: pytest.MonkeyPatch) -> Non
     if not torch.cuda.is_available():
         graphs_on_the_cpu(monkeypatch)
         monkeypatch.setattr(captured, "_check_tokens", lambda _: None)
-    check_steps(case, fnmodels.captured_step(case.config.text, kernel="math"))
+    check_steps(case, fnmodels.cache.captured_step(case.config.text, kernel="math"))
 
 
 def check_steps(case: ImageCase, step: Any) -> None:

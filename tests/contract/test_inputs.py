@@ -202,7 +202,7 @@ def test_positions_segments_and_tokens_are_independent(case: Case) -> None:
     shifted = Batch(case.config, mixed.tokens, mixed.positions + 2, MIXED, 24).prepared()
     assert torch.equal(shifted[0]["valid"], inputs["valid"])
     for kind, mask in masks.items():
-        if isinstance(mask, fnmodels.Segments):
+        if isinstance(mask, fnmodels.inputs.Segments):
             assert torch.equal(mask.segment_ids, MIXED) and torch.equal(shifted[1][kind].segment_ids, MIXED)
             continue
         mask, moved = attention_part(mask), attention_part(shifted[1][kind])

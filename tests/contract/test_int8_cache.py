@@ -82,7 +82,7 @@ def test_rows_taken_inserted_truncated_and_resized(case: Any) -> None:
         _, small = stepped(params, alone, empty(alone, length=batch.length), (4, 8))
         other = fnmodels.take(cache, [0, 2, 2])
         assert off(follow(fnmodels.insert(other, 1, small)), wanted) < 1e-12
-        assert off(follow(fnmodels.insert_(other, [1], small)), wanted) < 1e-12
+        assert off(follow(fnmodels.cache.insert_(other, [1], small)), wanted) < 1e-12
         _, tried = stepped(params, more.take(slice(None), slice(0, 1)), fnmodels.resize(cache, 30), (1,))
         assert off(follow(fnmodels.truncate(tried, 12)), wanted) < 1e-12
         with pytest.raises(ValueError, match="with the same kv_dtype"):

@@ -293,7 +293,7 @@ def test_other_forms_are_refused() -> None:
     def run(tokens: Tensor, masks: Any = ready[1]) -> Any:
         return fnmodels.forward(params, tokens, masks, ready[2], config=config, kernel="invariant")
 
-    with pytest.raises(ValueError, match=r'kernel="invariant" reads positions: give it a fnmodels.Mask'):
+    with pytest.raises(ValueError, match=r'kernel="invariant" reads positions: give it a fnmodels.inputs.Mask'):
         run(batch["tokens"], {kind: mask.dense() for kind, mask in ready[1].items()})
     with pytest.raises(NotImplementedError, match='kernel="math" supports every transform'):
         torch.func.vmap(lambda t: run(t[None]))(batch["tokens"])

@@ -41,7 +41,7 @@ def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
     inputs, masks, freqs_cis = batch.prepared()
     layout = fnmodels.layout(masks) if kernel in ("auto", "blocks") else None
     masks = {
-        kind: made if isinstance(made, fnmodels.Segments) else with_attention(made, mask)
+        kind: made if isinstance(made, fnmodels.inputs.Segments) else with_attention(made, mask)
         for kind, made in masks.items()
     }
     logits = fnmodels.forward(
@@ -60,7 +60,7 @@ def dense_mask(rule: str) -> Tensor:
 def test_every_rule_through_every_kernel(case: Case, kernel: str) -> None:
     """B8: equal to a dense mask evaluated pair by pair, also for rules that the family does not use itself."""
     for name, (rule, _) in RULES.items():
-        mask = fnmodels.build_mask(rule, POSITIONS[ROWS], SEGMENTS[ROWS], spans=SPANS[ROWS])
+        mask = fnmodels.inputs.build_mask(rule, POSITIONS[ROWS], SEGMENTS[ROWS], spans=SPANS[ROWS])
         assert off(logits_under(case, mask, kernel), logits_under(case, dense_mask(name), "math")) < 1e-5, name
 
 

@@ -39,9 +39,9 @@ def test_converters_agree_on_documents(case: Case) -> None:
     tokens[0, [4, 7, 9]] = end
     found = {
         "lengths": fnmodels.segments_from_lengths([lengths], 12),
-        "ends": fnmodels.segments_from_eos(tokens, end, valid=row.valid),
-        "positions": fnmodels.segments_from_positions(row.positions, valid=row.valid),
-        "positions alone": fnmodels.segments_from_positions(row.positions),
+        "ends": fnmodels.inputs.segments_from_eos(tokens, end, valid=row.valid),
+        "positions": fnmodels.inputs.segments_from_positions(row.positions, valid=row.valid),
+        "positions alone": fnmodels.inputs.segments_from_positions(row.positions),
     }
     wanted = Batch(case.config, tokens, row.positions, row.segment_ids, 24).prepared()
     for name, segment_ids in found.items():

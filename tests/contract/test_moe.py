@@ -318,7 +318,7 @@ def test_counts_are_of_the_batch(case: Case) -> None:
         assert torch.equal(metrics["aux"]["counts"], want)
         after = tree.flatten(state.params)
         for path, counts in zip(paths, want, strict=bool(paths)):
-            assert torch.equal(after[path], train.update_bias(tree.flatten(params)[path], counts, 0.1)), path
+            assert torch.equal(after[path], train.losses.update_bias(tree.flatten(params)[path], counts, 0.1)), path
 
 
 @every_mixture
@@ -443,7 +443,7 @@ def test_what_does_not_fit_is_refused(case: Case) -> None:
     for wrong in (routing[:, :, 0], routing.int(), routing[:, 1:], routing[..., 1:], routing[..., [0, *range(k)]]):
         with pytest.raises(ValueError, match="routing must be int64"):
             run(params, {**inputs, "routing": wrong}, masks, freqs_cis)
-    dense = {kind: mask if isinstance(mask, fnmodels.Segments) else mask.dense() for kind, mask in masks.items()}
+    dense = {kind: mask if isinstance(mask, fnmodels.inputs.Segments) else mask.dense() for kind, mask in masks.items()}
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     last = sparse_layers(case.config)[-1]
     replayed = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, valid=inputs["valid"])

@@ -321,8 +321,8 @@ def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
 )
 def balance_on_probabilities(patch: pytest.MonkeyPatch) -> None:
     """A softmax of probabilities is nearly uniform, which hides collapsed routing."""
-    right = train.balance_loss
-    patch.setattr(train, "balance_loss", lambda logits, *rest, **how: right(logits.softmax(-1), *rest, **how))
+    right = train.losses.balance_loss
+    patch.setattr(train.losses, "balance_loss", lambda logits, *rest, **how: right(logits.softmax(-1), *rest, **how))
 
 
 @bug("M6", test_moe.test_uniform_scores_balance_to_one)
@@ -348,7 +348,7 @@ def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M6", lambda case: test_moe_balance.test_losses_are_the_sums_of_their_definition("softmax"))
 def padding_in_the_mean(patch: pytest.MonkeyPatch) -> None:
-    right = train.balance_loss
+    right = train.losses.balance_loss
     patch.setattr(
         train,
         "balance_loss",

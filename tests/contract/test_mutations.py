@@ -299,7 +299,7 @@ def a_mask_by_index(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B5", "llama", check(testing.check_permutation, "auto"))
 def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
-    stale = fnmodels.document_layout(torch.arange(12)[None], torch.ones(4, 12, dtype=torch.long))
+    stale = fnmodels.inputs.document_layout(torch.arange(12)[None], torch.ones(4, 12, dtype=torch.long))
     patch.setattr(fnmodels, "layout", lambda masks: stale)
     # as in a context where values cannot be read
     patch.setattr("fnmodels.ops.attention.checks._check_documents", lambda *given: None)
@@ -458,7 +458,7 @@ def documents_separated_by_position_resets(patch: pytest.MonkeyPatch) -> None:
 @bug("P1", "llama", check(testing.check_packing, "auto"))
 def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
     """In the layout, and so in the kernels that read it; the mask itself is correct."""
-    right = fnmodels.document_layout
+    right = fnmodels.inputs.document_layout
 
     def merged(positions: Tensor, segment_ids: Tensor) -> Any:
         goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0) & (segment_ids[:, :-1] > 0)
@@ -492,7 +492,7 @@ def positions_made_from_segments(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P2", "qwen2", test_inputs.test_positions_segments_and_tokens_are_independent)
 def segments_made_from_positions(patch: pytest.MonkeyPatch) -> None:
-    _around_prepare(lambda positions, _: (positions, fnmodels.segments_from_positions(positions)))(patch)
+    _around_prepare(lambda positions, _: (positions, fnmodels.inputs.segments_from_positions(positions)))(patch)
 
 
 @bug("P3", "llama", test_loss.test_converters_agree_on_documents)
@@ -500,7 +500,7 @@ def pads_that_are_documents(patch: pytest.MonkeyPatch) -> None:
     def begins(positions: Tensor, **_: Any) -> Tensor:
         return F.pad((positions[:, 1:] != positions[:, :-1] + 1).long().cumsum(1), (1, 0)) + 1
 
-    patch.setattr(fnmodels, "segments_from_positions", begins)
+    patch.setattr(fnmodels.inputs, "segments_from_positions", begins)
 
 
 @bug("P3", "llama", test_loss.test_converters_agree_on_documents)
@@ -508,7 +508,7 @@ def an_end_token_that_begins_the_next(patch: pytest.MonkeyPatch) -> None:
     def early(tokens: Tensor, end: int, *, valid: Tensor) -> Tensor:
         return ((tokens == end).cumsum(1) + 1).where(valid, 0)
 
-    patch.setattr(fnmodels, "segments_from_eos", early)
+    patch.setattr(fnmodels.inputs, "segments_from_eos", early)
 
 
 @bug("P3", "llama", test_loss.test_converters_agree_on_documents)

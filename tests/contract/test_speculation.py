@@ -46,7 +46,7 @@ def test_speculate_of_every_form_of_cache_gives_the_plain_answers(case: Case) ->
     plain = train.generate(params, config, PROMPTS, **options)
     for scale in (0.1, 0.03, 0.3):
         draft = _disturbed(params, scale)
-        found, right = train.speculate(params, config, draft, config, PROMPTS, ahead=3, chunk=6, **options)
+        found, right = train.generation.speculate(params, config, draft, config, PROMPTS, ahead=3, chunk=6, **options)
         assert found.tokens == plain.tokens
         for one, other in zip(found.logp, plain.logp, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

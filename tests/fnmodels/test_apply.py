@@ -278,7 +278,7 @@ def with_axes() -> types.ModuleType:
         "full": mrope_table(config.rope, config.head_dim, positions, (1, 1, 2), length=length)
     }
     mine.attention_masks = lambda config, positions, segment_ids, *, create=None: llama.attention_masks(
-        config, fnmodels.text_order(positions, segment_ids), segment_ids, create=create
+        config, fnmodels.inputs.text_order(positions, segment_ids), segment_ids, create=create
     )
     return mine
 
@@ -335,7 +335,7 @@ def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_family_raises() -> None:
     with pytest.raises(TypeError, match="has no 'block'"):
         fnmodels.family_of(object())
-    with pytest.raises(fnmodels.UnsupportedError, match="'eliza' is not supported; supported are"):
+    with pytest.raises(fnmodels.errors.UnsupportedError, match="'eliza' is not supported; supported are"):
         fnmodels.family_for("eliza")
 
 
@@ -410,10 +410,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
         CONFIG, inputs["positions"], torch.ones_like(TOKENS), create=lambda *sizes, device: "mine"
     )
     for junk, name in (({"full": None}, "NoneType"), (made, "str")):
-        with pytest.raises(TypeError, match=rf"masks\['full'\] is a {name}; a mask is a fnmodels.Mask"):
+        with pytest.raises(TypeError, match=rf"masks\['full'\] is a {name}; a mask is a fnmodels.inputs.Mask"):
             fnmodels.forward(params, inputs, junk, freqs_cis, config=CONFIG)
     with pytest.raises(TypeError, match=r"made of a Layout, not of a Mask: fnmodels.layout\(masks\)"):
-        fnmodels.to_cu_seqlens(masks["full"])
+        fnmodels.inputs.to_cu_seqlens(masks["full"])
     with pytest.raises(ValueError, match=r"freqs_cis\['full'\] is made for \[2, 3\] tokens \[B, S\], x has \[2, 5\]"):
         fnmodels.forward(params, inputs, masks, tables, config=CONFIG)
 
@@ -428,7 +428,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     ],
 )
 def test_impossible_sizes_are_refused_where_the_config_is_made(change: dict, sentence: str) -> None:
-    with pytest.raises(fnmodels.ConfigError, match=sentence):
+    with pytest.raises(fnmodels.errors.ConfigError, match=sentence):
         dataclasses.replace(CONFIG, **change)
 
 
@@ -447,7 +447,7 @@ def test_a_config_made_with_a_list_is_hashable() -> None:
 def test_what_is_no_tensor_is_named(act, function) -> None:
     _, masks, _ = fnmodels.prepare(CONFIG, TOKENS)
     for leaf, words in (
-        (fnmodels.to_block_mask(masks["full"]), "is a BlockMask.* fnmodels.Mask"),
+        (fnmodels.inputs.to_block_mask(masks["full"]), "is a BlockMask.* fnmodels.inputs.Mask"),
         (fnmodels.layout(masks), "is a Layout.* make it anew"),
         (5, "is a int and no tensor"),
     ):

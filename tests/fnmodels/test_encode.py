@@ -36,7 +36,7 @@ def source(config: Any) -> Tensor:
     if config.model_type == "t5":
         return torch.randint(61, SOURCES.shape, generator=generator)
     mels = [torch.randn(6, 2 * size, generator=generator, dtype=torch.float64) for size in (9, 4, 6)]
-    frames = fnmodels.frame_rows(mels, config, length=10)[0]
+    frames = fnmodels.inputs.frame_rows(mels, config, length=10)[0]
     frames[SOURCES == 0] = torch.nan
     return frames
 
@@ -45,7 +45,7 @@ def begun(config: Any, params: Any, **how: Any) -> Any:
     """A cache after the encoder."""
     given = {"segment_ids": SOURCES, "positions": positions_of(SOURCES)}
     prepared = fnmodels.prepare(config.encoder, source(config), **given)
-    return fnmodels.encode(params, *prepared, config=config, **{"capacity": 12, "kernel": "math"} | how)
+    return fnmodels.cache.encode(params, *prepared, config=config, **{"capacity": 12, "kernel": "math"} | how)
 
 
 def full_rows(config: Any, params: Any, tokens: Tensor) -> Tensor:
@@ -164,14 +164,14 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         given: Any = {"input_ids": tokens}
     else:
         mel = torch.randn(2, 6, 20, generator=generator)
-        tokens, given = fnmodels.frame_rows(list(mel), config)[0], {"input_features": mel}
+        tokens, given = fnmodels.inputs.frame_rows(list(mel), config)[0], {"input_features": mel}
     ids = torch.full((2, 1), config.decoder_start_token_id)
     wanted = transformers.GenerationMixin.generate(
         model, **given, decoder_input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None, use_cache=False
     )
     decoder, own = config.decoder, fnmodels.stack_params(params, "decoder")
     with torch.no_grad():
-        cache = fnmodels.encode(params, *fnmodels.prepare(config.encoder, tokens), config=config, capacity=13)
+        cache = fnmodels.cache.encode(params, *fnmodels.prepare(config.encoder, tokens), config=config, capacity=13)
         found = [ids]
         for _ in range(12):
             step = fnmodels.prepare_step(decoder, found[-1], cache)
@@ -193,9 +193,9 @@ def test_bad_use_is_a_sentence() -> None:
         fnmodels.decode(own, *step, cache, config=decoder)
     prepared = fnmodels.prepare(config.encoder, torch.ones(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="has one stack"):
-        fnmodels.encode(params, *prepared, config=decoder, capacity=4)
+        fnmodels.cache.encode(params, *prepared, config=decoder, capacity=4)
     with pytest.raises(ValueError, match="one stack"):
-        fnmodels.encode(params, *prepared, config=config.encoder, capacity=4)
+        fnmodels.cache.encode(params, *prepared, config=config.encoder, capacity=4)
 
 
 @every_model
@@ -204,6 +204,6 @@ def test_a_resized_cache_has_a_memory_of_its_own(name: str) -> None:
     params = weights(config)
     cache, other = begun(config, params), fnmodels.take(begun(config, params), [0])
     before = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, cache)
-    fnmodels.insert_(fnmodels.resize(cache, 12), [1], other)
+    fnmodels.cache.insert_(fnmodels.resize(cache, 12), [1], other)
     for one, kept in zip(tree.leaves(cache), tree.leaves(before), strict=True):
         assert torch.equal(one, kept) if isinstance(one, Tensor) else one == kept

@@ -130,7 +130,7 @@ def test_export_with_parameters_as_state(case: Case) -> None:
 
 
 def test_a_saved_rule_is_the_same_rule() -> None:
-    rule = fnmodels.Causal() & (fnmodels.Window(3) | fnmodels.SameSpan())
+    rule = fnmodels.inputs.Causal() & (fnmodels.inputs.Window(3) | fnmodels.inputs.SameSpan())
     context = tree._from_json(tree._to_json((("q", "k"), (("rule", rule),))))
     assert context == (("q", "k"), (("rule", rule),)) and hash(context[1][0][1]) == hash(rule)
     with pytest.raises(ValueError, match="no dataclass that is imported here"):

@@ -107,7 +107,7 @@ def test_the_paper(case: Case) -> None:
                 smoothed = F.cross_entropy(wanted[:-1], tokens[k + 1 :], reduction="sum", label_smoothing=0.1)
                 wanted_loss = wanted_loss + (smoothed + 0.02 * wanted[:-1].logsumexp(-1).square().sum()) / HEADS
     given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
-    given = train.look_ahead({**given, "labels": batch.labels}, HEADS)
+    given = train.losses.look_ahead({**given, "labels": batch.labels}, HEADS)
     how = {"config": config, "length": 24, "label_smoothing": 0.1, "z_loss": 0.02}
     plain, count = train.next_token_loss(weights, given, **how)
     wanted = gradients(plain + 0.7 * wanted_loss, weights)
@@ -179,7 +179,7 @@ def test_places_without_a_next_token(case: Case) -> None:
 
     short = batch_of(config, segments((1, 2, -3), (-6,)))
     given = {"tokens": short.tokens, "positions": short.positions, "segment_ids": short.segment_ids}
-    given = train.look_ahead({**given, "labels": short.labels}, HEADS)
+    given = train.losses.look_ahead({**given, "labels": short.labels}, HEADS)
     assert (given["next_tokens"][..., 0] >= 0).sum() == 1 and (given["next_labels"] == -100).all()
     total, _ = train.mtp_loss(weights, given, config=config)
     plain, _ = train.next_token_loss(weights, given, config=config)
@@ -197,7 +197,7 @@ def test_a_row_that_only_padding_reads_may_be_nan(case: Case) -> None:
         "segment_ids": batch.segment_ids,
         "labels": batch.labels.where(batch.labels < 0, batch.labels.clamp(min=1)),
     }
-    given = train.look_ahead(given, HEADS)
+    given = train.losses.look_ahead(given, HEADS)
     poisoned = trainable(weights)
     with torch.no_grad():
         poisoned["embed_tokens"][0] = torch.nan
@@ -232,11 +232,11 @@ def test_what_does_not_fit_is_said() -> None:
         mtp.hidden(weights, x, next_tokens_of(batch, 1), *prepared[1:], config=config)
     with pytest.raises(ValueError, match="each of the 0 heads"):
         mtp.hidden(generic_params(case.config), x, next_tokens_of(batch, 1), *prepared[1:], config=case.config)
-    with pytest.raises(ValueError, match=r"train.look_ahead\(batch, heads\)"):
+    with pytest.raises(ValueError, match=r"train.losses.look_ahead\(batch, heads\)"):
         train.mtp_loss(weights, {"tokens": batch.tokens}, config=config)
     given = {"tokens": batch.tokens, "segment_ids": batch.segment_ids, "labels": batch.labels}
     with pytest.raises(ValueError, match="The batch has no positions; its keys are"):
-        train.mtp_loss(weights, train.look_ahead(given, HEADS), config=config)
+        train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), config=config)
 
 
 def test_a_training_step_moves_the_heads() -> None:
@@ -245,7 +245,7 @@ def test_a_training_step_moves_the_heads() -> None:
     config = with_heads(case, 1)
     weights, batch = generic_params(config), batch_of(config, MIXED)
     given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
-    given = train.look_ahead({**given, "labels": batch.labels}, 1)
+    given = train.losses.look_ahead({**given, "labels": batch.labels}, 1)
 
     def loss(params: Any, batch: Any, **options: Any) -> Any:
         return train.mtp_loss(params, batch, config=config, length=24, **options)
@@ -266,7 +266,7 @@ def test_a_training_step_moves_the_heads() -> None:
     assert counts.shape == (3, config.n_routed_experts)  # two layers and the head
     assert counts[2].sum() == (given["next_tokens"] >= 0).sum() * config.num_experts_per_tok
     for path, of_layer in zip((p for p in after if p.endswith("selection_bias")), counts, strict=True):
-        assert torch.equal(after[path], train.update_bias(before[path], of_layer, 0.01)), path
+        assert torch.equal(after[path], train.losses.update_bias(before[path], of_layer, 0.01)), path
 
 
 def test_weights_of_tokens_and_losses_of_routers() -> None:
@@ -278,21 +278,23 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
     given |= {"labels": batch.labels, "weights": torch.rand(MIXED.shape, generator=torch.Generator().manual_seed(1))}
     options: dict[str, Any] = {"config": config, "length": 24, "balance": train.Balance(sequence=0.1, z=0.01)}
     plain, count = train.next_token_loss(weights, given, **options)
-    zero, same = train.mtp_loss(weights, train.look_ahead(given, HEADS), weight=0.0, **options)
+    zero, same = train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), weight=0.0, **options)
     assert off(zero, plain) < 1e-12 and same == count
-    full = train.mtp_loss(weights, train.look_ahead(given, HEADS), **options)[0]
+    full = train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), **options)[0]
     halved = {**given, "weights": given["weights"] / 2}
     # all tokens count as before, so the routers' part stays, and the rest is halved
     routers = train.next_token_loss(weights, {**given, "weights": given["weights"] * 1e-30}, **options)[0]
-    half = train.mtp_loss(weights, train.look_ahead(halved, HEADS), **options)[0]
+    half = train.mtp_loss(weights, train.losses.look_ahead(halved, HEADS), **options)[0]
     assert off(half - routers, (full - routers) / 2) < 1e-9
     # those of weight 0 are learnt by no head, as labels that are not there
     chosen = given["weights"] > 0.5
     some = {**given, "weights": chosen.double()}
     fewer = {name: given[name] for name in given if name != "weights"} | {"labels": batch.labels.where(chosen, -100)}
-    of_both = [train.mtp_loss(weights, train.look_ahead(of, HEADS), config=config, length=24) for of in (some, fewer)]
+    of_both = [
+        train.mtp_loss(weights, train.losses.look_ahead(of, HEADS), config=config, length=24) for of in (some, fewer)
+    ]
     assert off(*of_both) < 1e-12
-    ahead = train.look_ahead(given, HEADS)
+    ahead = train.losses.look_ahead(given, HEADS)
     counts = train.mtp_loss(weights, ahead, **options, aux=True)[2]["counts"][-HEADS:]
     assert torch.equal(counts.sum(1), (ahead["next_tokens"] >= 0).sum((0, 1)) * config.num_experts_per_tok)
     _, tapped = batch.forward(weights, taps=("layers.*.expert_indices",))
@@ -305,7 +307,7 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
         assert off(train.mtp_loss(weights, ahead, **options, experts=experts)[0], full) < 1e-9
     with pytest.raises(ValueError, match="experts is 'quick'"):
         train.mtp_loss(weights, ahead, **options, experts="quick")
-    late = train.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
+    late = train.losses.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
     with pytest.raises(ValueError, match="has no next_weights"):
         train.mtp_loss(weights, late, **options)
 

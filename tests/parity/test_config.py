@@ -73,7 +73,7 @@ def test_a_key_left_out_has_the_reference_default(case: Case) -> None:
         values = {name: value for name, value in full.items() if name != key}
         try:
             ours = _config(values)
-        except fnmodels.CheckpointError:
+        except fnmodels.errors.CheckpointError:
             continue  # required, which is as good as the right default
         assert ours == _config(AutoConfig.for_model(**reference_values(values)).to_dict()), key
 
@@ -87,7 +87,7 @@ def test_a_partial_rotation_is_refused_or_means_the_same(case: Case) -> None:
         inner["partial_rotary_factor"] = 0.5
     try:
         config = _config(values)
-    except fnmodels.CheckpointError:
+    except fnmodels.errors.CheckpointError:
         return
     tokens = tokens_of(config, 1, 24)
     params = params_of(model_of(values), config)

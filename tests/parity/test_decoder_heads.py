@@ -118,12 +118,12 @@ def test_refusals() -> None:
     batch = packed.batch()
     with pytest.raises(ValueError, match="This loss is of tokens, but the model's head is 'classification'"):
         train.next_token_loss(generic_params(config), batch, config=config)
-    with pytest.raises(fnmodels.ConfigError, match="num_labels is 0; the head classification needs"):
+    with pytest.raises(fnmodels.errors.ConfigError, match="num_labels is 0; the head classification needs"):
         dataclasses.replace(case.config, head="classification")
     with pytest.raises(
-        fnmodels.ConfigError, match="head is 'masked_lm'; this family's must be one of lm, none, classification"
+        fnmodels.errors.ConfigError, match="head is 'masked_lm'; this family's must be one of lm, none, classification"
     ):
         dataclasses.replace(case.config, head="masked_lm")
     (wrapped,) = (case for case in cases() if case.name == "gemma4_wrapped")
-    with pytest.raises(fnmodels.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):
+    with pytest.raises(fnmodels.errors.ConfigError, match="'gemma4' cannot express this model's head, num_labels"):
         dataclasses.replace(wrapped.config, head="classification", num_labels=2).to_hf()

@@ -54,7 +54,7 @@ def vision(name: str) -> Stack:
     config, image = test_vision._config(name), test_vision._images()[1].double()
     model = doubled(copy.deepcopy(test_vision._reference(name)))
     layers = max((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), key=len)
-    patches, positions, segment_ids = fnmodels.patch_rows([image], config)
+    patches, positions, segment_ids = fnmodels.inputs.patch_rows([image], config)
     prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
     params = tree.map(Tensor.double, test_vision._params(name))
     names = fnmodels.family_of(config).hf_names(config)
@@ -80,7 +80,9 @@ def stack(kind: str, part: str) -> Stack:
     own, module = getattr(config, part), getattr(base, part)
     tokens = torch.randint(61, (1, 7), generator=torch.Generator().manual_seed(0))
     mel = test_whisper.clips()[0].double()  # of ten tokens
-    frames, positions, sources = fnmodels.frame_rows([mel], config) if kind == "whisper" else (tokens, None, None)
+    frames, positions, sources = (
+        fnmodels.inputs.frame_rows([mel], config) if kind == "whisper" else (tokens, None, None)
+    )
     if part == "encoder":
         prepared = fnmodels.prepare(own, frames, positions=positions, segment_ids=sources)
         given: dict[str, Any] = {"input_ids": tokens} if kind == "t5" else {"input_features": mel[None]}

@@ -82,7 +82,7 @@ def test_a_changed_field_is_followed_or_refused(case: Case) -> None:
             continue
         try:
             config = read(values)
-        except fnmodels.CheckpointError:
+        except fnmodels.errors.CheckpointError:
             if key not in refused | always and _reference(values, tokens) is not None:
                 refused.add(key)
             continue

@@ -118,10 +118,10 @@ def test_older_names_and_missing_parts(tmp_path: Path) -> None:
     save_file(old | tied, file, metadata={"format": "pt"})
     P.load_pretrained(tmp_path)
     save_file(old | tied | {"cls.predictions.decoder.weight": torch.ones(61, 32)}, file, metadata={"format": "pt"})
-    with pytest.raises(fnmodels.MismatchError, match=r"decoder\.weight differs from bert\.embeddings"):
+    with pytest.raises(fnmodels.errors.MismatchError, match=r"decoder\.weight differs from bert\.embeddings"):
         P.load_pretrained(tmp_path)
     save_file(old | {"classifier.weight": torch.ones(2, 32)}, file, metadata={"format": "pt"})
-    with pytest.raises(fnmodels.MismatchError, match=r"'classifier.weight'.*unexpected"):
+    with pytest.raises(fnmodels.errors.MismatchError, match=r"'classifier.weight'.*unexpected"):
         P.load_pretrained(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_token_types() -> None:
 
 @pytest.mark.parametrize("architecture", ["BertForNextSentencePrediction", "BertLMHeadModel"])
 def test_other_classes_are_refused(architecture: str) -> None:
-    with pytest.raises(fnmodels.UnsupportedError, match=f"{architecture}.*BertForSequenceClassification"):
+    with pytest.raises(fnmodels.errors.UnsupportedError, match=f"{architecture}.*BertForSequenceClassification"):
         fnmodels.family_for("bert").Config.from_hf(variants_of("bert").TINY | {"architectures": [architecture]})
 
 

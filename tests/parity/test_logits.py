@@ -117,7 +117,7 @@ def first_difference(case: Case) -> str:
         save(model_of(case.values), Path(folder))
         try:
             equal = compare(Path(folder))
-        except (UserError, fnmodels.CheckpointError, ValueError) as error:
+        except (UserError, fnmodels.errors.CheckpointError, ValueError) as error:
             return f"params.compare cannot tell where: {error}"
     said = printed.getvalue().strip()
     hint = "Its plain batch is equal: what differs is in masks or positions." if equal else ""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Window, llama, tree
+from fnmodels import llama, tree
+from fnmodels.inputs import Window
 from fnmodels.inputs.rules import Tokens
 from fnmodels.ops import rotary
 from fnmodels.ops.attention.select import attention

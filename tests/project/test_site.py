@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("fnmodels", "fnmodels.research", "params", "train", "train.parallel", "train.integrations.tinker")
+PACKAGES = ("fnmodels", "fnmodels.inputs", "fnmodels.cache", "fnmodels.research", "params", "train", "train.losses")
+PACKAGES += ("train.optim", "train.generation", "train.parallel", "train.integrations.tinker")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 WITHOUT_PICTURES = {"quickstart.ipynb", "chat.ipynb"}
 
@@ -39,6 +40,14 @@ def test_every_public_name_has_a_place_in_the_reference() -> None:
         module = importlib.import_module(package)
         absent = [name for name in module.__all__ if not any(getattr(module, name) is found for found in shown)]
         assert not absent, f"{package}: {absent} are on no page of docs/api"
+
+
+@pytest.mark.parametrize("package", ["fnmodels", "params", "train"])
+def test_flat_names_are_few_and_each_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    names = module.__all__
+    assert len(names) == len(set(names)) <= 60, f"{package} has {len(names)} flat names: name new ones in a submodule"
+    assert [name for name in names if not hasattr(module, name)] == []
 
 
 def test_every_page_and_notebook_is_in_the_navigation() -> None:

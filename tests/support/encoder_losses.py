@@ -73,7 +73,7 @@ def pair_setting() -> Setting:
     pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10, 11, 12])]
     halves = [[([t + 20 * i for t in a], [t + 20 * i for t in b]) for a, b in pairs] for i in range(2)]
     made = [fnmodels.pair_batch(half, 6, 6, start=0) for half in halves]
-    return config, functools.partial(train.pair_loss, config=config), made
+    return config, functools.partial(train.losses.pair_loss, config=config), made
 
 
 def flow_setting() -> Setting:
@@ -82,7 +82,7 @@ def flow_setting() -> Setting:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     made = []
     for height in (4, 2):
-        latents, positions, owners = fnmodels.latent_rows([draw(3, 2, 2), draw(3, height, 4)], length=8)
+        latents, positions, owners = fnmodels.diffusion.latent_rows([draw(3, 2, 2), draw(3, height, 4)], length=8)
         batch = {"latents": latents, "noise": draw(latents.shape), "positions": positions, "segment_ids": owners}
         batch |= {"text": draw(1, 4, 10), "text_segment_ids": torch.tensor([[1, 2, 2, 0]]), "pooled": draw(1, 2, 9)}
         made.append(batch | {"time": draw(1, 2).sigmoid(), "guidance": draw(1, 2).sigmoid()})
@@ -95,13 +95,13 @@ def sound_setting() -> Setting:
     draw, made = torch.Generator().manual_seed(0), []
     for _ in range(2):
         clips = [torch.randn(config.num_mel_bins, frames, generator=draw) for frames in (6, 4)]
-        frames, positions, segment_ids = fnmodels.frame_rows(clips, config, length=6)
+        frames, positions, segment_ids = fnmodels.inputs.frame_rows(clips, config, length=6)
         texts = torch.randint(3, config.vocab_size, (1, 7), generator=draw)
         own = fnmodels.segments_from_lengths([[4, 2]], 7)
         batch = {"tokens": frames, "positions": positions, "segment_ids": segment_ids, "decoder_tokens": texts}
         batch |= {"decoder_segment_ids": own, "decoder_positions": fnmodels.positions_from_segments(own)}
         made.append(batch | {"labels": texts.roll(-1, 1).where(own > 0, -100)})
-    return config, functools.partial(train.pair_loss, config=config), made
+    return config, functools.partial(train.losses.pair_loss, config=config), made
 
 
 def image_setting() -> Setting:
@@ -114,7 +114,7 @@ def image_setting() -> Setting:
     for half in range(2):
         images = [torch.randn(3, 12, width, generator=draw) for width in (12, 18)]
         captions = [[62, 5 + half, 63], [62, 7 + half, 9, 63]]
-        batch = train.image_text_batch(captions, images, config, pairs=2)
+        batch = train.losses.image_text_batch(captions, images, config, pairs=2)
         made.append(batch | {"labels": batch["labels"] + 2 * half})
     return config, functools.partial(train.image_text_loss, config=config), made
 
@@ -125,7 +125,7 @@ def picture_setting() -> Setting:
     draw, made = torch.Generator().manual_seed(0), []
     for half in range(2):
         images = [torch.randn(3, 12, 18, generator=draw) for _ in range(2)]
-        patches, positions, image_ids = fnmodels.patch_rows(images, config, length=14)
+        patches, positions, image_ids = fnmodels.inputs.patch_rows(images, config, length=14)
         labels = (image_ids + half) % 3
         made.append({"tokens": patches, "positions": positions, "segment_ids": image_ids, "labels": labels})
     return config, functools.partial(train.classification_loss, config=config), made
@@ -198,7 +198,7 @@ def reader_setting(name: str) -> Setting:
         flat = [image for several in images for image in several]
         frames = getattr(config.vision, "frames", 1)
         flat = [image.repeat_interleave(frames, 0) for image in flat]
-        patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=80)
+        patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
         positions = fnmodels.positions_from_segments(own)
         if hasattr(family, "image_positions"):
             grids = torch.tensor([(1, *grid) for grid in (one, other)])
@@ -226,7 +226,7 @@ def tower_setting(name: str) -> Setting:
     draw, made = torch.Generator().manual_seed(0), []
     for width in (18, 24):
         images = [torch.randn(3, 12, width, generator=draw), torch.randn(3, 24, 24, generator=draw)]
-        patches, positions, image_ids = fnmodels.patch_rows(images, config, length=40)
+        patches, positions, image_ids = fnmodels.inputs.patch_rows(images, config, length=40)
         made.append({"tokens": patches, "positions": positions, "segment_ids": image_ids})
     return config, functools.partial(tower_loss, config=config), made
 
@@ -253,7 +253,7 @@ def siglip_setting() -> Setting:
     for half in range(2):
         images = [torch.randn(3, 24, 24, generator=draw) for _ in range(2)]
         captions = [[5 + half, 6, 7, 2], [8 + half, 9, 10, 2]]
-        batch = train.image_text_batch(captions, images, config, pairs=2)
+        batch = train.losses.image_text_batch(captions, images, config, pairs=2)
         made.append(batch | {"labels": batch["labels"] + 2 * half})
     return config, functools.partial(train.image_text_loss, config=config), made
 

@@ -31,18 +31,17 @@ from train import (
     adamw,
     distill,
     init_state,
-    look_ahead,
     make_eval_step,
     make_step,
     mtp_loss,
     next_token_loss,
     policy_loss,
-    routed_logprobs,
 )
 from train.comm.collectives import summed
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, gradient_sums
 from train.loss import Balance
+from train.losses import look_ahead, routed_logprobs
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
 from train.parallel.batch_shards import own_rows

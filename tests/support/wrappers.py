@@ -153,7 +153,7 @@ def qwen_logits(
     texts, images = documents_with_grids(documents, image_token, 2 * config.vision.patch_size)
     tokens, segment_ids = rows_of((texts[:2], texts[2:]), 36)
     flat = [image.repeat_interleave(2, 0) for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=50)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=50)
     batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
     cells = family.cells(at, image_ids, config.vision.merge)
     if hasattr(family, "taps"):

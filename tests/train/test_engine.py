@@ -13,7 +13,6 @@ from train import (
     adafactor,
     adamw,
     chain,
-    clip_norm,
     init_state,
     lion,
     logprob_loss,
@@ -25,6 +24,7 @@ from train import (
     with_ema,
 )
 from train.engine import Engine
+from train.optim import clip_norm
 from train.optim.base import with_traits
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")

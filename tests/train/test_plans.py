@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "lion": lambda: train.lion(0.01),
     "groups": lambda: train.partition({"*.w": train.adamw(0.1), "*.b": train.sgd(0.1)}),
     "frozen": lambda: train.partition({"*.w": train.adamw(0.1), "*.b": None}),
-    "chain": lambda: train.chain(train.clip_norm(0.1), train.adamw(0.1)),
+    "chain": lambda: train.chain(train.optim.clip_norm(0.1), train.adamw(0.1)),
     "ema": lambda: train.with_ema(train.adamw(0.1), 0.9),
 }
 

@@ -25,10 +25,10 @@ OPTIMIZERS = {
     "lion": lambda rate: train.lion(rate),
     "groups": lambda rate: train.partition({"*w": train.adamw(rate), "*b": train.sgd(rate)}),
     "frozen": lambda rate: train.partition({"*w": train.adamw(rate), "*b": None}),
-    "chain": lambda rate: train.chain(train.masked(train.clip_norm(0.1), "*w"), train.adamw(rate)),
-    "clipped group": lambda rate: train.partition({"*": train.chain(train.clip_norm(0.1), train.sgd(rate))}),
+    "chain": lambda rate: train.chain(train.optim.masked(train.optim.clip_norm(0.1), "*w"), train.adamw(rate)),
+    "clipped group": lambda rate: train.partition({"*": train.chain(train.optim.clip_norm(0.1), train.sgd(rate))}),
     "ema": lambda rate: train.with_ema(train.partition({"*w": train.adamw(rate), "*b": None}), 0.9),
-    "master": lambda rate: train.with_master(train.adamw(rate)),
+    "master": lambda rate: train.optim.with_master(train.adamw(rate)),
 }
 
 

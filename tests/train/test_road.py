@@ -120,8 +120,8 @@ def test_a_layout_that_the_run_makes_is_not_checked_and_one_that_is_passed_is(ro
     run_step()
     assert not checked
     batch = packed_batch()
-    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
-    loss = train.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=layout))
+    layout = fnmodels.inputs.document_layout(batch["positions"], batch["segment_ids"])
+    loss = train.loss.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=layout))
     loss(P.init(CONFIG, 0), batch)
     assert checked == [layout]
 
@@ -129,7 +129,7 @@ def test_a_layout_that_the_run_makes_is_not_checked_and_one_that_is_passed_is(ro
 def test_the_layout_of_another_batch_is_refused_in_a_loss_of_a_step():
     batch = packed_batch()
     tokens = batch["tokens"]
-    other = fnmodels.document_layout(torch.arange(8).expand_as(tokens), torch.ones_like(tokens))
-    loss = train.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=other))
+    other = fnmodels.inputs.document_layout(torch.arange(8).expand_as(tokens), torch.ones_like(tokens))
+    loss = train.loss.ModelLoss(functools.partial(train.next_token_loss, config=CONFIG, layout=other))
     with pytest.raises(ValueError, match="describes other documents than the mask"):
         loss(P.init(CONFIG, 0), batch)

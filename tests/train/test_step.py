@@ -508,7 +508,7 @@ def test_every_form_of_a_loss_gets_layouts_and_wrappers(form, monkeypatch):
     monkeypatch.setattr(fnmodels.layer_loop, "materialize", noted)
     batches = [model_batch(), model_batch(packed=False)]
     run(FORMS[form], sgd(0.1), model_params(), batches)
-    assert seen[0].rows == fnmodels.document_layout(batches[0]["positions"], batches[0]["segment_ids"]).rows
+    assert seen[0].rows == fnmodels.inputs.document_layout(batches[0]["positions"], batches[0]["segment_ids"]).rows
     assert not seen[0].plain and seen[-1].plain
     monkeypatch.undo()
     plain, _ = run(FORMS[form], sgd(0.1), model_params(), batches)

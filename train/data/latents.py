@@ -57,7 +57,7 @@ def _checked(path: Path, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flow_batch(data: Mapping[str, Tensor], seed: int, step: int, images: int) -> dict[str, Tensor]:
-    """The batch of `train.flow_noise` and `train.flow_matching_loss` of a step (from 0), one image in each row.
+    """The batch of `train.losses.flow_noise` and `train.flow_matching_loss` of a step (from 0), one image in each row.
 
     A function of its arguments alone: every image once, in an order that the seed gives, before any comes again.
     """
@@ -67,7 +67,7 @@ def flow_batch(data: Mapping[str, Tensor], seed: int, step: int, images: int) ->
 
 def rows_of_images(data: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
     """The batch of the images with the numbers `chosen`, one in each row."""
-    latents, positions, segment_ids = fnmodels.latent_rows(list(data["latents"][chosen]))
+    latents, positions, segment_ids = fnmodels.diffusion.latent_rows(list(data["latents"][chosen]))
     slots = torch.arange(data["text"].shape[1])
     owners = (slots < data["text_lengths"][chosen, None]).long()
     batch = {"latents": latents, "positions": positions, "segment_ids": segment_ids, "text_segment_ids": owners}

@@ -158,7 +158,7 @@ def _scored(
     sequences: that of each token, int64 [B, S]. length: that of each row [B], for rotary tables that depend on it.
     """
     device = next(iter(fnmodels.tree.leaves(params))).device
-    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
+    layout = fnmodels.inputs.document_layout(batch["positions"], batch["segment_ids"])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     length = None if length is None else length.to(device)
     x = model_states(params, batch, config=config, length=length, options=replace(options, layout=layout)).x

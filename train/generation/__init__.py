@@ -6,3 +6,11 @@ serve      `serve_step`: one token per slot      requests   requests, answers, e
 loops      the queue over slots, `generate`      beam       `beam_search`
 text       texts instead of token ids            speculative   `speculate`: drafts of a smaller model
 """
+
+from .beam import beam_search
+from .requests import best_of
+from .sampling import sample_step
+from .serve import ServeState
+from .speculative import speculate
+
+__all__ = ["ServeState", "beam_search", "best_of", "sample_step", "speculate"]

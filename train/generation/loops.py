@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import DecodingStep
+from fnmodels.cache import DecodingStep
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.options import ForwardKwargs, is_invariant
@@ -26,7 +26,7 @@ from .serve import ServeState, admit, empty_state, serve_step, take_slots
 
 SLOTS = 32
 Hook = Callable[[Tensor, list[list[int]]], Tensor]
-_STEPS = {"step": fnmodels.compiled_step, "graph": fnmodels.captured_step}
+_STEPS = {"step": fnmodels.compiled_step, "graph": fnmodels.cache.captured_step}
 
 
 class ServeKwargs(ForwardKwargs, total=False):
@@ -74,7 +74,7 @@ def serve(
     steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
     of half the size, see `init_cache`. compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a
     minute; a result of that function, made with the same config and options, which keeps its graphs for the next
-    call; "graph" for steps by `fnmodels.captured_step`, on CUDA; or "none". logits_fn: see `generate`.
+    call; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA; or "none". logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
     `fnmodels.forward`. ValueError for options that no compiled step has, and for a request that cannot be answered to
     its end: before the first token where requests are a sequence, else when all requests before it are answered.
@@ -82,7 +82,7 @@ def serve(
     if not callable(compile) and compile not in ("none", *_STEPS):
         raise ValueError(
             f'compile is {compile!r}; it must be "none", "step", "graph" or a result of fnmodels.compiled_step or '
-            "fnmodels.captured_step."
+            "fnmodels.cache.captured_step."
         )
     if callable(compile) and (is_invariant(options.get("kernel")) or options.get("layer_fn") is not None):
         raise ValueError(

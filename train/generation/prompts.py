@@ -120,7 +120,7 @@ def prefilled(
         found = yield from extended(found, groups[0], shared, None)
     else:
         for group in groups:
-            found = fnmodels.insert_(found, group, (yield from extended(start(len(group)), group, shared, None)))
+            found = fnmodels.cache.insert_(found, group, (yield from extended(start(len(group)), group, shared, None)))
             yield
     if len(distinct) < len(keys):
         found = fnmodels.take(found, [distinct.index(key) for key in keys])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Cache, DecodingStep, tree
+from fnmodels import Cache, tree
+from fnmodels.cache import DecodingStep
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -142,7 +143,7 @@ def admit(
         draws = _with_counts(draws, at, prompts, vocab)
     return replace(
         state,
-        cache=(fnmodels.insert_ if inplace else fnmodels.insert)(state.cache, at, cache),
+        cache=(fnmodels.cache.insert_ if inplace else fnmodels.insert)(state.cache, at, cache),
         last=put(state.last, [prompt[-1] for prompt in prompts]),
         active=state.active.index_fill(0, at, True),
         lengths=put(state.lengths, lengths),

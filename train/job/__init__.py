@@ -1,4 +1,4 @@
-"""A training run, such as `python -m train --run DIR`: from settings to a trained checkpoint, through stops and resumes.
+"""A training run, as `python -m train --run DIR`: from settings to a trained checkpoint, through stops and resumes.
 
 settings        every setting as one frozen dataclass; setting_types, lora_flag, mesh_flags: their values
 tasks/          what is trained: data, losses, evaluation and model card; task: what the loop asks of them

@@ -12,3 +12,40 @@ output_loss     `OutputLoss`, a loss of per-token outputs, and `logprob_loss`
 values          values of a critic, rewards of pairs
 vocab_parallel  embedding, logits and cross entropy over a vocabulary sharded by tensor parallelism
 """
+
+from .distillation import distillation_loss, token_divergence
+from .documents import answer_loss, token_classification_loss
+from .flow_matching import flow_noise
+from .image_text import image_text_batch
+from .lm_head import head_loss
+from .logprobs import document_sums, head_logprobs, routed_logprobs
+from .moe_balance import balance_loss, router_z_loss, update_bias
+from .multi_token import look_ahead
+from .output_loss import OutputLoss
+from .pairs import pair_loss
+from .policy import group_advantages
+from .values import advantages, reward_loss, token_values, value_loss
+
+__all__ = [
+    "OutputLoss",
+    "advantages",
+    "answer_loss",
+    "balance_loss",
+    "distillation_loss",
+    "document_sums",
+    "flow_noise",
+    "group_advantages",
+    "head_logprobs",
+    "head_loss",
+    "image_text_batch",
+    "look_ahead",
+    "pair_loss",
+    "reward_loss",
+    "routed_logprobs",
+    "router_z_loss",
+    "token_classification_loss",
+    "token_divergence",
+    "token_values",
+    "update_bias",
+    "value_loss",
+]

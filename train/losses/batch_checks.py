@@ -151,7 +151,7 @@ def _check_grids(image_ids: Tensor, positions: Tensor) -> None:
         at = wrong[0]
         raise ValueError(
             f"Image {int(images.segment[at])} of a row has {int(found[at])} patches, and {int(rows[at])} rows of "
-            f"{int(columns[at])}; fnmodels.patch_rows makes them all."
+            f"{int(columns[at])}; fnmodels.inputs.patch_rows makes them all."
         )
 
 

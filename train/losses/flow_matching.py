@@ -37,8 +37,8 @@ def flow_matching_loss(
     """(sum over tokens of latents of the mean squared error of the velocity, count of these tokens), in fp32 at least.
 
     batch: latents [B, I, C], the data; noise [B, I, C] and time [B, M], as `flow_noise` draws them; the others as for
-    `fnmodels.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and guidance where the config
-    has it. The model reads (1 - time) latents + time noise, and its target is noise - latents. options: see
+    `fnmodels.diffusion.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and guidance where
+    the config has it. The model reads (1 - time) latents + time noise, and its target is noise - latents. options: see
     `fnmodels.forward`. ValueError for a missing entry, for shapes that do not fit each other, and for a model that
     returns other channels than it reads.
     """
@@ -52,7 +52,7 @@ def flow_matching_loss(
     valid = (owners > 0)[..., None]
     data, noise = (upcast(batch[name]).where(valid, 0) for name in ("latents", "noise"))
     time = torch.take_along_dim(batch["time"], (owners - 1).clamp(min=0), 1)[..., None]
-    prepared = fnmodels.prepare_denoising(
+    prepared = fnmodels.diffusion.prepare_denoising(
         config,
         (1 - time) * data + time * noise,
         batch["text"],

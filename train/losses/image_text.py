@@ -49,12 +49,14 @@ def image_text_batch(
     segment_ids = fnmodels.segments_from_lengths(sizes, most if length is None else length)
     tokens = torch.zeros_like(segment_ids)
     tokens[segment_ids > 0] = torch.cat([one for row in rows for one in row])
-    made = [fnmodels.patch_rows(images[start : start + pairs], config.vision) for start in starts]
+    made = [fnmodels.inputs.patch_rows(images[start : start + pairs], config.vision) for start in starts]
     counts = [[int((ids > 0).sum()) for ids in image_ids] for _, _, image_ids in made]
     width = max(map(sum, counts)) if slots is None else slots
     if max(map(sum, counts)) > width:
         raise ValueError(f"The images of a row have up to {max(map(sum, counts))} tokens, more than slots {width}.")
-    packed = [fnmodels.patch_rows(images[start : start + pairs], config.vision, length=width) for start in starts]
+    packed = [
+        fnmodels.inputs.patch_rows(images[start : start + pairs], config.vision, length=width) for start in starts
+    ]
     patches, places, image_ids = (torch.cat(part) for part in zip(*packed, strict=True))
     labels = torch.arange(len(starts) * pairs).view(-1, pairs)
     batch = {"tokens": tokens, "positions": fnmodels.positions_from_segments(segment_ids), "segment_ids": segment_ids}

@@ -97,7 +97,9 @@ def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
     needed = ("next_tokens", "next_labels", *(("next_weights",) if "weights" in batch else ()))
     missing = [name for name in needed if name not in batch]
     if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}: train.look_ahead(batch, heads) adds them.")
+        raise ValueError(
+            f"The batch has no {' and no '.join(missing)}: train.losses.look_ahead(batch, heads) adds them."
+        )
     for name in needed:
         shape = [*batch["tokens"].shape, config.num_nextn_predict_layers]
         if list(batch[name].shape) != shape:

@@ -1,7 +1,7 @@
 """Embedding, LM head and cross entropy over a vocabulary that tensor parallelism shards by rows.
 
 A `Vocab` replaces the weight in F.embedding and F.linear. There the logits are gathered to [B, S, V], as sampling and
-custom losses need them; `train.head_loss` keeps them sharded and gathers three scalars per token.
+custom losses need them; `train.losses.head_loss` keeps them sharded and gathers three scalars per token.
 """
 
 from __future__ import annotations

@@ -8,3 +8,22 @@ wrappers      optimizers around optimizers: `partition`, `with_ema`, `with_maste
 schedules     learning-rate multipliers as functions of the step
 stochastic_rounding   bf16 parameters without an fp32 copy
 """
+
+from .base import clip_by_global_norm, global_norm, trainable_mask
+from .small_state import with_small_state
+from .stochastic_rounding import stochastic_round, with_stochastic_rounding
+from .transforms import clip_norm, masked
+from .wrappers import averaged, with_master
+
+__all__ = [
+    "averaged",
+    "clip_by_global_norm",
+    "clip_norm",
+    "global_norm",
+    "masked",
+    "stochastic_round",
+    "trainable_mask",
+    "with_master",
+    "with_small_state",
+    "with_stochastic_rounding",
+]

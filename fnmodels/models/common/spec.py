@@ -222,8 +222,8 @@ def moe_leaves(
     """The parameters of an MoE layer: a router [E, D] and `experts` gated MLPs of width `inner`, as flagged.
 
     biases: of the router and the experts. shared: width of the shared expert, 0 for none. selection_bias: state without
-    a gradient (see `train.update_bias`). The router has its own axis "router", so that expert parallelism leaves it
-    replicated. wide_router: its parameters stay fp32 when the model is cast; such a family declares
+    a gradient (see `train.losses.update_bias`). The router has its own axis "router", so that expert parallelism leaves
+    it replicated. wide_router: its parameters stay fp32 when the model is cast; such a family declares
     `RouterDtypes(param="wide", projection="wide", ...)`.
     """
     stacks: dict[str, Any] = {

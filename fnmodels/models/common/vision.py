@@ -291,7 +291,7 @@ def attention_masks(
     if positions.ndim != 3 or positions.shape[-1] != 4:
         raise ValueError(
             "The positions of an image's tokens are (row, column, rows, columns), [B, S, 4], not "
-            f"{list(positions.shape)}: fnmodels.patch_rows makes them with the patches."
+            f"{list(positions.shape)}: fnmodels.inputs.patch_rows makes them with the patches."
         )
     return {"full": build_mask(Everything(), text_order(positions[..., :2], segment_ids), segment_ids, create=create)}
 

@@ -1,6 +1,6 @@
 """Diffusion models, one file each: functions of noisy latents, a text, and the time; see `fnmodels.diffusion`.
 
-    inputs, masks, freqs_cis = fnmodels.prepare_denoising(config, latents, text, conditions, positions=positions)
+    prepared = fnmodels.diffusion.prepare_denoising(config, latents, text, conditions, positions=positions)
     velocity = fnmodels.forward(params, inputs, masks, freqs_cis, config=config)
 
 `fnmodels.diffusion_models()` lists them by their `MODEL_TYPES`, which are the `_class_name`s of diffusers.

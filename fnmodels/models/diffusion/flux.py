@@ -266,7 +266,9 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, T + I, D]: T tokens of texts, then I of images."""
     if not isinstance(inputs, Mapping):
-        raise ValueError("Flux needs the dict of inputs that fnmodels.prepare_denoising makes, with latents and texts.")
+        raise ValueError(
+            "Flux needs the dict of inputs that fnmodels.diffusion.prepare_denoising makes, with latents and texts."
+        )
     weights = {name: params[f"{name}_proj"] for name in ("text", "image")}
     given = {"text": inputs["text"], "image": inputs["tokens"]}
     return torch.cat([linear(given[name].to(w.dtype), w, params[f"{name}_bias"]) for name, w in weights.items()], dim=1)

@@ -2,7 +2,7 @@
 
 The memory and its mask come from the tree that `family.shared` makes: {"memory": [B, K, D], "memory_mask": a Mask of
 the decoder's tokens as queries and the encoder's as keys, in which equal segment ids see each other}. A cache has the
-keys and values of the memory instead, which `fnmodels.encode` projects once.
+keys and values of the memory instead, which `fnmodels.cache.encode` projects once.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ def cross_mask(positions: Tensor, segments: Tensor, memory_positions: Tensor, me
 def memory_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """{"memory", "memory_mask"} of a decoder's inputs, zeros at padding, the mask bool [B, 1, S, K] for all layers.
 
-    On a cache that `fnmodels.encode` made the inputs have the mask only. ValueError where they do not fit, and without
-    a mask.
+    On a cache that `fnmodels.cache.encode` made the inputs have the mask only. ValueError where they do not fit, and
+    without a mask.
     """
     if "memory_mask" not in inputs:
         missing = [name for name in ("memory", "memory_mask") if name not in inputs]
         raise ValueError(
             f"The decoder's inputs have no {' and no '.join(missing)}: memory is what the encoder returns, [B, K, D], "
-            'and memory_mask is masks["cross"] of fnmodels.prepare_pair. A cache has them from fnmodels.encode.'
+            'and memory_mask is masks["cross"] of fnmodels.prepare_pair. A cache has them from fnmodels.cache.encode.'
         )
     memory, mask = inputs.get("memory"), inputs["memory_mask"]
     if not isinstance(mask, Mask):
@@ -73,7 +73,7 @@ def attend_to_memory(weights: Mapping[str, Tensor], x: Tensor, ctx: Context, *, 
     elif memory is None:
         raise ValueError(
             "The decoder has no memory: inputs need what the encoder returns as memory [B, K, D], or a cache that "
-            "fnmodels.encode made."
+            "fnmodels.cache.encode made."
         )
     else:
         k, v = keys_of_memory(weights, memory, head_dim=head_dim)

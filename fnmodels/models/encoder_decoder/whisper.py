@@ -1,7 +1,7 @@
 """Whisper (arXiv 2212.04356): convolutions over log-mel frames, a pre-norm encoder, a decoder that attends to it.
 
 One file has both stacks, as `t5.py`: `config.stack` is "both", or "encoder" or "decoder" for `config.encoder` and
-`config.decoder`. The encoder's tokens are those of `fnmodels.frame_rows`, [B, S, 5 bins].
+`config.decoder`. The encoder's tokens are those of `fnmodels.inputs.frame_rows`, [B, S, 5 bins].
 """
 
 import json
@@ -264,7 +264,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     frames, width = inputs["tokens"], REACH * config.num_mel_bins
     if not frames.is_floating_point() or frames.shape[-1] != width:
         raise ValueError(
-            f"The tokens of Whisper's encoder are frames [B, S, {width}] as fnmodels.frame_rows makes them, not "
+            f"The tokens of Whisper's encoder are frames [B, S, {width}] as fnmodels.inputs.frame_rows makes them, not "
             f"{frames.dtype} {list(frames.shape)}."
         )
     first, second = (params[f"conv{i}_proj"] for i in (1, 2))

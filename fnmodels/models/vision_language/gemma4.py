@@ -3,7 +3,7 @@
 In the larger models the tokens of an image see each other in sliding layers; masks are those of `image_masks`.
 `load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.gemma4`.
 
-patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
+patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x = fnmodels.forward(params["vision"], *batch, config=config.vision)
 features = gemma4.project(params, x, gemma4.cells(at, image_ids, config.vision.pooled), config=config)

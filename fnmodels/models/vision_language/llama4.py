@@ -2,7 +2,7 @@
 
 `load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.llama4`.
 
-patches, at, image_ids = fnmodels.patch_rows(tiles, config.vision, length=...)
+patches, at, image_ids = fnmodels.inputs.patch_rows(tiles, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x = fnmodels.forward(params["vision"], *batch, config=config.vision)
 features = llama4.project(params, x, llama4.cells(at, image_ids, config.vision.merge))

@@ -2,7 +2,7 @@
 
 Row breaks between an image's tokens are ordinary tokens of the text.
 
-patches, at, image_ids = fnmodels.patch_rows(images, config.vision, length=...)
+patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x = fnmodels.forward(params["vision"], *batch, config=config.vision)
 features = mistral3.project(params, x, mistral3.cells(at, image_ids, config.merge), config=config)

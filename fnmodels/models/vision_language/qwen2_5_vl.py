@@ -1,7 +1,7 @@
 """Qwen2.5-VL (arXiv 2502.13923): cells of 2 x 2 patches among the tokens of Qwen 2, with positions of three axes.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
-patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x = fnmodels.hidden(params["vision"], *batch, config=config.vision)
 features = qwen2_5_vl.project(params, x, qwen2_5_vl.cells(at, image_ids, config.vision.merge))

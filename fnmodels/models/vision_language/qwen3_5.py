@@ -3,7 +3,7 @@
 `load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.qwen3_next`.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
-patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x = fnmodels.hidden(params["vision"], *batch, config=config.vision)
 features = qwen3_5.project(params, x, qwen3_5.cells(at, image_ids, config.vision.merge))

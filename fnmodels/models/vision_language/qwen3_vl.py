@@ -3,7 +3,7 @@
 Outputs of earlier layers of the tower are added to the first layers of the text model (DeepStack, arXiv 2406.04334).
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
-patches, at, image_ids = fnmodels.patch_rows([image], config.vision)
+patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
 x, tapped = fnmodels.hidden(params["vision"], *batch, config=config.vision, taps=qwen3_vl.taps(config))
 features = qwen3_vl.project(params, x, tapped, qwen3_vl.cells(at, image_ids, config.vision.merge), config=config)

@@ -203,7 +203,7 @@ def check_has_layout(kernel: str, mask: MaskLike, layout: Layout | None) -> None
     if not KERNELS[kernel].needs_layout:
         return
     if not isinstance(mask, Mask):
-        raise ValueError(f'kernel="{kernel}" reads rules: give it a fnmodels.Mask, or take kernel="sdpa".')
+        raise ValueError(f'kernel="{kernel}" reads rules: give it a fnmodels.inputs.Mask, or take kernel="sdpa".')
     if layout is None:
         raise ValueError(
             f'kernel="{kernel}" needs the document ranges: pass layout=fnmodels.layout(masks), '

@@ -63,7 +63,7 @@ def plan_tiles(mask: MaskLike, chosen: Tensor | None = None) -> Tiles:
     """
     if not isinstance(mask, Mask):
         raise ValueError(
-            f'kernel="invariant" reads positions: give it a fnmodels.Mask, not a {type(mask).__name__}, or take '
+            f'kernel="invariant" reads positions: give it a fnmodels.inputs.Mask, not a {type(mask).__name__}, or take '
             'kernel="sdpa".'
         )
     if torch.compiler.is_compiling() or not all(readable(t) for t in tree.leaves(mask)):

@@ -11,7 +11,7 @@ from fnmodels.inputs import block_mask
 
 
 @dataclasses.dataclass(frozen=True)
-class Odd(fnmodels.Rule):
+class Odd(fnmodels.inputs.Rule):
     """A rule without bounds: the defaults of `Rule`."""
 
     def __call__(self, q, kv):
@@ -19,12 +19,12 @@ class Odd(fnmodels.Rule):
 
 
 RULES = {
-    "causal": fnmodels.Causal(),
-    "window": fnmodels.Causal() & fnmodels.Window(150),
-    "chunk": fnmodels.Causal() & fnmodels.Chunk(256),
-    "both ways": fnmodels.BidirectionalWindow(140) | fnmodels.Chunk(70),
-    "encoder": fnmodels.Everything(),
-    "images": fnmodels.Causal() | fnmodels.SameSpan(),
+    "causal": fnmodels.inputs.Causal(),
+    "window": fnmodels.inputs.Causal() & fnmodels.inputs.Window(150),
+    "chunk": fnmodels.inputs.Causal() & fnmodels.inputs.Chunk(256),
+    "both ways": fnmodels.inputs.BidirectionalWindow(140) | fnmodels.inputs.Chunk(70),
+    "encoder": fnmodels.inputs.Everything(),
+    "images": fnmodels.inputs.Causal() | fnmodels.inputs.SameSpan(),
     "odd": Odd(),
 }
 S = 700  # six tiles, the last one incomplete
@@ -33,7 +33,7 @@ S = 700  # six tiles, the last one incomplete
 def same(mask, batch):
     queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
     created = create_block_mask(mask.mask_mod(), batch, None, queries, keys, device="cpu")
-    for one, other in zip(fnmodels.to_block_mask(mask).as_tuple(), created.as_tuple(), strict=True):
+    for one, other in zip(fnmodels.inputs.to_block_mask(mask).as_tuple(), created.as_tuple(), strict=True):
         assert one.equal(other) if isinstance(one, torch.Tensor) else callable(one) or one == other
 
 
@@ -44,10 +44,12 @@ def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
     segments[1, 250:420] = -1
     positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
     spans = torch.arange(S).expand(3, S) // 90 % 3
-    mask = fnmodels.build_mask(RULES[name], positions, segments, spans=spans)
+    mask = fnmodels.inputs.build_mask(RULES[name], positions, segments, spans=spans)
     order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
-    row = fnmodels.build_mask(RULES[name], positions[:1], segments[:1], spans=spans[:1])
-    expanded = fnmodels.build_mask(RULES[name], *(t[:1].expand(3, S) for t in (positions, segments)), spans=spans[:1])
+    row = fnmodels.inputs.build_mask(RULES[name], positions[:1], segments[:1], spans=spans[:1])
+    expanded = fnmodels.inputs.build_mask(
+        RULES[name], *(t[:1].expand(3, S) for t in (positions, segments)), spans=spans[:1]
+    )
     for one in (mask, fnmodels.permute(mask, order), mask.select(slice(300, 500), slice(None)), expanded):
         same(one, 3)
         looked_at = block_mask._tiles_by_evaluation(one)
@@ -57,12 +59,14 @@ def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["causal", "window", "chunk"])
 def test_the_predicate_is_looked_at_on_the_edges_only(name, monkeypatch):
-    looked, allowed = [], fnmodels.Mask.allowed
-    monkeypatch.setattr(fnmodels.Mask, "allowed", lambda *how: looked.append(out := allowed(*how)) or out)
+    looked, allowed = [], fnmodels.inputs.Mask.allowed
+    monkeypatch.setattr(fnmodels.inputs.Mask, "allowed", lambda *how: looked.append(out := allowed(*how)) or out)
     for length in (4096, 16384):
         looked.clear()
         positions = torch.arange(length)[None]
-        made = fnmodels.to_block_mask(fnmodels.build_mask(RULES[name], positions, torch.ones_like(positions)))
+        made = fnmodels.inputs.to_block_mask(
+            fnmodels.inputs.build_mask(RULES[name], positions, torch.ones_like(positions))
+        )
         assert sum(out.numel() for out in looked) <= 4 * block_mask.TILE * length
         tiles = length // block_mask.TILE
         if name == "causal":
@@ -72,10 +76,10 @@ def test_the_predicate_is_looked_at_on_the_edges_only(name, monkeypatch):
 
 def test_a_mask_of_nothing_is_refused():
     positions = torch.arange(5)[None]
-    mask = fnmodels.build_mask(fnmodels.Causal(), positions, torch.ones_like(positions))
+    mask = fnmodels.inputs.build_mask(fnmodels.inputs.Causal(), positions, torch.ones_like(positions))
     for part, words in (
         (mask.select(slice(None), slice(0)), "5 and 0"),
         (mask.select(slice(0), slice(None)), "0 and 5"),
     ):
         with pytest.raises(ValueError, match=f"a query and a key at least, this mask has {words}"):
-            fnmodels.to_block_mask(part)
+            fnmodels.inputs.to_block_mask(part)

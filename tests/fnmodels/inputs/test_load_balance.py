@@ -21,15 +21,15 @@ from fnmodels.inputs.load_balance import (
 RANKS, LENGTH = 4, 256
 
 
-def packed(lengths: list[int], rule: fnmodels.Rule) -> fnmodels.Mask:
+def packed(lengths: list[int], rule: fnmodels.inputs.Rule) -> fnmodels.inputs.Mask:
     segments = fnmodels.segments_from_lengths([lengths], LENGTH)
-    return fnmodels.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
+    return fnmodels.inputs.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
 
 
 MASKS = {
-    "causal": packed([LENGTH], fnmodels.Causal()),
-    "packed": packed([100, 30, 3, 60, 1, 40], fnmodels.Causal()),
-    "sliding": packed([LENGTH], fnmodels.Causal() & fnmodels.Window(16)),
+    "causal": packed([LENGTH], fnmodels.inputs.Causal()),
+    "packed": packed([100, 30, 3, 60, 1, 40], fnmodels.inputs.Causal()),
+    "sliding": packed([LENGTH], fnmodels.inputs.Causal() & fnmodels.inputs.Window(16)),
 }
 
 
@@ -56,7 +56,7 @@ def test_head_tail_does_not_see_documents():
 
 
 @dataclasses.dataclass(frozen=True)
-class Odd(fnmodels.Rule):
+class Odd(fnmodels.inputs.Rule):
     """A rule without bounds: the defaults of `Rule`."""
 
     def __call__(self, q, kv):
@@ -64,12 +64,12 @@ class Odd(fnmodels.Rule):
 
 
 RULES = {
-    "causal": fnmodels.Causal(),
-    "window": fnmodels.Causal() & fnmodels.Window(9),
-    "chunk": fnmodels.Causal() & fnmodels.Chunk(16),
-    "both ways": fnmodels.BidirectionalWindow(5) | fnmodels.Chunk(7),
-    "encoder": fnmodels.Everything(),
-    "images": fnmodels.Causal() | fnmodels.SameSpan(),
+    "causal": fnmodels.inputs.Causal(),
+    "window": fnmodels.inputs.Causal() & fnmodels.inputs.Window(9),
+    "chunk": fnmodels.inputs.Causal() & fnmodels.inputs.Chunk(16),
+    "both ways": fnmodels.inputs.BidirectionalWindow(5) | fnmodels.inputs.Chunk(7),
+    "encoder": fnmodels.inputs.Everything(),
+    "images": fnmodels.inputs.Causal() | fnmodels.inputs.SameSpan(),
     "odd": Odd(),
 }
 
@@ -83,11 +83,13 @@ def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
     positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
     positions = positions * torch.tensor([[1], [3], [1]])
     spans = torch.randint(0, 3, (3, 64), generator=torch.Generator().manual_seed(0))
-    mask = fnmodels.build_mask(RULES[name], positions, segments, spans=spans)
+    mask = fnmodels.inputs.build_mask(RULES[name], positions, segments, spans=spans)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for one in (mask, fnmodels.permute(mask, order), mask.select(slice(30, 50), slice(None))):
         assert visible_keys(one).equal(one.dense()[:, 0].sum(-1))
-    row = fnmodels.build_mask(RULES[name], positions[:1], segments, spans=spans[1:2])  # one row of positions for all
+    row = fnmodels.inputs.build_mask(
+        RULES[name], positions[:1], segments, spans=spans[1:2]
+    )  # one row of positions for all
     assert visible_keys(row).equal(row.dense()[:, 0].sum(-1))
     assert visible_keys(mask.select(slice(0), slice(None))).shape == (3, 0)
 
@@ -95,12 +97,12 @@ def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
 @pytest.mark.parametrize("rule", ["causal", "window", "chunk"])
 def test_visible_keys_looks_at_a_number_of_pairs_linear_in_the_sequence(rule, monkeypatch):
     looked = []
-    dense = fnmodels.Mask.dense
-    monkeypatch.setattr(fnmodels.Mask, "dense", lambda self: looked.append(out := dense(self)) or out)
+    dense = fnmodels.inputs.Mask.dense
+    monkeypatch.setattr(fnmodels.inputs.Mask, "dense", lambda self: looked.append(out := dense(self)) or out)
     for length in (8192, 32768):
         looked.clear()
         positions = torch.arange(length)[None]
-        counts = visible_keys(fnmodels.build_mask(RULES[rule], positions, torch.ones_like(positions)))
+        counts = visible_keys(fnmodels.inputs.build_mask(RULES[rule], positions, torch.ones_like(positions)))
         want = {"causal": positions + 1, "window": (positions + 1).clamp(max=9), "chunk": positions % 16 + 1}[rule]
         assert counts.equal(want)
         assert sum(out.numel() for out in looked) <= 2048 * length
@@ -118,7 +120,7 @@ def test_balance_reorders_a_whole_batch_and_says_how_to_undo_it(method):
 
 def test_rows_get_orders_of_their_own():
     segments = fnmodels.segments_from_lengths([[LENGTH], [128, 128]], LENGTH)
-    mask = fnmodels.build_mask(fnmodels.Causal(), fnmodels.positions_from_segments(segments), segments)
+    mask = fnmodels.inputs.build_mask(fnmodels.inputs.Causal(), fnmodels.positions_from_segments(segments), segments)
     order = balanced_order(mask, RANKS, block=8)
     assert order.shape == (2, LENGTH) and not order[0].equal(order[1])
 
@@ -183,16 +185,16 @@ def test_what_is_no_permutation_is_refused(order, sentence):
 # Measured for the docs, on training rows: load of the busiest rank over the mean load.
 DOCS = Path(__file__).parents[3] / "docs" / "tensor-contract.md"
 MEASURED = {
-    "causal, 8,192 tokens": ([8192], fnmodels.Causal()),
-    "packed, 8,192 tokens in 8 documents": ([3500, 120, 900, 40, 2000, 700, 300, 632], fnmodels.Causal()),
-    "sliding window 512, 8,192 tokens": ([8192], fnmodels.Causal() & fnmodels.Window(512)),
+    "causal, 8,192 tokens": ([8192], fnmodels.inputs.Causal()),
+    "packed, 8,192 tokens in 8 documents": ([3500, 120, 900, 40, 2000, 700, 300, 632], fnmodels.inputs.Causal()),
+    "sliding window 512, 8,192 tokens": ([8192], fnmodels.inputs.Causal() & fnmodels.inputs.Window(512)),
 }
 
 
 def measured(lengths, rule, ranks):
     """Imbalance in text order, in head-tail order, and in the order made from the mask."""
     segments = fnmodels.segments_from_lengths([lengths])
-    mask = fnmodels.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
+    mask = fnmodels.inputs.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
     orders = (None, head_tail_order(mask.q_positions.shape[1], ranks), balanced_order(mask, ranks))
     return [imbalance(mask, ranks, order) for order in orders]
 

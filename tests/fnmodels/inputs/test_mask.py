@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import (
+from fnmodels import tree
+from fnmodels.inputs import (
     BidirectionalWindow,
     Causal,
     Chunk,
@@ -19,7 +20,6 @@ from fnmodels import (
     Window,
     build_mask,
     document_layout,
-    tree,
 )
 from fnmodels.inputs.mask import causal_masks
 

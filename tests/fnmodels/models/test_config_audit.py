@@ -96,7 +96,7 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
 )
 def test_what_may_change_the_maths_is_refused(plain: dict[str, Any], more: dict[str, Any]) -> None:
     read(plain)
-    with pytest.raises(fnmodels.CheckpointError, match=next(iter(more))):
+    with pytest.raises(fnmodels.errors.CheckpointError, match=next(iter(more))):
         read(plain | more)
 
 
@@ -113,5 +113,5 @@ def test_what_may_change_the_maths_is_refused(plain: dict[str, Any], more: dict[
     ],
 )
 def test_the_reason_is_said(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(fnmodels.CheckpointError, match=said):
+    with pytest.raises(fnmodels.errors.CheckpointError, match=said):
         read(values)

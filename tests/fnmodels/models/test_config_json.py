@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fnmodels import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.rope_config import parse_rope, rope_from_hf, rope_to_hf
 from fnmodels.ops.rotary import Rope

@@ -38,7 +38,7 @@ def test_which_layers_of_glm_have_an_indexer() -> None:
     ],
 )
 def test_wrong_indexers_are_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(fnmodels.CheckpointError, match=said):
+    with pytest.raises(fnmodels.errors.CheckpointError, match=said):
         deepseek_v32.Config.from_hf(values)
 
 
@@ -61,5 +61,5 @@ def test_the_heads_of_gemmas_full_layers_layer_by_layer() -> None:
         "must say the same of all full layers": {"1": own, "3": own | {"head_dim": 12}},
     }
     for said, given in wrong.items():
-        with pytest.raises(fnmodels.CheckpointError, match=said):
+        with pytest.raises(fnmodels.errors.CheckpointError, match=said):
             gemma4.Config.from_hf(newer | four | {"per_layer_config": given})

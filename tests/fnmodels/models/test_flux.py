@@ -49,7 +49,7 @@ def state(params: Any = None, config: Any = CONFIG) -> dict[str, Tensor]:
 def batch() -> dict[str, Tensor]:
     """Two images in the first row and one in the second, each row with padding among texts and images."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    tokens, positions, owners = fnmodels.latent_rows([draw(3, *shape) for shape in SHAPES], length=12)
+    tokens, positions, owners = fnmodels.diffusion.latent_rows([draw(3, *shape) for shape in SHAPES], length=12)
     text, sources = draw(2, 8, 10), torch.tensor([[1] * 5 + [2] * 2 + [0], [1] * 7 + [0]])
     # small: diffusers has the angles of time and guidance in fp32
     conditions = {"time": torch.tensor([[0.011, 0.007], [0.013, 0.003]]), "pooled": draw(2, 2, 9)}
@@ -62,7 +62,7 @@ def prepared(given: dict[str, Tensor] | None = None, config: Any = CONFIG) -> An
     given = given or batch()
     places = {name: given[name] for name in ("positions", "segment_ids", "text_segment_ids")}
     conditions = {name: given[name] for name in config.conditions}
-    return fnmodels.prepare_denoising(config, given["latents"], given["text"], conditions, **places)
+    return fnmodels.diffusion.prepare_denoising(config, given["latents"], given["text"], conditions, **places)
 
 
 def alone(number: int, given: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def test_packed_images_have_the_bits_of_each_alone() -> None:
         for number in range(len(SHAPES)):
             one = {name: value[None] for name, value in alone(number).items()}
             conditions = {name: one[name][None] for name in CONFIG.conditions}
-            row = fnmodels.prepare_denoising(
+            row = fnmodels.diffusion.prepare_denoising(
                 CONFIG, one["latents"], one["text"], conditions, positions=one["positions"]
             )
             velocity = fnmodels.forward(weights(), *row, config=CONFIG, kernel="invariant")
@@ -210,7 +210,9 @@ def test_one_image_per_row_and_no_guidance() -> None:
     one = {name: value[None] for name, value in alone(1).items() if name != "guidance"}
     conditions = {"time": one["time"][None], "pooled": one["pooled"][None]}
     with torch.no_grad():
-        batch = fnmodels.prepare_denoising(config, one["latents"], one["text"], conditions, positions=one["positions"])
+        batch = fnmodels.diffusion.prepare_denoising(
+            config, one["latents"], one["text"], conditions, positions=one["positions"]
+        )
         wanted = written_out(state(config=config), alone(1), config)
         layout = fnmodels.layout(batch[1])
         assert layout is not None and layout.plain
@@ -286,7 +288,7 @@ def test_taps_and_edits() -> None:
 @functools.cache
 def training() -> dict[str, Tensor]:
     """The batch of the loss, with the noise and times of a seed."""
-    return train.flow_noise(batch(), torch.Generator().manual_seed(3))
+    return train.losses.flow_noise(batch(), torch.Generator().manual_seed(3))
 
 
 def test_loss_and_gradients_of_every_parameter() -> None:
@@ -314,12 +316,12 @@ def test_loss_and_gradients_of_every_parameter() -> None:
 
 
 def test_noise_is_a_function_of_the_generator() -> None:
-    again = train.flow_noise(batch(), torch.Generator().manual_seed(3))
+    again = train.losses.flow_noise(batch(), torch.Generator().manual_seed(3))
     assert all(torch.equal(again[name], value) for name, value in training().items())
-    other = train.flow_noise(batch(), torch.Generator().manual_seed(4))
+    other = train.losses.flow_noise(batch(), torch.Generator().manual_seed(4))
     assert not torch.equal(again["noise"], other["noise"]) and not torch.equal(again["time"], other["time"])
     many = {"latents": torch.zeros(1, 1, 1), "pooled": torch.zeros(20_000, 1, 1)}
-    logits = train.flow_noise(many, torch.Generator().manual_seed(0), mean=0.5, std=2.0)["time"].logit()
+    logits = train.losses.flow_noise(many, torch.Generator().manual_seed(0), mean=0.5, std=2.0)["time"].logit()
     assert abs(float(logits.mean()) - 0.5) < 0.05 and abs(float(logits.std()) - 2) < 0.05
 
 
@@ -329,7 +331,7 @@ def test_training_learns_two_images() -> None:
     config = flux.Config.from_hf(values | {"num_layers": 1, "num_single_layers": 1})
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
     images, text, pooled = [draw(3, 4, 4) for _ in range(2)], draw(2, 3, 10), draw(2, 1, 9)
-    tokens, positions, owners = fnmodels.latent_rows(images)
+    tokens, positions, owners = fnmodels.diffusion.latent_rows(images)
     data = {"latents": tokens, "positions": positions, "segment_ids": owners, "text": text, "pooled": pooled}
     data |= {"text_segment_ids": torch.ones(2, 3, dtype=torch.long)}
     optimizer = train.adamw(1e-2, spec=flux.spec(config))
@@ -338,23 +340,25 @@ def test_training_learns_two_images() -> None:
     state, generator, seen = train.init_state(P.init(config, 0), optimizer), torch.Generator().manual_seed(2), []
     for _ in range(60):
         drawn = {name: value.repeat(16, *[1] * (value.ndim - 1)) for name, value in data.items()}
-        state, metrics = step(state, list(fnmodels.split(train.flow_noise(drawn, generator), 2)))
+        state, metrics = step(state, list(fnmodels.split(train.losses.flow_noise(drawn, generator), 2)))
         seen.append(float(metrics["loss"]))
     assert 1.5 < seen[0] < 2.6 and sum(seen[-8:]) / 8 < 0.2 * seen[0]
     start = torch.randn(tokens.shape, generator=generator)
     conditions = {"pooled": pooled, "time": torch.ones(2, 1)}
-    ready = fnmodels.prepare_denoising(config, start, text, conditions, positions=positions)
+    ready = fnmodels.diffusion.prepare_denoising(config, start, text, conditions, positions=positions)
     with torch.no_grad():
-        found = fnmodels.denoise(state.params, *ready, config=config, times=fnmodels.flow_times(10))
-    for made, image in zip(fnmodels.unpacked_latents(found, positions, owners), images, strict=True):
+        found = fnmodels.diffusion.denoise(state.params, *ready, config=config, times=fnmodels.diffusion.flow_times(10))
+    for made, image in zip(fnmodels.diffusion.unpacked_latents(found, positions, owners), images, strict=True):
         assert float((made - image).square().mean()) < 0.15
 
 
 def test_the_sampler_takes_steps_of_euler() -> None:
     """Each packed image as alone by the maths written out."""
-    times = fnmodels.flow_times(3, tokens=1024)
+    times = fnmodels.diffusion.flow_times(3, tokens=1024)
     with torch.no_grad():
-        found = fnmodels.denoise(weights(SQUARE), *prepared(config=SQUARE), config=SQUARE, times=times, kernel="math")
+        found = fnmodels.diffusion.denoise(
+            weights(SQUARE), *prepared(config=SQUARE), config=SQUARE, times=times, kernel="math"
+        )
         for number in range(len(SHAPES)):
             one = alone(number)
             x = one["latents"]
@@ -365,11 +369,11 @@ def test_the_sampler_takes_steps_of_euler() -> None:
 
 
 def test_times() -> None:
-    torch.testing.assert_close(fnmodels.flow_times(4), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
-    shifted = fnmodels.flow_times(2, tokens=4096)
+    torch.testing.assert_close(fnmodels.diffusion.flow_times(4), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
+    shifted = fnmodels.diffusion.flow_times(2, tokens=4096)
     torch.testing.assert_close(shifted, torch.tensor([1.0, math.exp(1.15) / (math.exp(1.15) + 1), 0.0]))
     with pytest.raises(ValueError, match="steps is 0; it must be at least 1"):
-        fnmodels.flow_times(0)
+        fnmodels.diffusion.flow_times(0)
 
 
 @pytest.mark.parametrize("tokens", [None, 256, 1500, 4096])
@@ -381,24 +385,24 @@ def test_times_equal_those_of_diffusers(tokens: int | None) -> None:
     scheduler = module.FlowMatchEulerDiscreteScheduler(**values)
     sigmas = torch.linspace(1, 1 / 28, 28).tolist()
     scheduler.set_timesteps(sigmas=sigmas, **({} if tokens is None else {"mu": calculate_shift(tokens)}))
-    torch.testing.assert_close(fnmodels.flow_times(28, tokens=tokens), scheduler.sigmas, atol=1e-6, rtol=0)
+    torch.testing.assert_close(fnmodels.diffusion.flow_times(28, tokens=tokens), scheduler.sigmas, atol=1e-6, rtol=0)
 
 
 def test_latents_are_packed_as_in_diffusers() -> None:
     image = torch.arange(2 * 4 * 6.0).reshape(2, 4, 6)
-    tokens, positions, _ = fnmodels.latent_rows([image])
+    tokens, positions, _ = fnmodels.diffusion.latent_rows([image])
     theirs = image.view(1, 2, 2, 2, 3, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 6, 8)  # of its pipeline
     assert torch.equal(tokens, theirs)
     assert positions[0].tolist() == [[0, i, j] for i in range(2) for j in range(3)]
     given = batch()
-    back = fnmodels.unpacked_latents(given["latents"], given["positions"], given["segment_ids"])
+    back = fnmodels.diffusion.unpacked_latents(given["latents"], given["positions"], given["segment_ids"])
     assert [tuple(one.shape) for one in back] == [(3, *shape) for shape in SHAPES]
-    again = fnmodels.latent_rows(back, length=12)[0]
+    again = fnmodels.diffusion.latent_rows(back, length=12)[0]
     assert torch.equal(again, given["latents"])
     with pytest.raises(ValueError, match="at least one image"):
-        fnmodels.latent_rows([])
+        fnmodels.diffusion.latent_rows([])
     with pytest.raises(ValueError, match=r"multiples of 2, not \[2, 3, 6\]"):
-        fnmodels.latent_rows([image[:, :3]])
+        fnmodels.diffusion.latent_rows([image[:, :3]])
 
 
 def test_files(tmp_path: Path) -> None:
@@ -467,8 +471,10 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
             prepared(given | changed)
     conditions = {name: given[name] for name in ("time", "pooled")}
     with pytest.raises(ValueError, match=r"conditions are \['pooled', 'time'\]; this model has \['guidance'"):
-        fnmodels.prepare_denoising(CONFIG, given["latents"], given["text"], conditions, positions=given["positions"])
-    with pytest.raises(ValueError, match=r"take fnmodels\.prepare_denoising"):
+        fnmodels.diffusion.prepare_denoising(
+            CONFIG, given["latents"], given["text"], conditions, positions=given["positions"]
+        )
+    with pytest.raises(ValueError, match=r"take fnmodels\.diffusion\.prepare_denoising"):
         fnmodels.prepare(CONFIG, given["latents"])
     with pytest.raises(ValueError, match="returns 8; this loss is for"):
         train.flow_matching_loss(weights(), training(), config=CONFIG)

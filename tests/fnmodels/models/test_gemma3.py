@@ -62,7 +62,7 @@ def _ours(params: Any, *, first_spans: bool = False, causal: bool = False) -> tu
     texts, images = _documents()
     tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 48)
     flat = [image for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, CONFIG.vision, length=72)  # two images in a row
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, CONFIG.vision, length=72)  # two images in a row
     batch = fnmodels.prepare(CONFIG.vision, patches, positions=at, segment_ids=image_ids)
     x = fnmodels.forward(params["vision"], *batch, config=CONFIG.vision)
     features = gemma3.project(params, x, cells(at, image_ids, CONFIG.pooled), config=CONFIG)
@@ -114,7 +114,7 @@ def test_cells_are_those_of_a_reshape() -> None:
     """Also where an image's patches are permuted in the row."""
     images = [torch.arange(float(h * w)).reshape(1, h, w).expand(3, h, w) for h, w in ((4, 6), (2, 2))]
     config = type("Tower", (), {"patch_size": 1, "num_channels": 3, "special_tokens": 1, "channels_last": False})()
-    patches, at, segment_ids = fnmodels.patch_rows(images, config, length=30)
+    patches, at, segment_ids = fnmodels.inputs.patch_rows(images, config, length=30)
     order = torch.cat((torch.randperm(25), torch.arange(25, 30)))
     patches, at, segment_ids = patches[:, order], at[:, order], segment_ids[:, order]
     found = gather_cells(patches[..., :1], cells(at, segment_ids, 2))[..., 0]

@@ -72,7 +72,7 @@ def _ours(name: str, params: Any, *, causal: bool = False) -> tuple[Tensor, Tens
     texts, images = wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8)
     tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 36)
     flat = [image for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=50)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=50)
     batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
     x = fnmodels.forward(params["vision"], *batch, config=config.vision)
     features = gemma4.project(params, x, gemma4.cells(at, image_ids, config.vision.pooled), config=config)

@@ -50,9 +50,9 @@ def test_two_names_of_one_size() -> None:
     usual = {name: value for name, value in values.items() if name != "n_embd"} | {"hidden_size": values["n_embd"]}
     read = fnmodels.family_for("gpt2").Config.from_hf
     assert read(usual) == read({**values, "hidden_size": values["n_embd"]}) == read(values)
-    with pytest.raises(fnmodels.ConfigError, match="'n_embd' is 32 and 'hidden_size' is 48"):
+    with pytest.raises(fnmodels.errors.ConfigError, match="'n_embd' is 32 and 'hidden_size' is 48"):
         read({**values, "hidden_size": 48})
-    with pytest.raises(fnmodels.ConfigError, match="cannot be split into heads"):
+    with pytest.raises(fnmodels.errors.ConfigError, match="cannot be split into heads"):
         read({**values, "n_head": 5})
 
 

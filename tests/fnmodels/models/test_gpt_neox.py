@@ -16,11 +16,11 @@ def test_the_rope_has_two_dialects_and_no_third() -> None:
     assert older == newer and (older.theta, older.partial) == (100.0, 0.5)
     assert (read(bare).rope.theta, read(bare).rope.partial) == (1e4, 0.25)
     for name, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
-        with pytest.raises(fnmodels.ConfigError, match=own):  # transformers would not read it
+        with pytest.raises(fnmodels.errors.ConfigError, match=own):  # transformers would not read it
             read({**bare, name: 0.5})
 
 
 def test_heads_divide_the_width() -> None:
     for field in ({"head_dim": 8}, {"num_key_value_heads": 1}):
-        with pytest.raises(fnmodels.ConfigError, match="divides hidden_size 48 among 3 heads"):
+        with pytest.raises(fnmodels.errors.ConfigError, match="divides hidden_size 48 among 3 heads"):
             read({**VALUES, **field})

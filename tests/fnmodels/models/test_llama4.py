@@ -60,7 +60,7 @@ def _ours(params: Any, *, exchanged: bool = False) -> tuple[Tensor, Tensor]:
     texts, images = _documents()
     tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 48)
     flat = [image for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, CONFIG.vision, length=80)  # two tiles in a row
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, CONFIG.vision, length=80)  # two tiles in a row
     shown = at[..., [1, 0, 3, 2]] if exchanged else at
     batch = fnmodels.prepare(CONFIG.vision, patches, positions=shown, segment_ids=image_ids)
     x = fnmodels.forward(params["vision"], *batch, config=CONFIG.vision)
@@ -129,7 +129,7 @@ def test_a_folder_of_the_tower_alone(tmp_path: Path) -> None:
     tower.save_pretrained(tmp_path / "theirs")
     config, params = P.load_pretrained(tmp_path / "theirs")
     assert config == dataclasses.replace(CONFIG.vision, adapter=1)
-    patches, at, image_ids = fnmodels.patch_rows(images, config, length=80)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(images, config, length=80)
     batch = fnmodels.prepare(config, patches, positions=at, segment_ids=image_ids)
     x = fnmodels.forward(params, *batch, config=config, kernel="math")
     features = llama4_vision.adapted(params["adapter"], x, llama4.cells(at, image_ids, config.merge))

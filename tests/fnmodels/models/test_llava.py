@@ -72,7 +72,7 @@ def _ours(name: str, params: Any, *, shift: int = 0) -> tuple[Tensor, Tensor]:
     """(logits [2, 48, V], segment ids) of the batch; shift: of the slot of each feature, a planted bug."""
     config = _config(name)
     tokens, segment_ids, images = _batch()
-    patches, positions, image_ids = fnmodels.patch_rows(images, config.vision, length=25)  # two images in a row
+    patches, positions, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=25)  # two images in a row
     seen, tower = llava.tower(params, config)
     x = fnmodels.hidden(
         seen, *fnmodels.prepare(tower, patches, positions=positions, segment_ids=image_ids), config=tower

@@ -27,7 +27,7 @@ from tests.variants import bamba, mamba2
     ],
 )
 def test_wrong_fields(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(fnmodels.CheckpointError, match=said):
+    with pytest.raises(fnmodels.errors.CheckpointError, match=said):
         fnmodels.family_for(values["model_type"]).Config.from_hf(values)
 
 

@@ -51,7 +51,7 @@ def _ours(params: Any, config: mistral3.Config, *, transposed: bool = False) -> 
     texts, images = wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8)
     tokens, segment_ids = wrappers.rows_of((texts[:2], texts[2:]), 36)
     flat = [image for own in images for image in own]
-    patches, at, image_ids = fnmodels.patch_rows(flat, config.vision, length=50)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=50)
     batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
     x = fnmodels.forward(params["vision"], *batch, config=config.vision)
     where = mistral3.cells(at, image_ids, config.merge)
@@ -117,6 +117,6 @@ def test_heads_of_older_files_are_tied_as_their_text_says() -> None:
 def test_errors_name_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="'vision_feature_layer' is -2; only -1"):
         mistral3.Config.from_hf(VALUES | {"vision_feature_layer": -2})
-    _, at, image_ids = fnmodels.patch_rows([torch.zeros(3, 12, 16)], _config("mistral3").vision)
+    _, at, image_ids = fnmodels.inputs.patch_rows([torch.zeros(3, 12, 16)], _config("mistral3").vision)
     with pytest.raises(ValueError, match="An image of 3 x 4 patches has no cells of 2 x 2"):
         mistral3.cells(at, image_ids, 2)

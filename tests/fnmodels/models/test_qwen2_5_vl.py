@@ -77,7 +77,7 @@ def test_published_files_are_read() -> None:
 
 def test_windows_are_counted_from_the_corner_of_each_image() -> None:
     images = [torch.randn(6, 16, 24), torch.randn(6, 8, 16)]
-    patches, at, image_ids = fnmodels.patch_rows(images, CONFIG.vision, length=40)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(images, CONFIG.vision, length=40)
     found = fnmodels.prepare(CONFIG.vision, patches, positions=at, segment_ids=image_ids)[1]["window"].dense()[0, 0]
     seen = sorted(found.sum(-1).tolist())
     assert seen == [0] * 8 + [8] * 16 + [16] * 16  # 4 x 4 and 4 x 2 patches; 2 x 4

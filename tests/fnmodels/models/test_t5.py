@@ -198,7 +198,7 @@ def test_gradients_of_every_parameter(name: str) -> None:
     theirs = dict(zip(state, torch.autograd.grad(torch.stack(losses).sum(), list(state.values())), strict=True))
     for kernel in ("math", "auto"):
         weights = tree.map(lambda leaf: leaf.clone().requires_grad_(), params_of(name))
-        total, count = train.pair_loss(weights, batch, config=config, kernel=kernel)
+        total, count = train.losses.pair_loss(weights, batch, config=config, kernel=kernel)
         assert int(count) == sum(len(target) for _, target in documents)
         torch.testing.assert_close(total, torch.stack(losses).sum(), rtol=1e-5, atol=0)
         flat = tree.flatten(weights)
@@ -213,7 +213,7 @@ def test_a_train_step(remat: str, compiled: str) -> None:
     config = config_of("t5")
     documents = list(prepared_pair("t5")[1].values())
     batch = fnmodels.pair_batch(documents, 24, 14, start=0)
-    loss = functools.partial(train.pair_loss, config=config)
+    loss = functools.partial(train.losses.pair_loss, config=config)
     optimizer = train.adamw(1e-2, spec=t5.spec(config))
     step = train.make_step(loss, optimizer, clip=1.0, remat=remat, compile=compiled)
     state = train.init_state(params_of("t5"), optimizer)
@@ -299,7 +299,7 @@ def test_bad_use_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="The target of pair 1 has 0"):
         fnmodels.pair_batch([([1], [2]), ([1], [])], 4, 4, start=0)
     with pytest.raises(ValueError, match="decoder_tokens"):
-        train.pair_loss(weights, {"tokens": tokens}, config=config)
+        train.losses.pair_loss(weights, {"tokens": tokens}, config=config)
 
 
 def test_taps_of_a_stack() -> None:

@@ -87,7 +87,7 @@ def _ours(name: str, params: Any, length: int | None, kernel: str = "math") -> t
     """(hidden states or logits, features or logits, documents) of `_images`, in rows of this length."""
     config = _config(name)
     family: Any = fnmodels.family_of(config)
-    patches, positions, segment_ids = fnmodels.patch_rows(_images(), config, length=length)
+    patches, positions, segment_ids = fnmodels.inputs.patch_rows(_images(), config, length=length)
     prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
     layout = fnmodels.layout(prepared[1]) if kernel == "auto" else None
     found = fnmodels.documents(segment_ids)
@@ -145,7 +145,7 @@ def _objective(hidden: Tensor, features: Tensor, weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FIRST.values(), ids=FIRST.keys())
 def test_rows_may_be_permuted_mapped_and_padded_with_anything(name: str) -> None:
     config, params = _config(name), _params(name)
-    patches, positions, segment_ids = fnmodels.patch_rows(_images(), config, length=33)
+    patches, positions, segment_ids = fnmodels.inputs.patch_rows(_images(), config, length=33)
     patches[segment_ids == 0] = torch.nan
     prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
@@ -189,7 +189,7 @@ def test_two_towers_equal_transformers(name: str) -> None:
         hidden = fnmodels.forward(params["text"], *batch, config=config.text)
         found = fnmodels.documents(segment_ids)
         text = fnmodels.family_of(config.text).features(params["text"], hidden, tokens, found, config=config.text)
-        patches, positions, segment_ids = fnmodels.patch_rows(_images(), config.vision, length=60)
+        patches, positions, segment_ids = fnmodels.inputs.patch_rows(_images(), config.vision, length=60)
         batch = fnmodels.prepare(config.vision, patches, positions=positions, segment_ids=segment_ids)
         hidden, found = (
             fnmodels.forward(params["vision"], *batch, config=config.vision),
@@ -212,9 +212,9 @@ def test_a_tower_refuses_what_it_cannot_place() -> None:
     with pytest.raises(ValueError, match=r"\(row, column, rows, columns\), \[B, S, 4\], not \[2, 3\]"):
         fnmodels.prepare(config, torch.zeros(2, 3, 108))
     with pytest.raises(ValueError, match=r"multiples of 6, not \[3, 24, 25\]"):
-        fnmodels.patch_rows([torch.zeros(3, 24, 25)], config)
+        fnmodels.inputs.patch_rows([torch.zeros(3, 24, 25)], config)
     with pytest.raises(ValueError, match="Image 0 has 17 tokens, which is more than the 16 of a row"):
-        fnmodels.patch_rows([torch.zeros(3, 24, 24)], config, length=16)
+        fnmodels.inputs.patch_rows([torch.zeros(3, 24, 24)], config, length=16)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -222,7 +222,7 @@ def test_taps_are_listed_with_their_shapes(name: str) -> None:
     """All of them; CLIP's last norm is of pooled features, and an edit of it is refused."""
     config = _config(name)
     names = fnmodels.tap_names(config)
-    patches, positions, segment_ids = fnmodels.patch_rows(_images()[:1], config)
+    patches, positions, segment_ids = fnmodels.inputs.patch_rows(_images()[:1], config)
     prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
     run = functools.partial(fnmodels.hidden, _params(name), *prepared, config=config, kernel="math")
     ends = ("final.norm", "final.norm.scale")

@@ -53,7 +53,7 @@ def clips() -> list[Tensor]:
 
 def prepared_pair() -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """(packed inputs, (clip, tokens) of each document in order)."""
-    frames, positions, sources = fnmodels.frame_rows(clips(), CONFIG, length=24)
+    frames, positions, sources = fnmodels.inputs.frame_rows(clips(), CONFIG, length=24)
     tokens = torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
     given = {"positions": positions, "segment_ids": sources}
     given |= {"decoder_positions": positions_of(TARGETS), "decoder_segment_ids": TARGETS}
@@ -76,7 +76,7 @@ def test_packed_clips_are_as_each_alone_in_transformers(kernel: str) -> None:
 
 def test_the_encoder_alone_in_any_order() -> None:
     """Frames of clips in a row, permuted, mapped over rows, with NaN at padding."""
-    frames, positions, sources = fnmodels.frame_rows(clips(), CONFIG, length=24)
+    frames, positions, sources = fnmodels.inputs.frame_rows(clips(), CONFIG, length=24)
     frames[sources == 0] = torch.nan
     config, own = CONFIG.encoder, fnmodels.stack_params(weights(), "encoder")
     prepared = fnmodels.prepare(config, frames, positions=positions, segment_ids=sources)
@@ -120,7 +120,7 @@ def test_mistakes_would_be_seen() -> None:
     assert off({"tokens": frames}) > 1e-3
     assert off({"positions": (inputs["encoder"]["positions"] + 1) % 10}) > 1e-2
     cross = masks["cross"]
-    assert off(cross=fnmodels.Mask(*[cross.q_positions, cross.q_segments.clamp(max=1)], *_rest(cross))) > 1e-2
+    assert off(cross=fnmodels.inputs.Mask(*[cross.q_positions, cross.q_segments.clamp(max=1)], *_rest(cross))) > 1e-2
 
 
 def _rest(mask: Any) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def test_gradients_of_every_parameter() -> None:
             theirs[name] = theirs.get(name, 0) + grad
     for kernel in ("math", "auto"):
         own = tree.map(lambda leaf: leaf.clone().requires_grad_(), weights())
-        total, count = train.pair_loss(own, batch, config=CONFIG, kernel=kernel)
+        total, count = train.losses.pair_loss(own, batch, config=CONFIG, kernel=kernel)
         assert int(count) == int((TARGETS > 0).sum())
         flat = tree.flatten(own)
         for path, grad in zip(flat, torch.autograd.grad(total, list(flat.values())), strict=True):
@@ -161,7 +161,7 @@ def test_a_train_step_leaves_the_positions_of_the_encoder() -> None:
     batch |= {"segment_ids": masks["cross"].kv_segments, "decoder_segment_ids": TARGETS}
     batch |= {"decoder_tokens": inputs["decoder"]["tokens"], "decoder_positions": inputs["decoder"]["positions"]}
     optimizer = train.adamw(1e-2, spec=whisper.spec(CONFIG))
-    step = train.make_step(functools.partial(train.pair_loss, config=CONFIG), optimizer, remat="full")
+    step = train.make_step(functools.partial(train.losses.pair_loss, config=CONFIG), optimizer, remat="full")
     state, seen = train.init_state(weights(), optimizer), []
     for _ in range(3):
         state, metrics = step(state, list(fnmodels.split(batch, 2)))
@@ -223,9 +223,9 @@ def test_bad_use_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="floats from -1 to 1"):
         log_mel(torch.zeros(320, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"Clip 1 must be \[6, frames\]"):
-        fnmodels.frame_rows([torch.zeros(6, 4), torch.zeros(6, 5)], CONFIG)
+        fnmodels.inputs.frame_rows([torch.zeros(6, 4), torch.zeros(6, 5)], CONFIG)
     with pytest.raises(ValueError, match="Clip 0 has 10 tokens"):
-        fnmodels.frame_rows(clips(), CONFIG, length=8)
+        fnmodels.inputs.frame_rows(clips(), CONFIG, length=8)
     prepared = fnmodels.prepare(CONFIG.encoder, torch.zeros(1, 3, 29))
     own = fnmodels.stack_params(weights(), "encoder")
     with pytest.raises(ValueError, match=r"frames \[B, S, 30\]"):

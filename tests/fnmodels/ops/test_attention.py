@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from fnmodels import Causal, build_mask, layout
+from fnmodels import layout
+from fnmodels.inputs import Causal, build_mask
 from fnmodels.ops.attention.kernels import KERNELS, AttentionKernel
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.sdpa import sdpa_attention

@@ -20,7 +20,7 @@ WEIGHTS |= {name: generic(name, torch.empty(WIDTH)).double() for name in ("k_nor
 
 
 def mask_of(ids: Tensor) -> Mask:
-    mask: Mask = fnmodels.build_mask(fnmodels.Causal(), positions_of(ids), ids)
+    mask: Mask = fnmodels.inputs.build_mask(fnmodels.inputs.Causal(), positions_of(ids), ids)
     return mask
 
 

@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 import params as P
-from fnmodels import (
+from fnmodels import explain_kernel, llama
+from fnmodels.apply import run_layers
+from fnmodels.inputs import (
     BidirectionalWindow,
     Causal,
     Chunk,
@@ -32,13 +34,10 @@ from fnmodels import (
     SameSpan,
     Window,
     build_mask,
-    explain_kernel,
-    llama,
     to_block_mask,
     to_cu_seqlens,
     to_dense,
 )
-from fnmodels.apply import run_layers
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import SHORT, attention, materialize
@@ -282,7 +281,7 @@ def test_offsets_of_documents(
     rows: list[list[tuple[int, int]]], offsets: list[int], tokens: list[int] | None, longest: int
 ) -> None:
     positions, segments, _ = batch(rows)
-    layout = fnmodels.document_layout(positions, segments)
+    layout = fnmodels.inputs.document_layout(positions, segments)
     assert layout is not None
     packed = to_cu_seqlens(layout)
     assert packed.offsets.dtype == torch.int32 and packed.offsets.tolist() == offsets
@@ -712,7 +711,7 @@ def test_variable_length_attention_over_padding_alone(length: int, monkeypatch: 
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     positions = torch.zeros(2, length, dtype=torch.long)
-    layout = fnmodels.document_layout(positions, positions)
+    layout = fnmodels.inputs.document_layout(positions, positions)
     assert layout is not None
     shapes = ((4, 8), (2, 8), (2, 6))
     inputs = [torch.full((2, length, *shape), torch.nan).requires_grad_() for shape in shapes]
@@ -788,7 +787,7 @@ def test_training_on_cuda(kernel: str, rule: str, given: dict[str, Any], compile
     torch.compiler.reset()
     mask, _ = mask_of(rule, "left pad, right pad, all pad")
     mask = fnmodels.tree.map(lambda t: t.cuda(), mask)
-    layout = fnmodels.document_layout(mask.q_positions, mask.q_segments)
+    layout = fnmodels.inputs.document_layout(mask.q_positions, mask.q_segments)
     shape = {"width": 64, "v_width": 64} | {name: given[name] for name in ("q", "kv", "v_width") if name in given}
     q, k, v = (t.detach().cuda().bfloat16().requires_grad_() for t in heads(3, **shape))
     noise = torch.randn(q.shape[2], generator=torch.Generator().manual_seed(2))

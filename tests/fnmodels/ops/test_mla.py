@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Causal, build_mask, deepseek
+from fnmodels import deepseek
+from fnmodels.inputs import Causal, build_mask
 from fnmodels.models.common.spec import latent_attention_leaves
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mla import LATENT_EPS, Widths, expanded, latent_keys, latent_queries, latent_scale

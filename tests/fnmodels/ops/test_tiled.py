@@ -104,7 +104,7 @@ def test_the_blocks_kernel_uses_them_where_they_pay():
         and tiles_are_faster(q.float().repeat(1, 10, 1, 1))
     )
     positions = torch.arange(40).expand(2, 40)
-    mask = fnmodels.build_mask(fnmodels.Causal(), positions, torch.ones_like(positions))
+    mask = fnmodels.inputs.build_mask(fnmodels.inputs.Causal(), positions, torch.ones_like(positions))
     layout = fnmodels.layout({"full": mask})
     out = attention(q, k, v, mask, kernel="auto", scale=SCALE, layout=layout)
     assert torch.equal(out, causal_tiles(q, k, v, scale=SCALE))
@@ -142,7 +142,9 @@ def test_transforms_inside_of_compiled_code(dtype, length):
     torch.compiler.reset()
     q, k, v = (t.detach() for t in draw(length, dtype=dtype, batch=1))
     positions = torch.cat([torch.arange(length - 2), torch.arange(2)])[None]
-    mask = fnmodels.build_mask(fnmodels.Causal(), positions, 1 + (torch.arange(length)[None] >= length - 2).long())
+    mask = fnmodels.inputs.build_mask(
+        fnmodels.inputs.Causal(), positions, 1 + (torch.arange(length)[None] >= length - 2).long()
+    )
     layout = fnmodels.layout({"full": mask})
     assert tiles_are_faster(q[:, :-2])
 

@@ -130,7 +130,7 @@ def routed(path: Callable[..., Tensor]) -> Callable[[dict[str, Tensor], Tensor],
 def rows_apart(*lengths: int) -> Any:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     segments = torch.cat([torch.full((n,), i + 1) for i, n in enumerate(lengths)])[None]
-    return fnmodels.build_mask(fnmodels.Causal(), positions, segments)
+    return fnmodels.inputs.build_mask(fnmodels.inputs.Causal(), positions, segments)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

@@ -231,10 +231,10 @@ def test_which_runs_begin_at_the_patched_position() -> None:
         assert not continued(by_name[name], batch_of(by_name[name], segments((6,))).prepared()), name
     assert continued(LLAMA, CORRUPT, embed=_scaled) and not continued(LLAMA, CORRUPT, hidden=_scaled)
 
-    rule, spans = fnmodels.Causal() | fnmodels.SameSpan(), torch.tensor([[0, 1, 1, 1, 0, 0]]).expand(2, 6)
+    rule, spans = fnmodels.inputs.Causal() | fnmodels.inputs.SameSpan(), torch.tensor([[0, 1, 1, 1, 0, 0]]).expand(2, 6)
     inputs, masks, tables = CORRUPT
     ids = torch.ones(2, 6, dtype=torch.long)
-    seen = {kind: fnmodels.build_mask(rule, inputs["positions"], ids, spans=spans) for kind in masks}
+    seen = {kind: fnmodels.inputs.build_mask(rule, inputs["positions"], ids, spans=spans) for kind in masks}
     prefix = inputs, seen, tables
     assert not continued(LLAMA, prefix)
     _, values = run(*CLEAN, taps=("layers.0.output",))

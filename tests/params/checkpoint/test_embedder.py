@@ -146,7 +146,7 @@ def test_other_folders(tmp_path: Path) -> None:
     for (name, text), message in wrong.items():
         copy = shutil.copytree(folder, tmp_path / f"wrong{len(list(tmp_path.iterdir()))}")
         (copy / name).write_text(text)
-        with pytest.raises(fnmodels.CheckpointError, match=message):
+        with pytest.raises(fnmodels.errors.CheckpointError, match=message):
             P.load_embedder(copy)
 
 

@@ -320,7 +320,7 @@ def test_a_state_and_the_generators_resume_bit_for_bit(tmp_path: Path) -> None:
         random.seed(3)
         return train.init_state({"w": torch.ones(4)}, optimizer)
 
-    before = train.random_state()
+    before = train.checkpoint.random_state()
     try:
         state = begin()
         for _ in range(6):
@@ -329,15 +329,15 @@ def test_a_state_and_the_generators_resume_bit_for_bit(tmp_path: Path) -> None:
             part = begin()
             for _ in range(stop):
                 part, _ = step(part, batch)
-            checkpoint.save(tmp_path, stop, {"state": part, "random": train.random_state()})
+            checkpoint.save(tmp_path, stop, {"state": part, "random": train.checkpoint.random_state()})
             torch.rand(5), random.gauss(0, 1)
             found = checkpoint.latest(tmp_path)
             assert found
-            back = checkpoint.load(found, {"state": begin(), "random": train.random_state()})
-            train.set_random_state(back["random"])
+            back = checkpoint.load(found, {"state": begin(), "random": train.checkpoint.random_state()})
+            train.checkpoint.set_random_state(back["random"])
             part = back["state"]
             for _ in range(stop, 6):
                 part, _ = step(part, batch)
             assert equal(part, state)
     finally:
-        train.set_random_state(before)
+        train.checkpoint.set_random_state(before)

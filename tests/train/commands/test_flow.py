@@ -55,7 +55,7 @@ def test_a_run_learns_and_its_model_is_read(tmp_path: Path, data: Path) -> None:
     config, params = P.load_pretrained(run / "transformer")
     assert (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim) == (12, 10, 9)
     assert (config.num_layers, config.num_single_layers, config.axes_dims_rope) == (1, 1, (4, 14, 14))
-    batch = train.flow_noise(flow_batch(read_latents(data), 1, 0, 30), torch.Generator().manual_seed(5))
+    batch = train.losses.flow_noise(flow_batch(read_latents(data), 1, 0, 30), torch.Generator().manual_seed(5))
     total, count = train.flow_matching_loss(params, batch, config=config)
     assert float(total / count) < 0.5 * seen[0]
 
@@ -193,12 +193,12 @@ def test_latents_of_pictures_are_their_pixels(tmp_path: Path) -> None:
     classes = classes_of(picture_folder(tmp_path / "pictures"))
     data = picture_latents(classes, 8, 4)
     assert data["latents"].shape == (4, 12, 4, 4) and data["text"].shape == (4, 1, 2)
-    tokens, positions, segment_ids = fnmodels.latent_rows(list(data["latents"]))
+    tokens, positions, segment_ids = fnmodels.diffusion.latent_rows(list(data["latents"]))
     assert tokens.shape == (4, 4, 48)  # a token is 4 x 4 pixels
     image = read_picture(classes["red"][0], Pixels(8))
     patch = image[:, 4:, :4]
     assert torch.equal(tokens[2, 2].sort().values, patch.flatten().sort().values)
-    back = fnmodels.unpacked_latents(tokens, positions, segment_ids)
+    back = fnmodels.diffusion.unpacked_latents(tokens, positions, segment_ids)
     assert torch.equal(torch.nn.functional.pixel_shuffle(back[2], 2), image)
     flat = classes_of(classes["red"][0].parent)
     assert list(flat) == ["red"] and len(flat["red"]) == 2

@@ -175,13 +175,13 @@ def test_beams_and_drafts_read_images(case: ImageCase) -> None:
     known = {"max_new": NEW, "images": images, "sampling": GREEDY}
     wanted = train.generate(case.params(), case.config, prompts, **known).tokens
     for row in range(3):
-        beam = train.beam_search(
+        beam = train.generation.beam_search(
             case.params(), case.config, prompts[row], beams=1, max_new=NEW, images=images[row], chunk=4
         )
         assert beam[0].tokens == wanted[row]
     whole, text = (case.params(), case.config), (case.params()["text"], case.config.text)
     for draft, least in ((whole, 0.99), (text, 0.0)):
-        found, right = train.speculate(*whole, *draft, prompts, ahead=3, **known)
+        found, right = train.generation.speculate(*whole, *draft, prompts, ahead=3, **known)
         assert found.tokens == wanted and right >= least
 
 
@@ -257,7 +257,7 @@ def test_images_are_any_sequence(case: ImageCase) -> None:
         events = train.serve(params, case.config, [made], slots=1, capacity=30)
         assert [event.token for event in events] == wanted
     for images in (stack, iter(stack)):
-        beams = train.beam_search(params, case.config, prompt, beams=1, max_new=4, images=images)  # type: ignore[arg-type]
+        beams = train.generation.beam_search(params, case.config, prompt, beams=1, max_new=4, images=images)  # type: ignore[arg-type]
         assert beams[0].tokens == wanted
 
 
@@ -287,8 +287,12 @@ def test_errors_name_the_request() -> None:
         train.generate(params, case.config, prompts[:2], images=[images[0], None], **known)  # type: ignore[list-item]
     for run in (
         lambda: train.generate(params["text"], case.config, prompts[:1], images=images[:1], **known),
-        lambda: train.beam_search(params["text"], case.config, prompts[0], beams=1, images=images[0], **known),
-        lambda: train.speculate(params["text"], case.config, None, None, prompts[:1], images=images[:1], **known),
+        lambda: train.generation.beam_search(
+            params["text"], case.config, prompts[0], beams=1, images=images[0], **known
+        ),
+        lambda: train.generation.speculate(
+            params["text"], case.config, None, None, prompts[:1], images=images[:1], **known
+        ),
     ):
         with pytest.raises(
             ValueError, match=r"params has no 'text': pass the params of the whole model, or config.text"
@@ -301,4 +305,4 @@ def test_errors_name_the_request() -> None:
     with pytest.raises(TypeError, match="reads no images: pass config and params of a whole model"):
         train.generate(params["text"], case.config.text, prompts[:1], images=images[:1], **known)
     with pytest.raises(ValueError, match="Prompt 0 ends with an image"):
-        train.beam_search(params, case.config, prompts[3], beams=1, max_new=2, images=images[3])
+        train.generation.beam_search(params, case.config, prompts[3], beams=1, max_new=2, images=images[3])

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from tests.support.cases import batch_of, cases, generic_params, segments
-from train import Balance, adamw, distill, distillation_loss, init_state, make_step, next_token_loss
+from train import Balance, adamw, distill, init_state, make_step, next_token_loss
+from train.losses import distillation_loss
 
 CONFIG = next(case for case in cases() if case.name == "llama").config
 TEACHER_CONFIG = next(case for case in cases() if case.name == "qwen3").config

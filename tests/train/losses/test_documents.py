@@ -124,7 +124,7 @@ def test_targets_that_do_not_fit() -> None:
         ({"id2label": {"1": "a", "2": "b"}}, "its keys must be the labels 0 to 1"),
         ({"num_labels": 3}, "'num_labels' is 3, but 'id2label' has 2 labels"),
     ):
-        with pytest.raises(fnmodels.ConfigError, match=message):
+        with pytest.raises(fnmodels.errors.ConfigError, match=message):
             fnmodels.family_for("bert").Config.from_hf(values | change)
 
 
@@ -146,7 +146,7 @@ def test_tokens() -> None:
     batch = batch_of()
     labels = torch.where(batch["segment_ids"] > 0, batch["tokens"] % 3, -100)
     with torch.no_grad():
-        total, count = train.token_classification_loss(params, {**batch, "labels": labels}, config=config)
+        total, count = train.losses.token_classification_loss(params, {**batch, "labels": labels}, config=config)
         wanted = sum(model(input_ids=torch.tensor([d]), labels=torch.tensor([d]) % 3).loss * len(d) for d in DOCUMENTS)
     torch.testing.assert_close(total, wanted)
     assert int(count) == sum(map(len, DOCUMENTS))
@@ -161,7 +161,7 @@ def test_answers() -> None:
         for at, bit in zip(span or (), (1, 2), strict=bool(span)):
             batch["labels"] += bit * ((number == i) & (batch["positions"] == at))
     with torch.no_grad():
-        total, count = train.answer_loss(params, batch, config=config)
+        total, count = train.losses.answer_loss(params, batch, config=config)
         wanted = sum(
             model(
                 input_ids=torch.tensor([d]), start_positions=torch.tensor([s[0]]), end_positions=torch.tensor([s[1]])
@@ -200,6 +200,6 @@ def test_contrastive(widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="The query of pair 3 has 0 positives here; it needs exactly one"):
         train.contrastive_loss(params, wrong, **given)
     with pytest.raises(ValueError, match="The model's head is 'none'; this loss is for the head 'tokens'"):
-        train.token_classification_loss(params, batch, config=config)
+        train.losses.token_classification_loss(params, batch, config=config)
     with pytest.raises(ValueError, match="labels has 1 values for 6 documents"):
         batch_of(labels=[1])

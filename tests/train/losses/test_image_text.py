@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_transformers(name: str, pairs: int) -> None:
     config, model = _config(name), _reference(name)
     captions, images = _pairs(config)
     params = tree.map(lambda leaf: leaf.requires_grad_(), wrappers.ours_of(on_disk(model), config))
-    batch = train.image_text_batch(list(captions), images, config, pairs=pairs)
+    batch = train.losses.image_text_batch(list(captions), images, config, pairs=pairs)
     assert batch["labels"].shape == (-(-5 // pairs), pairs)
     total, count = train.image_text_loss(params, batch, config=config, kernel="math")
     assert int(count) == 5
@@ -60,7 +60,9 @@ def test_order_in_the_batch_does_not_matter_but_pairs_do() -> None:
     params = wrappers.ours_of(on_disk(_reference("clip")), config)
 
     def loss(texts: list[Tensor], pictures: list[Tensor]) -> Tensor:
-        return train.image_text_loss(params, train.image_text_batch(texts, pictures, config, pairs=3), config=config)[0]
+        return train.image_text_loss(
+            params, train.losses.image_text_batch(texts, pictures, config, pairs=3), config=config
+        )[0]
 
     one, order = loss(list(captions), images), [3, 0, 4, 1, 2]
     torch.testing.assert_close(
@@ -73,10 +75,10 @@ def test_batches_that_do_not_fit() -> None:
     config = _config("clip")
     captions, images = _pairs(config)
     with pytest.raises(ValueError, match="5 captions, 4 images and 1 pairs"):
-        train.image_text_batch(list(captions), images[:4], config)
+        train.losses.image_text_batch(list(captions), images[:4], config)
     with pytest.raises(ValueError, match="more than slots 20"):
-        train.image_text_batch(list(captions), images, config, pairs=5, slots=20)
-    batch = train.image_text_batch(list(captions), images, config, pairs=5)
+        train.losses.image_text_batch(list(captions), images, config, pairs=5, slots=20)
+    batch = train.losses.image_text_batch(list(captions), images, config, pairs=5)
     params = wrappers.ours_of(on_disk(_reference("clip")), config)
     batch["image_ids"] = batch["image_ids"].masked_fill(batch["image_ids"] == 5, 0)
     with pytest.raises(ValueError, match="5 captions, 4 images and 5 labels; the k-th of each is a pair"):

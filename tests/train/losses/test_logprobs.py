@@ -10,17 +10,8 @@ import fnmodels
 import train.losses.softmax_stats
 from fnmodels import tree
 from tests.support.cases import batch_of, cases, generic_params, segments, trainable
-from train import (
-    Balance,
-    cross_entropy,
-    document_sums,
-    init_state,
-    make_step,
-    next_token_loss,
-    routed_logprobs,
-    sgd,
-    token_logprobs,
-)
+from train import Balance, cross_entropy, init_state, make_step, next_token_loss, sgd, token_logprobs
+from train.losses import document_sums, routed_logprobs
 from train.losses.logprobs import head_logprobs, logprobs
 from train.losses.softmax_stats import Scores, scores
 

@@ -53,13 +53,13 @@ def test_uniform_and_collapsed_routing_have_known_values(scores: str) -> None:
     """M6: 1 where everything is even, E / k where k experts get everything, 0 in a row of padding."""
     valid = torch.tensor([[True] * 6, [False] * 6])
     even = torch.arange(6 * K).view(1, 6, K).expand(2, 6, K) % E
-    uniform = train.balance_loss(torch.zeros(2, 6, E), even, valid, scores=scores)
+    uniform = train.losses.balance_loss(torch.zeros(2, 6, E), even, valid, scores=scores)
     assert torch.allclose(uniform, torch.tensor([1.0, 0.0]))
     logits = torch.full((2, 6, E), -40.0)
     logits[..., :K] = 40.0
-    collapsed = train.balance_loss(logits, choices(logits), valid, scores=scores)
+    collapsed = train.losses.balance_loss(logits, choices(logits), valid, scores=scores)
     assert torch.allclose(collapsed, torch.tensor([E / K, 0.0]))
-    z = train.router_z_loss(torch.full((2, 6, E), 1.5), valid)
+    z = train.losses.router_z_loss(torch.full((2, 6, E), 1.5), valid)
     assert torch.allclose(z, torch.stack(((torch.tensor(float(E)).log() + 1.5) ** 2, torch.tensor(0.0))))
 
 
@@ -69,8 +69,8 @@ def test_losses_are_the_sums_of_their_definition(scores: str) -> None:
     indices = choices(logits)
     poisoned = torch.where(VALID[..., None], logits, torch.nan)
     strange = torch.where(VALID[..., None], indices, -3)
-    got = train.balance_loss(poisoned, strange, VALID, scores=scores)
-    z = train.router_z_loss(poisoned, VALID)
+    got = train.losses.balance_loss(poisoned, strange, VALID, scores=scores)
+    z = train.losses.router_z_loss(poisoned, VALID)
     for b in range(3):
         tokens = [t for t in range(6) if VALID[b, t]]
         total = torch.zeros((), dtype=torch.float64)
@@ -88,19 +88,19 @@ def test_the_gradient_moves_scores_from_the_used_to_the_unused() -> None:
     logits = noise(1, 12, E)
     logits[..., 0] += 3
     indices, valid = choices(logits), torch.ones(1, 12, dtype=torch.bool)
-    grad_output = grad(lambda x: train.balance_loss(x, indices, valid).sum())(logits)
+    grad_output = grad(lambda x: train.losses.balance_loss(x, indices, valid).sum())(logits)
     assert (grad_output[..., 0] > 0).all()
     assert torch.allclose(grad_output.sum(-1), torch.zeros(1, 12, dtype=torch.float64))
-    forward = jvp(lambda x: train.balance_loss(x, indices, valid).sum(), (logits,), (grad_output,))[1]
+    forward = jvp(lambda x: train.losses.balance_loss(x, indices, valid).sum(), (logits,), (grad_output,))[1]
     assert torch.allclose(forward, grad_output.square().sum())
     bad = torch.where(VALID[..., None], noise(3, 6, E), torch.nan)
     for loss in (
-        *(lambda x, s=s: train.balance_loss(x, choices(noise(3, 6, E)), VALID, scores=s).sum() for s in SCORES),
-        lambda x: train.router_z_loss(x, VALID).sum(),
+        *(lambda x, s=s: train.losses.balance_loss(x, choices(noise(3, 6, E)), VALID, scores=s).sum() for s in SCORES),
+        lambda x: train.losses.router_z_loss(x, VALID).sum(),
     ):
         gradient = grad(loss)(bad)
         assert gradient[VALID].isfinite().all() and gradient[VALID].any() and not gradient[~VALID].any()
-    each = vmap(lambda *row: train.balance_loss(*(t[None] for t in row))[0])(
+    each = vmap(lambda *row: train.losses.balance_loss(*(t[None] for t in row))[0])(
         logits[0][:, None], indices[0][:, None], valid[0][:, None]
     )
     assert each.shape == (12,)
@@ -139,13 +139,13 @@ def test_the_loss_has_what_balance_adds() -> None:
     layers = sparse_layers(ROUTED.config)
     for i in layers:
         logits, indices = (taps[f"layers.{i}.{name}"] for name in ("router_logits", "expert_indices"))
-        sequence += (train.balance_loss(logits, indices, valid) * labelled).sum() / len(layers)
+        sequence += (train.losses.balance_loss(logits, indices, valid) * labelled).sum() / len(layers)
         flat += (
-            train.balance_loss(*(t.flatten(0, 1)[None] for t in (logits, indices, valid)))[0]
+            train.losses.balance_loss(*(t.flatten(0, 1)[None] for t in (logits, indices, valid)))[0]
             * labelled.sum()
             / len(layers)
         )
-        z += (train.router_z_loss(logits, valid) * labelled).sum() / len(layers)
+        z += (train.losses.router_z_loss(logits, valid) * labelled).sum() / len(layers)
     assert off(aux["sequence_balance"], sequence) < 1e-5 and off(aux["router_z"], z) < 1e-5
     assert off(aux["batch_balance"], flat) < 1e-5
     assert off(total, plain + 0.1 * sequence + 0.03 * flat + 0.01 * z) < 1e-5
@@ -193,11 +193,11 @@ def test_rows_in_parts_have_the_sums_of_the_whole() -> None:
 
 def test_the_bias_goes_towards_the_mean() -> None:
     bias, counts = torch.tensor([0.5, -0.5, 0.0, 0.1, 0.2]), torch.tensor([3, 10, 6, 7, 6])
-    moved = train.update_bias(bias, counts, 0.01)
+    moved = train.losses.update_bias(bias, counts, 0.01)
     assert torch.allclose(moved, torch.tensor([0.51, -0.51, 0.01, 0.09, 0.21])) and bias[0] == 0.5
     for even in (torch.full((5,), 7), torch.zeros(5, dtype=torch.int64)):
-        assert torch.equal(train.update_bias(bias, even, 0.01), bias)
-    assert train.update_bias(bias.double(), counts, torch.tensor(0.01)).dtype == torch.float64
+        assert torch.equal(train.losses.update_bias(bias, even, 0.01), bias)
+    assert train.losses.update_bias(bias.double(), counts, torch.tensor(0.01)).dtype == torch.float64
 
 
 def test_the_biases_of_heads_move_where_they_are_counted() -> None:
@@ -232,7 +232,7 @@ def toy_loss(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False
         y, found = moe(layer["mlp"], x, route, valid=valid, act=functools.partial(glu, activation="silu"))
         return x + y, found
 
-    options = train.run_options(params)
+    options = train.loss.run_options(params)
     x, counts, layer_fn = batch["x"], [], layer_fn or options.layer_fn
     for layer in params["layers"]:
         x, found = (layer_fn(block) if layer_fn else block)(layer, x, batch["valid"])
@@ -275,13 +275,13 @@ def test_the_bias_moves_once_per_step(name: str, inplace: bool, options: dict[st
             counts = toy_loss(before, toy_batch(seed), aux=True)[2]["counts"]
         state, metrics = step(state, toy_batch(seed))
         assert torch.equal(metrics["aux"]["counts"], counts)
-        want = torch.stack([train.update_bias(b, c, 0.01) for b, c in zip(biases(before), counts, strict=True)])
+        want = torch.stack([train.losses.update_bias(b, c, 0.01) for b, c in zip(biases(before), counts, strict=True)])
         assert torch.equal(biases(state.params), want) and not torch.equal(want, biases(before))
     assert torch.equal(biases(params), biases(model()))  # the caller's own are not written
 
 
 def test_the_bias_keeps_its_moves_beside_fp32_copies_of_bf16_weights() -> None:
-    optimizer = train.with_master(train.adamw(1e-2, spec=SPEC))
+    optimizer = train.optim.with_master(train.adamw(1e-2, spec=SPEC))
     step = train.make_step(toy_loss, optimizer, balance_rate=0.01)
     params = with_paths(lambda path, p: p if path.endswith("selection_bias") else p.bfloat16(), model())
     batch = {name: t.bfloat16() if t.is_floating_point() else t for name, t in toy_batch().items()}
@@ -289,7 +289,7 @@ def test_the_bias_keeps_its_moves_beside_fp32_copies_of_bf16_weights() -> None:
     for _ in range(3):
         state, metrics = step(state, batch)
         counts = metrics["aux"]["counts"]
-        want = torch.stack([train.update_bias(b, c, 0.01) for b, c in zip(want, counts, strict=True)])
+        want = torch.stack([train.losses.update_bias(b, c, 0.01) for b, c in zip(want, counts, strict=True)])
         assert torch.equal(biases(state.params), want)
 
 
@@ -322,7 +322,7 @@ def test_the_engine_moves_it_too() -> None:
 
 def test_what_moves_no_bias_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bias is torch\.bfloat16, in which moves of 0\.001 are lost"):
-        train.update_bias(torch.ones(E, dtype=torch.bfloat16), torch.arange(E), 1e-3)
+        train.losses.update_bias(torch.ones(E, dtype=torch.bfloat16), torch.arange(E), 1e-3)
     optimizer = train.adamw(1e-2, spec=SPEC)
     step = train.make_step(lambda params, batch: toy_loss(dict(params), batch), optimizer, balance_rate=0.01)
     with pytest.raises(ValueError, match="there are 2 of them, and the loss returns counts of 0"):

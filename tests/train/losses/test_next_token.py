@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 from fnmodels import llama, tree
-from train import cross_entropy, head_loss, next_token_loss
+from train import cross_entropy, next_token_loss
+from train.losses import head_loss
 from train.losses.token_chunks import CHUNK, LOGITS, chunk_of
 
 V, D, B, S = 37, 16, 3, 10

@@ -10,19 +10,10 @@ from torch import Tensor
 import fnmodels
 from fnmodels import llama
 from tests.support.cases import generic_params
-from train import (
-    adamw,
-    document_sums,
-    dpo_loss,
-    group_advantages,
-    init_state,
-    make_step,
-    policy_loss,
-    sgd,
-    token_logprobs,
-)
+from train import adamw, dpo_loss, init_state, make_step, policy_loss, sgd, token_logprobs
 from train.batch import microbatches
 from train.gradients import gradient_sums
+from train.losses import document_sums, group_advantages
 
 DRAW = torch.Generator().manual_seed(0)
 

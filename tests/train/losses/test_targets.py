@@ -127,7 +127,7 @@ def test_class_of_a_token_is_named() -> None:
     config = bert.Config(vocab_size=64, max_position_embeddings=16, head="tokens", num_labels=3, **SIZES)
     given = train.document_batch([[3, 4, 5]], 4, labels=[1])
     given["labels"][0, 2] = 3
-    said = refused(lambda: train.token_classification_loss(P.init(config, 0), given, config=config))
+    said = refused(lambda: train.losses.token_classification_loss(P.init(config, 0), given, config=config))
     assert said.startswith("labels[0, 2] is 3, but the set of classes has 3 entries, 0 to 2")
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 import fnmodels
 import params as P
 from tests.support.cases import cases, generic_params
-from train import OutputLoss, adamw, advantages, next_token_loss, reward_loss, token_values, value_loss
+from train import adamw, next_token_loss
 from train.engine import Engine
+from train.losses import OutputLoss, advantages, reward_loss, token_values, value_loss
 
 CONFIG = next(case.config for case in cases() if case.name == "llama_tied")
 

@@ -16,22 +16,18 @@ from train import (
     adafactor,
     adamw,
     apply_updates,
-    averaged,
     chain,
     checkpoint,
-    clip_norm,
     init_state,
     lion,
     make_step,
-    masked,
     muon,
     next_token_loss,
     partition,
     sgd,
     with_ema,
-    with_master,
-    with_stochastic_rounding,
 )
+from train.optim import averaged, clip_norm, masked, with_master, with_stochastic_rounding
 from train.optim.muon import orthogonalize
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")

@@ -7,19 +7,8 @@ import torch
 
 import params as P
 from fnmodels import llama, tree
-from train import (
-    adamw,
-    init_state,
-    lion,
-    make_step,
-    muon,
-    next_token_loss,
-    partition,
-    with_ema,
-    with_master,
-    with_small_state,
-)
-from train.optim import cache_chunks
+from train import adamw, init_state, lion, make_step, muon, next_token_loss, partition, with_ema
+from train.optim import cache_chunks, with_master, with_small_state
 from train.optim.small_state import from_blocks, to_blocks
 from train.optim.stochastic_rounding import draw
 

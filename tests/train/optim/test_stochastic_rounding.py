@@ -7,19 +7,8 @@ import pytest
 import torch
 
 from fnmodels import tree
-from train import (
-    adamw,
-    apply_updates,
-    init_state,
-    make_step,
-    partition,
-    sgd,
-    stochastic_round,
-    with_ema,
-    with_master,
-    with_stochastic_rounding,
-)
-from train.optim import cache_chunks
+from train import adamw, apply_updates, init_state, make_step, partition, sgd, with_ema
+from train.optim import cache_chunks, stochastic_round, with_master, with_stochastic_rounding
 from train.optim.stochastic_rounding import draw
 
 STEP = torch.tensor(1)

@@ -3,20 +3,8 @@ import torch
 
 from fnmodels import tree
 from tests.train.optim.test_more_optim import _assert_close, _gradient, _ours, _params
-from train import (
-    Optimizer,
-    adamw,
-    apply_updates,
-    chain,
-    clip_by_global_norm,
-    clip_norm,
-    init_state,
-    make_step,
-    masked,
-    partition,
-    sgd,
-    trainable_mask,
-)
+from train import Optimizer, adamw, apply_updates, chain, init_state, make_step, partition, sgd
+from train.optim import clip_by_global_norm, clip_norm, masked, trainable_mask
 
 
 def _heavy(decay: float) -> Optimizer:

@@ -67,7 +67,7 @@ def learned_positions() -> Any:
 
 
 def mtp() -> Any:
-    return config_of("mtp"), loss_of("mtp"), train.look_ahead(decoder_batch(), 2)
+    return config_of("mtp"), loss_of("mtp"), train.losses.look_ahead(decoder_batch(), 2)
 
 
 def taught() -> Any:
@@ -101,8 +101,8 @@ def kinds() -> dict[str, Callable[[], Any]]:
     made |= {
         "labels": functools.partial(headed, "classification", train.classification_loss, targets, **several),
         "numbers": functools.partial(headed, "classification", train.classification_loss, targets, **number),
-        "tokens": functools.partial(headed, "tokens", train.token_classification_loss, classes, **width),
-        "answers": functools.partial(headed, "question_answering", train.answer_loss, classes, num_labels=2),
+        "tokens": functools.partial(headed, "tokens", train.losses.token_classification_loss, classes, **width),
+        "answers": functools.partial(headed, "question_answering", train.losses.answer_loss, classes, num_labels=2),
         "positions": learned_positions,
         "experts": functools.partial(of_decoder, "gpt_oss", routing=replayed),
         "mtp": mtp,

@@ -73,7 +73,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
     if name == "qwen3_5":
         positions = torch.stack((positions, positions + positions % 3, positions + positions % 2), -1)
     made = {"tokens": batch.tokens, "positions": positions, "segment_ids": segments, "labels": labels}
-    return train.look_ahead(made, 2) if name == "mtp" else made
+    return train.losses.look_ahead(made, 2) if name == "mtp" else made
 
 
 def length_of(batch: dict[str, Tensor]) -> int:

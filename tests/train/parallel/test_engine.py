@@ -78,7 +78,9 @@ def routed(config: Any) -> Any:
     balance = train.Balance(sequence=0.3, z=0.1)
 
     def loss(params: Any, batch: Any) -> tuple[Any, ...]:
-        *scores, added, sums = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+        *scores, added, sums = train.losses.routed_logprobs(
+            params, batch, config=config, kernel="math", balance=balance
+        )
         total, count, metrics = judged(tuple(scores), batch)
         return total + added, count, metrics | sums
 
@@ -310,7 +312,7 @@ def in_calls(text: str, folder: str) -> dict[str, Any]:
     found["data"] = [at.rank, at.size, dist.get_world_size(at.group), at.is_source]
     if mesh.pp > 1:
         with pytest.raises(ValueError, match="over pp each stage has its own layers alone"):
-            Engine(config, ours.params, train.chain(train.clip_norm(0.1), train.adamw(0.1)), mesh=mesh)
+            Engine(config, ours.params, train.chain(train.optim.clip_norm(0.1), train.adamw(0.1)), mesh=mesh)
     return found
 
 

@@ -70,7 +70,7 @@ def velocity(params: Any, batch: dict[str, Tensor], *, config: Any) -> Tensor:
     """Flux's output [B, I, C] for latents as they are."""
     own = {name: batch[name] for name in ("positions", "segment_ids", "text_segment_ids")}
     conditions = {name: batch[name] for name in config.conditions}
-    prepared = fnmodels.prepare_denoising(config, batch["latents"], batch["text"], conditions, **own)
+    prepared = fnmodels.diffusion.prepare_denoising(config, batch["latents"], batch["text"], conditions, **own)
     found: Tensor = fnmodels.forward(params, *prepared, config=config)
     return found
 

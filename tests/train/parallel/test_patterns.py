@@ -11,22 +11,7 @@ from params import lora
 from tests.support.cases import generic, generic_params
 from tests.support.one_process import batch, config_of, error, loss_of, placed, spec_of, worst
 from tests.support.ranks_pool import Ranks, devices
-from train import (
-    Optimizer,
-    adamw,
-    chain,
-    init_state,
-    lion,
-    make_step,
-    masked,
-    muon,
-    partition,
-    sgd,
-    with_ema,
-    with_master,
-    with_small_state,
-    with_stochastic_rounding,
-)
+from train import Optimizer, adamw, chain, init_state, lion, make_step, muon, partition, sgd, with_ema
 from train.comm.dtensor import local_tree, placed_like
 from train.engine import Engine
 from train.optim.base import OptimizerTraits, with_paths

@@ -78,7 +78,9 @@ def expected(loss: Any, config: Any, parts: list[Batch], **options: Any) -> tupl
 
 
 def trained(params: Any, optimizer: train.Optimizer) -> list[str]:
-    return [path for path, on in tree.flatten(train.trainable_mask(params, optimizer.traits.trainable)).items() if on]
+    return [
+        path for path, on in tree.flatten(train.optim.trainable_mask(params, optimizer.traits.trainable)).items() if on
+    ]
 
 
 def differences(found: dict[str, Tensor], one: dict[str, Tensor]) -> dict[str, float]:
@@ -98,7 +100,9 @@ def loss_of(config: Any, balance: bool) -> Any:
 def scaled_terms(config: Any, params: Any, batch: Batch) -> tuple[Any, ...]:
     """A loss that multiplies the balance terms, as one with another count than the labels' does."""
     balance = Balance(sequence=0.3, z=0.1, scores="sigmoid")
-    logp, _, valid, added, sums = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+    logp, _, valid, added, sums = train.losses.routed_logprobs(
+        params, batch, config=config, kernel="math", balance=balance
+    )
     return 0.01 * added - logp.sum(), valid.sum(), sums
 
 
@@ -260,7 +264,7 @@ def stepped(name: str, schedule: str) -> float:
         sums = of(state.params, fnmodels.split(batch, 4))
         paths = trained(state.params, optimizer)
         own = [g for path, g in zip(paths, sums.grads, strict=True) if path.split(".")[0] not in again]
-        square = train.global_norm(own).square()
+        square = train.optim.global_norm(own).square()
         for value in (square, sums.total, sums.count):
             dist.all_reduce(value)
         scale = (0.1 / (square.sqrt() / sums.count + 1e-6)).clamp(max=1) / sums.count

@@ -20,9 +20,10 @@ from params import Rules, plan
 from tests.support.cases import Case, cases, generic_params, is_ordered, positions_of, richest, segments, tokens_of
 from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
-from train import look_ahead, mtp_loss, next_token_loss
+from train import mtp_loss, next_token_loss
 from train.comm import collectives
 from train.loss import Balance, Blocks, RunOptions
+from train.losses import look_ahead
 from train.parallel import Mesh
 from train.parallel.tensor import api
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel

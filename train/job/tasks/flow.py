@@ -106,14 +106,16 @@ class FlowTask:
         texts, shape = class_texts(numbers, classes), self.images["latents"].shape[1:]
         generator = common.generator_of(settings.seed, settings.steps)
         noise = torch.randn(len(numbers), *shape, generator=generator)
-        tokens, positions, segment_ids = fnmodels.latent_rows(list(noise))
+        tokens, positions, segment_ids = fnmodels.diffusion.latent_rows(list(noise))
         conditions = {"time": torch.ones(len(numbers), 1), "pooled": texts["pooled"][:, None]}
         if config.guidance_embeds:
             conditions["guidance"] = torch.full_like(conditions["time"], settings.guidance)
-        prepared = fnmodels.prepare_denoising(config, tokens, texts["text"], conditions, positions=positions)
+        prepared = fnmodels.diffusion.prepare_denoising(config, tokens, texts["text"], conditions, positions=positions)
         with torch.no_grad():
-            latents = fnmodels.denoise(params, *prepared, config=config, times=fnmodels.flow_times(_SAMPLER_STEPS))
-        each = fnmodels.unpacked_latents(latents, positions, segment_ids)
+            latents = fnmodels.diffusion.denoise(
+                params, *prepared, config=config, times=fnmodels.diffusion.flow_times(_SAMPLER_STEPS)
+            )
+        each = fnmodels.diffusion.unpacked_latents(latents, positions, segment_ids)
         pictures = [F.pixel_shuffle(picture, patch // 2) for picture in each]
         return [pictures[start : start + count] for start in range(0, len(pictures), count)]
 

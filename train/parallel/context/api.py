@@ -96,7 +96,7 @@ def shard_batch(
     if isinstance(order, str):
         order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, config)
     if batch["positions"].ndim == 3 and batch["positions"].shape[2] == 3:
-        counted = fnmodels.text_order(batch["positions"], batch["segment_ids"])
+        counted = fnmodels.inputs.text_order(batch["positions"], batch["segment_ids"])
         batch = {**batch, "positions": torch.cat((counted[..., None], batch["positions"]), -1)}
     whole = dict(batch) if order is None else fnmodels.permute(dict(batch), order)
     share = length // ranks
@@ -212,7 +212,8 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
     chosen = isinstance(mask, Tensor) and mask.shape[-2:] == (q.shape[1], k.shape[1] * ranks)
     if not chosen and not isinstance(mask, Mask):
         raise ValueError(
-            f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."
+            "Context parallelism cuts masks that are data, fnmodels.inputs.Mask, and this one is a "
+            f"{type(mask).__name__}."
         )
     if not chosen and (mask.q_positions.shape[1] != q.shape[1] or mask.kv_positions.shape[1] != k.shape[1]):
         raise ValueError(

@@ -42,7 +42,8 @@ class RanksKeys:
         """The mask of this rank's queries over the keys of all ranks; ValueError for one that is no data."""
         if not isinstance(mask, Mask):
             raise ValueError(
-                f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."
+                "Context parallelism cuts masks that are data, fnmodels.inputs.Mask, and this one is a "
+                f"{type(mask).__name__}."
             )
         return self.over_all(mask, self.group)
 

@@ -93,7 +93,7 @@ def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Entries) -
     if layers and found.routers is None:
         raise ValueError(
             f"Over a pipeline the last stage sees its own layers alone, so the loss cannot read the tap {layers[0]!r}; "
-            'there is "hidden", and train.routed_logprobs for what routers do.'
+            'there is "hidden", and train.losses.routed_logprobs for what routers do.'
         )
     return found
 

@@ -17,8 +17,8 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}: causal, and limited to `sliding_window` for sliding kinds.
 
-    Ordered kinds (`LayerKind.ordered`) have `fnmodels.Segments`. positions and segment_ids [B, S]; positions [B, S, 3
-    or 4] if the config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
+    Ordered kinds (`LayerKind.ordered`) have `fnmodels.inputs.Segments`. positions and segment_ids [B, S]; positions
+    [B, S, 3 or 4] if the config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
     """
     window = field_of(config, "sliding_window")
     kinds = parsed(sorted(set(config.layer_kinds)))
