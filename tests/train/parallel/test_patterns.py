@@ -14,6 +14,7 @@ from tests.support.ranks_pool import Ranks, devices
 from train import Optimizer, adamw, chain, init_state, lion, make_step, muon, partition, sgd, with_ema
 from train.comm.dtensor import local_tree, placed_like
 from train.engine import Engine
+from train.optim import masked, with_master, with_small_state, with_stochastic_rounding
 from train.optim.base import OptimizerTraits, with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.stages import stage_plan
