@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from params.io.files import read_json
 
 CONFIG = "adapter_config.json"
 _HIGHEST = 1 << 24  # of ranks and scales: far above all that exist, and exact in every float
+_EXPRESSIONS = 64  # of these in a field, beside names
 _QUANTIFIERS = 2  # in a pattern of a file: with more of them, matching a name could take hours
 
 READ = frozenset(
@@ -56,10 +57,29 @@ _TRAINED_WITH = {  # the base model has lost what no file says
 
 
 @dataclass(frozen=True)
+class Patterns:
+    """The values of modules by patterns of their names, of which the first that matches counts.
+
+    names: {name, or the end of one: (its place in the file, value)}; expressions: (place, expression, value).
+    """
+
+    names: dict[str, tuple[int, float]]
+    expressions: tuple[tuple[int, re.Pattern[str], float], ...]
+
+    def value(self, module: str, default: float) -> float:
+        """The value of a module of this name."""
+        parts = module.split(".")
+        ends = ("^" + module, *(".".join(parts[start:]) for start in range(len(parts))))
+        found = [self.names[end] for end in ends if end in self.names]
+        found += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
+        return min(found, default=(0, default))[1]
+
+
+@dataclass(frozen=True)
 class AdapterConfig:
     """What the tensors beside an adapter_config.json mean.
 
-    ranks, alphas: (pattern of module names, value) of modules that differ from `rank` and `alpha`, the first match.
+    ranks, alphas: of modules that differ from `rank` and `alpha`.
     mutated: "pissa" or "olora", what the base model has lost; "": nothing. parameters: the ends of names of
     parameters, not modules, that have adapters. token_rows: (end of a module's name, rows of its embedding that are
     trained); "" for every module.
@@ -70,8 +90,8 @@ class AdapterConfig:
     alpha: float
     rslora: bool
     dora: bool
-    ranks: tuple[tuple[str, int], ...]
-    alphas: tuple[tuple[str, float], ...]
+    ranks: Patterns
+    alphas: Patterns
     mutated: str
     parameters: tuple[str, ...]
     token_rows: tuple[tuple[str, tuple[int, ...]], ...]
@@ -79,17 +99,12 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of the adapter of a module of this name."""
-        return next((rank for pattern, rank in self.ranks if _matches(pattern, module)), self.rank)
+        return int(self.ranks.value(module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """What B A is multiplied with."""
-        alpha = next((alpha for pattern, alpha in self.alphas if _matches(pattern, module)), self.alpha)
-        rank = self.rank_of(module)
+        alpha, rank = self.alphas.value(module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfig:
@@ -103,7 +118,7 @@ def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfi
     values = {name: value for name, value in values.items() if name not in ignore_fields}
     _audit(file, values)
     rank = _rank(file, "r", values.get("r"))
-    alpha = _alpha(file, "lora_alpha", values.get("lora_alpha"), rank)
+    alpha = _alpha(file, "lora_alpha", values.get("lora_alpha"))
     rslora, dora = (values.get(name) or False for name in ("use_rslora", "use_dora"))
     if not isinstance(rslora, bool) or not isinstance(dora, bool):
         raise ConfigError(f"{file}: use_rslora is {rslora!r} and use_dora {dora!r}; they must be true or false.")
@@ -113,8 +128,8 @@ def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfi
         alpha=alpha,
         rslora=rslora,
         dora=dora,
-        ranks=tuple((name, _rank(file, name, n)) for name, n in _patterns(file, values, "rank_pattern")),
-        alphas=tuple((name, _alpha(file, name, n, rank)) for name, n in _patterns(file, values, "alpha_pattern")),
+        ranks=_patterns(file, values, "rank_pattern", _rank),
+        alphas=_patterns(file, values, "alpha_pattern", _alpha),
         mutated=_mutated(file, values.get("init_lora_weights")),
         parameters=_names(file, values, "target_parameters"),
         token_rows=_token_rows(file, values.get("trainable_token_indices")),
@@ -143,29 +158,37 @@ def _rank(file: Path, name: str, rank: Any) -> int:
     return rank
 
 
-def _alpha(file: Path, name: str, alpha: Any, rank: int) -> float:
+def _alpha(file: Path, name: str, alpha: Any) -> float:
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not number or not -_HIGHEST <= alpha <= _HIGHEST:  # also NaN
         raise ConfigError(f"{file}: {name} {shown(alpha)} is no number that scales an adapter.")
     return float(alpha)
 
 
-def _patterns(file: Path, values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[..., float]) -> Patterns:
     """The entries of rank_pattern or alpha_pattern, whose keys are regular expressions of a stranger."""
-    patterns = values.get(name) or {}
+    patterns = values.get(field) or {}
     if not isinstance(patterns, dict):
-        raise ConfigError(f"{file}: {name} is {shown(patterns)}; it maps names of modules to numbers.")
-    for pattern in patterns:
-        if len(re.findall(r"[*+{]", pattern)) > _QUANTIFIERS:
+        raise ConfigError(f"{file}: {field} is {shown(patterns)}; it maps names of modules to numbers.")
+    names: dict[str, tuple[int, float]] = {}
+    expressions: list[tuple[int, re.Pattern[str], float]] = []
+    for place, (pattern, value) in enumerate(patterns.items()):
+        number, plain = read(file, pattern, value), re.sub(r"\\([.-])", r"\1", pattern)
+        if re.fullmatch(r"\^?[\w.-]+", plain):
+            names.setdefault(plain, (place, number))
+            continue
+        short = repr(pattern[:80])
+        slow = len(re.findall(r"[*+{]", pattern)) > _QUANTIFIERS or re.search(r"\)[*+{]", pattern)
+        if slow or len(expressions) == _EXPRESSIONS:
             raise UnsupportedError(
-                f"{file}: the pattern {pattern!r} of {name} repeats in more than {_QUANTIFIERS} places, which is not "
-                "matched: write the modules' names."
+                f"{file}: {field} has the pattern {short}, which repeats a group or in more than {_QUANTIFIERS} "
+                f"places, or is one of more than {_EXPRESSIONS}: this could take hours; write the modules' names."
             )
         try:
-            re.compile(pattern)
+            expressions.append((place, re.compile(rf"(.*\.)?({pattern})$"), number))
         except re.error as error:
-            raise ConfigError(f"{file}: the pattern {pattern!r} of {name} is no regular expression: {error}.") from None
-    return list(patterns.items())
+            raise ConfigError(f"{file}: the pattern {short} of {field} is no regular expression: {error}.") from None
+    return Patterns(names, tuple(expressions))
 
 
 def _mutated(file: Path, initial: Any) -> str:
