@@ -111,12 +111,12 @@ class LoadedModel:
 
     def prompt(self, given: str | list[dict[str, Any]], pictures: Sequence[Path] = ()) -> "Prompt":
         """A text, or a conversation up to the assistant's cue."""
-        from train.data.chat import render
+        from train.data.chat import render_prompt
         from train.data.image_prompts import check_places
         from train.generation.text import prompt_ids
 
         chat, images = not isinstance(given, str), []
-        text = given if isinstance(given, str) else render(self.template(), given, prompt=True)
+        text = given if isinstance(given, str) else render_prompt(self.template(), given)
         if self.pictures is not None:
             text, images = self.pictures.with_pictures(text, pictures, chat=chat)
         elif self.placeholder is not None:

@@ -130,6 +130,19 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
     return _extract_marks(_rendered(template, messages, prompt=prompt, **extra))[0]
 
 
+def render_prompt(template: Template, messages: Sequence[Message], **extra: Any) -> str:
+    """`render` up to the assistant's cue; UserError where the template leaves out what others than it have said."""
+    text = render(template, messages, prompt=True, **extra)
+    for index, message in enumerate(messages):
+        for what, piece in _said(message) if message.get("role") != "assistant" else ():
+            if not any(form in text for form in _forms(piece)):
+                raise UserError(
+                    f"the chat template leaves out the {what} of turn {index + 1} of {len(messages)}: {piece[:40]!r} "
+                    "is not in the prompt"
+                )
+    return text
+
+
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     # as in transformers
     variables: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}

@@ -21,6 +21,7 @@ from train.data.chat import (
     read_template,
     render,
     render_examples,
+    render_prompt,
 )
 
 CHAT = [
@@ -537,3 +538,12 @@ def test_what_a_template_leaves_out_is_named(source: str, message: dict[str, Any
     user: Any = {"role": "user", "content": [{"type": "text", "text": "Hi"}] if "map(" in source else "Hi"}
     with pytest.raises(UserError, match=words):
         render_examples(Template(whole, {}), [user, {"role": "assistant", **message}])
+
+
+def test_a_prompt_that_leaves_out_a_message_is_refused() -> None:
+    silent = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert render_prompt(Template(silent, {}), messages[1:]) == "<user>Hi</s><assistant>"
+    with pytest.raises(UserError, match=r"leaves out the text of turn 1 of 2: 'Be brief\.' is not in the prompt"):
+        render_prompt(Template(silent, {}), messages)
+    assert render_prompt(Template(CHATML, {}), CHAT[:3]) == render(Template(CHATML, {}), CHAT[:3], prompt=True)
