@@ -26,8 +26,8 @@ BOUNDS = {
     "fnmodels.ops.cpu.rotary._MIN_ELEMENTS": 1,
     "fnmodels.ops.cpu.linear._MIN_MULTIPLICATIONS": 1,
     "fnmodels.ops.cpu.onednn._WIDENED": 64,
-    "fnmodels.ops.recurrent.gated_norm._ELEMENTS": 64,
-    "fnmodels.ops.recurrent.conv._ELEMENTS": 64,
+    "fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS": 64,
+    "fnmodels.ops.cpu.recurrent.conv._ELEMENTS": 64,
     "fnmodels.ops.indexer._MOST": 64,
 }
 ROWS = segments((9, 7), (-2, 13, 1))

@@ -292,8 +292,8 @@ def test_what_a_short_convolution_reads_in_random_rows(
     taps: int, padded: bool, stretches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values, tails and gradients are those of the written-out form: short documents, ids that come back."""
-    monkeypatch.setattr(conv, "_STRETCHES", stretches)
-    monkeypatch.setattr(conv, "_ELEMENTS", 7 * 6)  # blocks of 7 tokens
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.conv._STRETCHES", stretches)
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.conv._ELEMENTS", 7 * 6)  # blocks of 7 tokens
     draw = torch.Generator().manual_seed(taps)
     for length in (1, 2, 3, 5, 17):
         for first in (None, torch.tensor([1, 3])):
@@ -342,7 +342,7 @@ def test_tails_of_rows_without_padding_are_the_last_inputs_of_their_document() -
 @pytest.mark.parametrize(("elements", "grad"), [(1 << 17, True), (16, False)], ids=["whole", "blocks"])
 def test_gated_norms(elements: int, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones work by blocks of rows where no gradient is needed, here two rows and one."""
-    monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS", elements)
     x, gate, weight = normal(3, 8), normal(3, 8), normal(8)
     with torch.set_grad_enabled(grad):
         assert_gated_norms(x, gate, weight)
@@ -359,7 +359,7 @@ def test_gradients_of_gated_norms_by_blocks(
     leaves = [t.requires_grad_(i != frozen) for i, t in enumerate((x, gate, normal(8)))]
     trained, probe, found = [t for t in leaves if t.requires_grad], normal(2, 3, 8), []
     for elements in (1 << 17, 16):
-        monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
+        monkeypatch.setattr("fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS", elements)
         first = torch.autograd.grad((norm(*leaves, eps=1e-2) * probe).sum(), trained, create_graph=True)
         y = norm(*leaves, eps=1e-2)
         found.append([y, *first, *torch.autograd.grad(sum(t.square().sum() for t in first), trained)])
@@ -374,7 +374,7 @@ def test_gradients_of_gated_norms_by_blocks(
 @pytest.mark.parametrize("norm", ["norm_then_silu", "norm_then_sigmoid", "silu_then_group_norm"])
 def test_a_watched_gated_norm_is_one_call(norm: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large or not, a tap sees the whole output once, and an edit of it counts in the gradient."""
-    monkeypatch.setattr(gated_norm, "_ELEMENTS", 16)
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS", 16)
     x, gate, weight = normal(2, 3, 8).requires_grad_(), normal(2, 3, 8), normal(8)
     seen = []
 

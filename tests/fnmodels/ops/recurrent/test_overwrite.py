@@ -14,7 +14,7 @@ from tests.fnmodels.ops.recurrent.test_ops import close, delta_inputs, normal
 @pytest.mark.parametrize("tail", [False, True])
 def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients the result may take the argument's place, block by block: bits and tail stay what they are."""
-    monkeypatch.setattr(conv, "_ELEMENTS", 5 * 6)  # blocks of 5 tokens
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.conv._ELEMENTS", 5 * 6)  # blocks of 5 tokens
     ids = ROWS[[0, 2]]
     x, weight, bias = (t.to(dtype) for t in (normal(2, 27, 6), normal(6, 4), normal(6)))
     before = (normal(2, 3, 6).to(dtype), torch.tensor([1, 5])) if tail else (None, None)
@@ -35,7 +35,7 @@ def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, m
 def test_gated_norms_overwrite_when_asked_and_without_gradients(
     norm: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_norm, "_ELEMENTS", elements)
+    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS", elements)
     x, gate, weight = normal(2, 3, 8), normal(2, 3, 8), normal(8)
     gated = functools.partial(getattr(gated_norm, norm), gate=gate, weight=weight, eps=1e-2)
     with torch.no_grad():
