@@ -50,7 +50,6 @@ def _generic_rows(*args: Any) -> Any:
 PATHS: dict[str, Patches] = {
     "linear, onednn, product_table": {"fnmodels.ops.linear.is_large": never},
     "norm": {"fnmodels.ops.norm.takes_large_norm": never},
-    "rotary": {"fnmodels.ops.rotary.fits_blocks": never},
     "tiled, tiled_kernel": {"fnmodels.ops.attention.block_sparse.tiles_are_faster": never},
     "dispatch": {
         "fnmodels.ops.moe.experts.sorted_rows_cpu": _generic_rows,
@@ -59,11 +58,10 @@ PATHS: dict[str, Patches] = {
     "recurrent/scan, chunks": {"fnmodels.ops.cpu.recurrent.scan.alone": never},
     "recurrent/delta_per_head": {"fnmodels.ops.cpu.recurrent.delta_per_head.by_hand": nothing},
     "recurrent/ssd_chunk": {"fnmodels.ops.cpu.recurrent.ssd_chunk.by_hand": nothing},
-    "recurrent/gated_norm": {"fnmodels.ops.recurrent.gated_norm._fits_blocks": never},
     "recurrent/conv": {"fnmodels.ops.recurrent.conv.alone": never},
 }
-DENSE = ("linear, onednn, product_table", "norm", "rotary", "tiled, tiled_kernel")
-RECURRENT = ("recurrent/scan, chunks", "recurrent/gated_norm", "recurrent/conv")
+DENSE = ("linear, onednn, product_table", "norm", "tiled, tiled_kernel")
+RECURRENT = ("recurrent/scan, chunks", "recurrent/conv")
 
 
 def _llama() -> dict[str, Any]:
@@ -88,10 +86,23 @@ MAMBA = {
 # name -> (the values of config.json, those of a tiny model, the paths that it takes)
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "llama": (_llama(), {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}, DENSE),
+    "gpt2": (
+        {
+            "model_type": "gpt2",
+            "vocab_size": 8192,
+            "n_embd": 512,
+            "n_layer": 6,
+            "n_head": 8,
+            "n_positions": 512,
+            "activation_function": "gelu_new",
+        },
+        {"n_layer": 1, "n_embd": 64},
+        ("linear, onednn, product_table", "norm"),
+    ),
     "moe": (
         {"model_type": "qwen3_moe", **moe.MODEL},
         {"hidden_size": 64, "num_experts": 8, "moe_intermediate_size": 64, "num_hidden_layers": 1},
-        ("dispatch", "tiled, tiled_kernel", "norm", "rotary"),
+        ("dispatch", "tiled, tiled_kernel", "norm"),
     ),
     "qwen3_5": (
         {"model_type": "qwen3_5_text", **recurrent_step.MODEL},

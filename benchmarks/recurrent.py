@@ -187,7 +187,7 @@ def mamba2(dtype: torch.dtype) -> Layers:
         inner, B, C = mixed.split((1536, 128, 128), -1)
         A, rate = -w["A_log"].float().exp(), F.softplus(dt + w["dt_bias"])
         y, _ = ssd(inner.unflatten(-1, (24, 64)), rate, A, B[:, :, None], C[:, :, None], w["D"], segment_ids)
-        normed = silu_then_group_norm(y.flatten(2), z, w["norm.weight"], eps=1e-5, overwrite=True)
+        normed = silu_then_group_norm(y.flatten(2), z, w["norm.weight"], eps=1e-5)
         return linear(normed.to(x.dtype), w["out_proj.weight"])
 
     return Layers(ours, lambda x, _: theirs(x), projections([w["in_proj.weight"]], w["out_proj.weight"]))

@@ -17,8 +17,6 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import constants
 
-from .cpu.rotary import fits_blocks, rotate_by_blocks
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -258,8 +256,6 @@ def apply_rotary(x: Tensor, table: Tensor | Rotation) -> Tensor:
     read = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
     if torch.compiler.is_compiling():
         turned = _turned_in_graph(read, plain)
-    elif fits_blocks(x, plain):
-        return rotate_by_blocks(x, plain, apply_rotary)
     else:
         # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
         both = table if isinstance(table, Rotation) else laid_out(table)

@@ -23,10 +23,8 @@ from tests.support.cases import (
 BOUNDS = {
     "fnmodels.ops.cpu.blocks.ELEMENTS": 64,
     "fnmodels.ops.cpu.norm._MIN_ELEMENTS": 1,
-    "fnmodels.ops.cpu.rotary._MIN_ELEMENTS": 1,
     "fnmodels.ops.cpu.linear._MIN_MULTIPLICATIONS": 1,
     "fnmodels.ops.cpu.onednn._WIDENED": 64,
-    "fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS": 64,
     "fnmodels.ops.cpu.recurrent.conv._ELEMENTS": 64,
     "fnmodels.ops.indexer._MOST": 64,
 }

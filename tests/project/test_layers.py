@@ -92,3 +92,13 @@ def _for_types(path: Path) -> list[str]:
                 elif isinstance(inner, ast.ImportFrom):
                     found.append(inner.module if inner.module and not inner.level else PACKAGES[0])
     return found
+
+
+def test_each_path_for_cpus_names_the_row_that_it_earns() -> None:
+    rows = (ROOT / "benchmarks" / "results" / "ops_cpu.md").read_text()
+    files = [path for path in EVERY if path.is_relative_to(ROOT / "fnmodels" / "ops" / "cpu")]
+    paths = [path for path in files if path.name != "__init__.py"]
+    assert len(paths) > 10
+    for path in paths:
+        named = (ast.get_docstring(ast.parse(path.read_text())) or "").rpartition("\n\nRow: ")[2].removesuffix(".")
+        assert f"| {named} |" in rows, f"{path} names {named!r}"

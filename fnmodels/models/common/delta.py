@@ -128,4 +128,4 @@ def gated_delta_net(
     widths = config.linear_key_head_dim, config.linear_value_head_dim
     o = delta_mixer(weights, x, mask, g, beta, widths=widths, activation=config.hidden_act, ctx=ctx)
     z = split_heads(linear(x, weights["z_proj"]), widths[1])
-    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps, overwrite=True))
+    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps))

@@ -215,7 +215,7 @@ def mamba(
         y = y * elementwise(F.silu, z)
     else:
         gated = silu_then_group_norm if mixer.norm == "gate_first" else group_norm_then_silu
-        y = gated(y, z, weights["norm"], eps=eps, groups=B.shape[2], overwrite=True)
+        y = gated(y, z, weights["norm"], eps=eps, groups=B.shape[2])
     return linear(y.to(x.dtype), weights["o_proj"], weights.get("o_bias"))
 
 

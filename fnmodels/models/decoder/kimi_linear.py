@@ -246,4 +246,4 @@ def kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Confi
     beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
     o = delta.delta_mixer(weights, x, mask, g, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
     gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), d)
-    return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps, overwrite=True)
+    return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)

@@ -1,4 +1,7 @@
-"""Large tensors a block of rows at a time, so that intermediate results stay in the cache, and memory for these."""
+"""Large tensors a block of rows at a time, so that intermediate results stay in the cache, and memory for these.
+
+Row: GPT-2 step.
+"""
 
 from collections.abc import Iterator
 

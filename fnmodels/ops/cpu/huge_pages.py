@@ -2,6 +2,8 @@
 
 A step reads all weights and keys once. With pages of 4 KiB a core stops at the end of each for the address of the next,
 and so does its prefetcher. Values and addresses of tensors stay; where the system has no such pages nothing happens.
+
+Row: generate, compiled.
 """
 
 import ctypes

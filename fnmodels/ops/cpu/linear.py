@@ -6,6 +6,8 @@ are faster by fp32 ones, differs between processors by a factor of two and is me
 gradients, call the operator that Inductor emits for oneDNN where that is faster; in compiled graphs it is wrapped in a
 custom operator (`linear_op`). Widened bf16 arguments are converted a part at a time, and each result is rounded once.
 `torch.backends.mkldnn.flags(enabled=False)` switches back to torch's own.
+
+Row: train_step.
 """
 
 from typing import Any, NoReturn

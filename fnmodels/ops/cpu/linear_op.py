@@ -1,6 +1,8 @@
 """oneDNN's linear as a custom operator for compiled graphs: Inductor's own lowering supports frozen weights only.
 
 It is used in graphs only, because torch.func does not see the derivative of a custom operator.
+
+Row: train_step, block-compiled.
 """
 
 from typing import Any

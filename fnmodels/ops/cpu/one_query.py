@@ -3,6 +3,8 @@
 The CPU's fused kernel is made for many queries. Inductor writes loops for what is below. A core waits for memory, and
 for less where it reads the keys of several heads in turn; values are summed in blocks of keys, which stay in the cache
 for all query heads.
+
+Row: generate, compiled.
 """
 
 import torch

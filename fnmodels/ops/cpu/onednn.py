@@ -1,4 +1,7 @@
-"""Products of two matrices by the library that is fastest on this machine, eager and in a compiled graph alike."""
+"""Products of two matrices by the library that is fastest on this machine, eager and in a compiled graph alike.
+
+Row: train_step.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -14,6 +14,8 @@ Where no file can be written, each process measures, and also where another one 
 
 Importing this module measures: the import stands inside of the function that asks, and dynamo runs it while it traces,
 so that the choices are constants of a graph.
+
+Row: train_step.
 """
 
 import functools

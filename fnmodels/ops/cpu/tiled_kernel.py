@@ -1,4 +1,7 @@
-"""The maths of tiled causal attention: forward and backward on plain tensors."""
+"""The maths of tiled causal attention: forward and backward on plain tensors.
+
+Row: train_step.
+"""
 
 import math
 from dataclasses import dataclass

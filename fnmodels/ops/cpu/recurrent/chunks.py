@@ -3,6 +3,8 @@
 The backward pass recomputes each chunk from the state before it, which is all that is kept of a chunk. On a CPU the
 loop takes one chunk after the other. On CUDA, where each call takes microseconds whatever its size, a step takes many
 chunks, and loops over these only for what depends on the state.
+
+Row: recurrent step.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""The short convolution of `ops.recurrent.conv` by blocks of tokens, whose taps are added up while they are cached."""
+"""The short convolution of `ops.recurrent.conv` by blocks of tokens, whose taps are added up while they are cached.
+
+Row: recurrent step.
+"""
 
 from __future__ import annotations
 

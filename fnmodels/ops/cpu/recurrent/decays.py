@@ -1,4 +1,7 @@
-"""The decays of all chunks of a row without gradients, for steps by hand; `ops.decay` has the definitions."""
+"""The decays of all chunks of a row without gradients, for steps by hand; `ops.decay` has the definitions.
+
+Row: recurrent step.
+"""
 
 from typing import NamedTuple
 

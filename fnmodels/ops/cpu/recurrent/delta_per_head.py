@@ -9,6 +9,8 @@ those of pairs of tokens, and * by rows or by element:
     w = (1 + c * (k k^T * D below the diagonal))^-1 (n beta * e)        n times the corrections
     o = m * (s * (q S) + (q k^T * D) w)
     S <- s_last S + k^T (t * w)
+
+Row: recurrent step.
 """
 
 from __future__ import annotations

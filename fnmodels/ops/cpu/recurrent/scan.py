@@ -3,6 +3,8 @@
 A chunk's inner values (decays and products of pairs of its tokens) take several times the memory of its inputs. The
 Function here saves only the inputs and one state per chunk. `kernel="math"` and everything but plain reverse mode run
 the same steps as torch's operations.
+
+Row: recurrent step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Chunks of the recurrence of Mamba 2 and their gradient, by hand; `ops.recurrent.ssd` has the maths.
 
 Sizes: R rows, n chunks of C tokens, H heads of width P, G groups of h heads, N numbers of state per channel.
+
+Row: Mamba 2 step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fnmodels.ops.recurrent import conv, delta_rule, gated_norm
+from fnmodels.ops.recurrent import conv, delta_rule
 from tests.fnmodels.ops.recurrent.references import ROWS
 from tests.fnmodels.ops.recurrent.test_ops import close, delta_inputs, normal
 
@@ -26,26 +26,6 @@ def test_a_short_convolution_over_its_argument(dtype: torch.dtype, tail: bool, m
     assert torch.equal(given, x) == tail  # a tail is joined with a copy
     asked = conv.short_conv(given := x.clone().requires_grad_(), weight, bias, ids, *before, silu=True, overwrite=True)
     assert torch.equal(asked[0], wanted[0]) and torch.equal(given, x)
-
-
-@pytest.mark.parametrize("elements", [1 << 17, 16])
-@pytest.mark.parametrize(
-    "norm", ["norm_then_silu", "norm_then_sigmoid", "silu_then_group_norm", "group_norm_then_silu"]
-)
-def test_gated_norms_overwrite_when_asked_and_without_gradients(
-    norm: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fnmodels.ops.cpu.recurrent.gated_norm._ELEMENTS", elements)
-    x, gate, weight = normal(2, 3, 8), normal(2, 3, 8), normal(8)
-    gated = functools.partial(getattr(gated_norm, norm), gate=gate, weight=weight, eps=1e-2)
-    with torch.no_grad():
-        kept, given = gated(asked := x.clone()), x.clone()
-        written = gated(given, overwrite=True)
-        transposed = gated(turned := x.transpose(0, 1).contiguous().transpose(0, 1), overwrite=True)
-    close((written, transposed, asked, turned), (kept, kept, x, x))
-    assert (written.data_ptr() == given.data_ptr()) == (elements == 16)
-    close(gated(leaf := x.clone().requires_grad_(), overwrite=True), kept)
-    close(leaf, x)
 
 
 @pytest.mark.parametrize("channels", [False, True])
