@@ -16,7 +16,7 @@ from fnmodels.inputs.order import Segments
 from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.attention.select import materialize
+from fnmodels.ops.attention.select import Asks, materialize
 from fnmodels.ops.rotary import Rotation, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
@@ -247,9 +247,7 @@ def _ready_masks(
                 options.layout,
                 device=x.device,
                 dtype=x.dtype,
-                softcap=plan.softcap,
-                sinks=plan.sinks,
-                bias=plan.bias,
+                asks=Asks(plan.softcap is not None, plan.sinks, plan.bias),
                 checked=options.checked,
             )
             ready[kind] = with_attention(mask, form)

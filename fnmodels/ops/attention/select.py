@@ -26,6 +26,18 @@ from .varlen import varlen_window
 SHORT = 256  # tokens up to which the fused call on a CPU is as fast as blocks for rows of one document
 
 
+@dataclass(frozen=True)
+class Asks:
+    """Which changes of the scores a call of attention has."""
+
+    softcap: bool = False
+    sinks: bool = False
+    bias: bool = False
+
+
+_PLAIN = Asks()
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -79,16 +91,13 @@ def materialize(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    softcap: float | None = None,
-    sinks: bool = False,
-    bias: bool = False,
+    asks: Asks = _PLAIN,
     checked: bool = False,
 ) -> Any:
     """The mask in the form that the kernel reads, made once for all layers; such a form is returned unchanged.
 
-    device, dtype, softcap, sinks, bias: those of the attention calls, for "auto". checked: the layout is known to be
-    that of the mask. ValueError for an unknown kernel and
-    for the layout of another batch.
+    device, dtype, asks: those of the attention calls, for "auto". checked: the layout is known to be that of the mask.
+    ValueError for an unknown kernel and for the layout of another batch.
     """
     if callable(kernel):
         return mask
@@ -102,7 +111,6 @@ def materialize(
     if isinstance(mask, Mask) and layout is not None and not checked:
         check_layout(mask, layout)
     if kernel == "auto":
-        asks = Asks(softcap is not None, sinks, bias)
         kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, asks, torch.compiler.is_compiling())
     check_has_layout(kernel, mask, layout)
     return KERNELS[kernel].plan(mask, layout, device)
@@ -125,15 +133,6 @@ def explain_kernel(
     """
     kind = torch.device(device).type
     return _choose(mask, layout, kind, dtype, Asks(softcap is not None, sinks is not None), compiled)
-
-
-@dataclass(frozen=True)
-class Asks:
-    """Which changes of the scores a call of attention has."""
-
-    softcap: bool = False
-    sinks: bool = False
-    bias: bool = False
 
 
 def _choose(

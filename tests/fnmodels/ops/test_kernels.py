@@ -40,7 +40,7 @@ from fnmodels.inputs import (
 )
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
-from fnmodels.ops.attention.select import SHORT, attention, materialize
+from fnmodels.ops.attention.select import SHORT, Asks, attention, materialize
 from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
 from fnmodels.ops.cpu.tiled import tiles_are_faster
 
@@ -510,7 +510,8 @@ def test_the_form_is_that_of_the_kernel_which_is_explained() -> None:
     assert explain_kernel(documents)[0] == "varlen" and materialize(documents, "auto", None) is documents
     for how in ({"device": "cuda"}, {**half, "softcap": 2.0}):
         assert explain_kernel(mask, layout=layout, **how)[0] == "flex"
-        assert type(materialize(mask, "auto", layout, **how)) is type(block_mask)
+        asks = Asks(how.pop("softcap", None) is not None)
+        assert type(materialize(mask, "auto", layout, asks=asks, **how)) is type(block_mask)
 
 
 def test_kinds_with_one_mask_share_its_form(monkeypatch: pytest.MonkeyPatch) -> None:

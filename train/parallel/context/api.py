@@ -41,7 +41,7 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.kernels import KERNELS
-from fnmodels.ops.attention.select import attention, materialize
+from fnmodels.ops.attention.select import Asks, attention, materialize
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Kernel, is_invariant
@@ -230,8 +230,8 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
 
 def _form(mask: MaskLike, q: Tensor, layout: Layout | None, call: Call) -> Any:
     """The mask in the form that `inner` reads."""
-    sinks = call.sinks is not None
-    return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, softcap=call.softcap, sinks=sinks)
+    asks = Asks(call.softcap is not None, call.sinks is not None)
+    return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, asks=asks)
 
 
 def _look_gather(mask: Mask | Tensor, q: Tensor, call: Call) -> Any:
