@@ -117,13 +117,15 @@ def undisturbed(function: Callable[..., T], *args: Any) -> T:
 def differentiated_once(*tensors: Tensor) -> bool:
     """Whether the only derivative of these tensors is that of one `torch.func.grad` or `vjp` around this call.
 
-    False if unknown, under modes, and outside of torch.func, where a later call may ask for a second derivative.
+    There may be vmaps around both. False if unknown, under modes, and outside of torch.func, where a later call may ask
+    for a second derivative.
     """
     stack = PRIVATE["_C._functorch.get_interpreter_stack"]
     levels = stack() if stack is not None and _without_modes() else None
-    if levels is None or len(levels) != 1 or levels[0].key().name != "Grad":
+    names = sorted(level.key().name for level in levels or ())
+    if names[:1] != ["Grad"] or set(names[1:]) - {"Vmap"}:
         return False
-    inner = [torch.func.debug_unwrap(t, recurse=False) for t in tensors]
+    inner = [torch.func.debug_unwrap(t) for t in tensors]
     return not any(t.requires_grad or forward_ad.unpack_dual(t).tangent is not None for t in inner)
 
 

@@ -474,3 +474,34 @@ for limit, tiles in limits.items():
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True", "False", "False", "False"]
+
+
+def test_one_gradient_is_known_to_be_the_only_derivative_also_under_vmap():
+    jvp, vjp = torch.func.jvp, torch.func.vjp
+
+    x, seen = torch.randn(3, 4), []
+
+    def asked(x):
+        seen.append(torch_internals.differentiated_once(x))
+        return (x * x).sum()
+
+    plain = x.clone().requires_grad_()
+    calls = {
+        "grad": (lambda: grad(asked)(x), True),
+        "vjp": (lambda: vjp(asked, x), True),
+        "vmap(grad)": (lambda: vmap(grad(asked))(x), True),
+        "grad(vmap)": (lambda: grad(lambda x: vmap(asked)(x).sum())(x), True),
+        "vmap(vmap(grad))": (lambda: vmap(vmap(grad(asked)))(x[None]), True),
+        "no transform": (lambda: asked(plain), False),
+        "vmap": (lambda: vmap(asked)(x), False),
+        "grad(grad)": (lambda: grad(lambda x: grad(asked)(x).sum())(x), False),
+        "vmap(grad(grad))": (lambda: vmap(grad(lambda x: grad(asked)(x).sum()))(x), False),
+        "jvp(grad)": (lambda: jvp(grad(asked), (x,), (x,)), False),
+        "grad(jvp)": (lambda: grad(lambda x: jvp(asked, (x,), (x,))[1])(x), False),
+        "grad within autograd": (lambda: grad(asked)(plain), False),
+        "vmap(grad) within autograd": (lambda: vmap(grad(asked))(plain), False),
+    }
+    for name, (call, once) in calls.items():
+        seen.clear()
+        call()
+        assert seen == [once], name
