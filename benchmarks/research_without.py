@@ -16,9 +16,10 @@ from research_setting import Contenders, Setting, summed
 from torch import Tensor
 
 import fnmodels
-from fnmodels import layer_loop, tree
+from fnmodels import tree
 from fnmodels.cache import step
 from fnmodels.models.common.context import Context
+from fnmodels.stack import loop as layer_loop
 
 REPEATS = 4  # calls of one measurement
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fnmodels.edits import edit_end
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.layer_checks import cleared, valid_of_masks
-from fnmodels.layer_loop import CacheStep, LayerInputs, run_stack
 from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
@@ -27,7 +25,9 @@ from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
 from fnmodels.preparation import prepare
-from fnmodels.stack_plan import plan_stack
+from fnmodels.stack.checks import cleared, valid_of_masks
+from fnmodels.stack.loop import CacheStep, LayerInputs, run_stack
+from fnmodels.stack.plan import plan_stack
 
 from .options import Edit, ForwardKwargs, ForwardOptions
 from .run_params import RunParams, with_run

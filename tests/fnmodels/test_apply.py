@@ -17,7 +17,7 @@ import fnmodels
 import params as P
 from fnmodels import llama
 from fnmodels.apply import run_layers
-from fnmodels.ops.attention.select import attention
+from fnmodels.ops.attention.select import Asks, attention
 from fnmodels.ops.rotary import mrope_table
 from fnmodels.tree import leaves
 from tests.support.cases import generic_params, off
@@ -457,7 +457,7 @@ def test_what_is_no_tensor_is_named(act, function) -> None:
 
 def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("fnmodels.layer_loop.materialize", lambda *form, **how: given.append(how) or "made")
+    monkeypatch.setattr("fnmodels.stack.loop.materialize", lambda *form, **how: given.append(how) or "made")
     params, (_, masks, freqs) = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
     x = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
     seen = []
@@ -466,6 +466,5 @@ def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: py
         return lambda layer, x, mask, freqs: (x, seen.append(mask) or {})
 
     run_layers(params, x, masks, freqs, 0, 2, config=CONFIG, layer_fn=layer_fn)
-    scores = {"softcap": None, "sinks": False, "bias": False}
-    assert given == [{"device": x.device, "dtype": torch.bfloat16, **scores, "checked": False}]
+    assert given == [{"device": x.device, "dtype": torch.bfloat16, "asks": Asks(), "checked": False}]
     assert seen == ["made"] * 2

@@ -94,7 +94,7 @@ def test_options_are_made_once_on_the_road_and_adapted_once(roads, monkeypatch):
 
 
 def test_a_plan_of_layers_is_shared_by_calls_and_knows_other_options(roads):
-    from fnmodels.stack_plan import plan_stack
+    from fnmodels.stack.plan import plan_stack
 
     plan = plan_stack(CONFIG, None, (), ForwardOptions())
     assert plan_stack(dataclasses.replace(CONFIG), None, (), ForwardOptions()) is plan
@@ -105,7 +105,7 @@ def test_a_plan_of_layers_is_shared_by_calls_and_knows_other_options(roads):
 
 
 def test_a_plan_keeps_no_function_of_the_caller():
-    from fnmodels.stack_plan import _kept, plan_stack
+    from fnmodels.stack.plan import _kept, plan_stack
 
     before = _kept.cache_info().currsize
     plan_stack(CONFIG, None, (), ForwardOptions(lambda *args, **more: None))

@@ -13,14 +13,14 @@ from torch import Tensor
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
-from fnmodels.layer_checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.attention.select import Asks, materialize
+from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.rotary import Rotation, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
-from fnmodels.stack_plan import LayerPlan, StackPlan
+from fnmodels.stack.checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
+from fnmodels.stack.plan import LayerPlan, StackPlan
 from fnmodels.taps import AROUND, check_tap_names, list_of_taps
 from fnmodels.tree import Tree
 
@@ -247,7 +247,7 @@ def _ready_masks(
                 options.layout,
                 device=x.device,
                 dtype=x.dtype,
-                asks=Asks(plan.softcap is not None, plan.sinks, plan.bias),
+                asks=plan.asks,
                 checked=options.checked,
             )
             ready[kind] = with_attention(mask, form)

@@ -23,6 +23,7 @@ from fnmodels.models.common.family import (
     traits_of,
 )
 from fnmodels.models.common.registry import family_of
+from fnmodels.ops.attention.select import Asks
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.options import Block, ForwardOptions, PerLayer
 from fnmodels.taps import AROUND, wanted_taps
@@ -58,8 +59,8 @@ class StackPlan:
 
     kinds: of all layers of the model. first: the index of the first that runs here. used: the kinds that run here,
     sorted. taps: of layers. wanted: (layer, name) of each tap. experts, indexers: how many layers of the model have
-    them. reads_beside: whether a layer reads tensors beside x and its mask and table. softcap, sinks, bias: what
-    attention does to scores.
+    them. reads_beside: whether a layer reads tensors beside x and its mask and table. asks: what attention
+    does to scores.
     """
 
     config: DecoderConfig
@@ -72,9 +73,7 @@ class StackPlan:
     experts: int
     indexers: int
     reads_beside: bool
-    softcap: float | None
-    sinks: bool
-    bias: bool
+    asks: Asks
 
 
 def plan_stack(
@@ -152,9 +151,7 @@ def _made(
         len(sparse),
         len(indexers),
         bool(beside),
-        field_of(config, "attention_softcap"),
-        traits_of(family).sinks,
-        traits_of(family).biased,
+        Asks(field_of(config, "attention_softcap") is not None, traits_of(family).sinks, traits_of(family).biased),
     )
 
 
