@@ -135,14 +135,16 @@ def modelopt(inner: Fields, method: str) -> Quantization:
     algorithm = fields.take("quant_algo", None)
     layers = fields.take("quantized_layers", {})
     cache = fields.take("kv_cache_quant_algo", None) or _of_scheme(fields.take("kv_cache_scheme", None))
-    names = {algorithm}
+    named = [algorithm]
     if algorithm == "MIXED_PRECISION":
         if not isinstance(layers, Mapping) or not all(isinstance(one, Mapping) for one in layers.values()):
             raise ConfigError(
                 f"{fields.where}: 'quantized_layers' is {shown(layers)}, but must map modules to objects."
             )
-        names = {one.get("quant_algo") for one in layers.values()}
-    for name in names - {None}:
+        named = [one.get("quant_algo") for one in layers.values()]
+    for name in named:
+        if name is None:
+            continue
         if not isinstance(name, str) or name not in _ALGORITHMS:
             raise UnsupportedError(
                 f"{fields.where}: 'quant_algo' is {shown(name)}; supported are {', '.join(_ALGORITHMS)}."
@@ -150,7 +152,7 @@ def modelopt(inner: Fields, method: str) -> Quantization:
     ignored = (*MODULES, "quant_method", "kv_cache_scheme", "config_groups", "group_size", "has_zero_point")
     fields.finish(ignored=(*ignored, "pre_quant_scale", "version"))
     inner.finish(ignored=ignored)
-    known = sorted(names - {None})
+    known = sorted({name for name in named if name is not None})
     found = tuple(form for name in known for form in _ALGORITHMS[name])
     acts = [name for name in known if name not in _WEIGHTS_ONLY]
     return Quantization("modelopt", found, activations=", ".join(acts), cache=str(cache or ""))
@@ -179,7 +181,7 @@ def quark(inner: Fields, method: str) -> Quantization:
             ("fp8_e4m3", "per_channel"): forms.fp8_channel("_scale"),
             ("fp4", "per_group"): forms.mxfp4("", "_scale"),
         }
-        if key not in known:
+        if not (isinstance(dtype, str) and isinstance(scheme, str)) or key not in known:
             names = ", ".join(" ".join(pair) for pair in known)
             raise UnsupportedError(f"{fields.where} is {shown(dtype)} {shown(scheme)}; supported are {names}.")
         if dtype == "fp4":

@@ -157,9 +157,9 @@ def _canonical(shape: tuple[int, ...], codes: Part) -> tuple[int, ...] | None:
         if len(shape) < 3 or shape[-1] != codes.pieces:
             return None
         shape = (*shape[:-2], shape[-2] * shape[-1])
+    if len(shape) < 2 or (codes.inputs_first and len(shape) > 2):
+        return None
     if codes.inputs_first:
-        if len(shape) != 2:
-            return None
         shape = (*shape[:-2], shape[-1], shape[-2])
     if shape[-1] % codes.columns.entries or shape[-2] % codes.rows.entries:
         return None
