@@ -8,7 +8,8 @@ sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions,
 lora          LoRA adapters as trees: init, merge, load and save
 vocabulary    `resize_vocab`: embeddings and heads of another number of tokens
 weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4
-checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map and dequantization
+checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map
+quantized/    quantized files: what they declare, forms of storage, weights dequantized or kept as they are stored
 io/           the safetensors reader, staged saves with their lock, checks of paths and files
 inspect       `python -m params.inspect`: what a checkpoint contains, without loading its weights
 compare       `python -m params.compare`: a checkpoint here and in transformers, layer by layer, for porting a family

@@ -120,7 +120,14 @@ class _Linear(torch.autograd.Function):
 
 
 def dequantize(params: Tree) -> Tree:
-    """`params` with plain tensors in the place of weights that `load_pretrained(keep_quantized=True)` kept."""
+    """`params` with plain tensors in the place of weights that `load_pretrained(keep_quantized=True)` kept.
+
+    Args:
+        params: a tree of dicts and lists; other leaves, adapters included, stay as they are.
+
+    Returns:
+        The tree, with each kept weight dequantized to its dtype.
+    """
     if isinstance(params, KeptWeight):
         return params.dequantized()
     if isinstance(params, dict):
