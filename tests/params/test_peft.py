@@ -70,8 +70,9 @@ def _adapted(case: PeftCase, **options: Any) -> Any:
         init_lora_weights=False,
         **options,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
+        torch.manual_seed(0)
         return peft.get_peft_model(model, settings)
 
 
@@ -97,7 +98,7 @@ def test_adapters_of_every_model_equal_pefts_both_ways(case: PeftCase, tmp_path:
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     ours = lora.load_adapters(tmp_path / "theirs", case.config, case.base())
     if case.values is not None and case.name not in FP32:
-        assert _off(case, ours, model) <= 2e-5  # transformers norms and rotates in fp32
+        assert _off(case, ours, model) <= 1e-4  # transformers norms, rotates and scans in fp32
     want = weights_by_path(case.config, _merged(model))
     off, path = worst(merged_by_path(ours), want)
     assert off <= 1e-6, f"{path} is off by {off:.1e}"
