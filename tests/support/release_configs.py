@@ -30,7 +30,7 @@ from tests.variants import t5, vision, whisper
 FOLDER = Path(__file__).parents[1] / "fnmodels" / "models" / "releases"
 # Runs in the release: argument 1 is {label: config.json}, argument 2 the versions to state.
 _WRITE = """
-import importlib.metadata, json, logging, sys
+import copy, importlib.metadata, json, logging, sys
 stated, version = json.loads(sys.argv[1]), importlib.metadata.version
 importlib.metadata.version = lambda name: stated.get(name) or version(name)
 logging.disable(logging.CRITICAL)
@@ -38,7 +38,7 @@ from transformers import AutoConfig
 written = {}
 for label, values in json.load(sys.stdin).items():
     try:
-        config = AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**copy.deepcopy(values))
     except Exception:  # a model type or a field of later releases
         continue
     full, saved = (json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True))

@@ -115,6 +115,8 @@ def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIEL
 
 def time_step_limit(fields: Fields) -> tuple[float, float]:
     """`time_step_limit`: two numbers, the second usually infinite, as JSON of either dialect writes it."""
+    for name in ("time_step_min", "time_step_max", "time_step_floor"):  # of fresh parameters
+        fields.take(name, None)
     value = fields.take("time_step_limit", (0.0, math.inf))
     limits = [math.inf if one == {"__float__": "Infinity"} else one for one in value] if _is_list(value) else []
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in limits)

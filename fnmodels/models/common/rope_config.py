@@ -26,12 +26,15 @@ def rope_from_hf(
     fields: Fields, *, head_dim: int, max_positions: int, theta: float = 1e4, partial: float | None = None
 ) -> Rope:
     """The `Rope` of a model with one rotary table, from either dialect; arguments as for `parse_rope`."""
-    inner = Fields(rope_values(fields), f"{fields.where}, rope")
+    inner = Fields(rope_values(fields, partial or 1.0), f"{fields.where}, rope")
     return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=partial)
 
 
-def rope_values(fields: Fields) -> dict[str, Any]:
-    """The rope object of one table: `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
+def rope_values(fields: Fields, partial: float = 1.0) -> dict[str, Any]:
+    """The rope object of one table: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
+
+    partial: the family's default fraction, which transformers 5.0 writes beside any in `rope_parameters`, and ignores.
+    """
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
@@ -41,6 +44,8 @@ def rope_values(fields: Fields) -> dict[str, Any]:
     inner = {**(old or {}), **(new or {})}
     for name in ("rope_theta", "partial_rotary_factor"):
         outer = fields.take(name, None)
+        if name == "partial_rotary_factor" and name in (new or ()) and outer == partial:
+            continue
         if outer is not None and inner.setdefault(name, outer) != outer:
             raise ConfigError(
                 f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."

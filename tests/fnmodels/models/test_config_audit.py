@@ -45,6 +45,7 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"use_cla": False, "cla_share_factor": 2, "language_model_only": False, "use_mla": False}),
     (LLAMA, {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}),
     (BERT, {"sentence_transformers": {"version": "4.1.0"}, "total_flos": 10**15, "gradient_checkpointing": True}),
+    (published()["bamba-9b"], {"time_step_min": 0.001, "time_step_max": 0.1}),
     (DEEPSEEK, {"num_experts": 256, "num_local_experts": 256, "moe_router_dtype": "float32"}),
     (HUNYUAN, {"attention_head_dim": 8, "norm_type": "rms", "mlp_bias": False, "use_rotary_pos_emb": True}),
     (CLIP, {"tie_word_embeddings": True}),
@@ -98,6 +99,14 @@ def test_what_may_change_the_maths_is_refused(plain: dict[str, Any], more: dict[
     read(plain)
     with pytest.raises(fnmodels.errors.CheckpointError, match=next(iter(more))):
         read(plain | more)
+
+
+def test_the_rope_says_which_fraction_turns() -> None:
+    """transformers 5.0 writes its default beside it; another value is a contradiction."""
+    phi = {**LLAMA, "model_type": "phi", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
+    assert read(phi | {"partial_rotary_factor": 0.5}) == read(phi)
+    with pytest.raises(fnmodels.CheckpointError, match=r"'partial_rotary_factor' is 0.75 at the top and 0.25 in the"):
+        read(phi | {"partial_rotary_factor": 0.75})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from params.checkpoint.manifest import MANIFEST
 from params.inspect import main as inspect
 from tests.fnmodels.models.test_llava import VARIANTS
 from tests.support.cases import cases, generic_params
+from tests.train.job.test_finetune import letters
 from train.cli import main as train
+from train.job import initial_model
+from train.job.settings import Settings
 
 LLAMA = next(case for case in cases() if case.name == "llama").config
 
@@ -77,5 +80,12 @@ def test_inspect_and_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert inspect([str(folder), "--verify"]) == 2
     assert inspect([str(folder), "--verify", "--ignore-fields", "novelty"]) == 0
     assert "without     the fields novelty of config.json" in capsys.readouterr().out
+    letters().save(str(folder / "tokenizer.json"))
+    settings = Settings(init=str(folder), ignore_fields=("novelty",))
+    assert (
+        initial_model.config_of_checkpoint(folder, settings) == LLAMA == initial_model.load_weights(folder, settings)[0]
+    )
+    with pytest.raises(P.ConfigError, match="novelty = 1"):
+        initial_model.config_of_checkpoint(folder, Settings(init=str(folder)))
     assert train(["--run", str(tmp_path / "run"), "--ignore-fields", "novelty"]) == 2
     assert "--ignore-fields novelty is for the checkpoint that --init names" in capsys.readouterr().err
