@@ -105,7 +105,9 @@ def test_the_rope_says_which_fraction_turns() -> None:
     """transformers 5.0 writes its default beside it; another value is a contradiction."""
     phi = {**LLAMA, "model_type": "phi", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
     assert read(phi | {"partial_rotary_factor": 0.5}) == read(phi)
-    with pytest.raises(fnmodels.errors.CheckpointError, match=r"'partial_rotary_factor' is 0.75 at the top and 0.25 in the"):
+    with pytest.raises(
+        fnmodels.errors.CheckpointError, match=r"'partial_rotary_factor' is 0.75 at the top and 0.25 in the"
+    ):
         read(phi | {"partial_rotary_factor": 0.75})
 
 
