@@ -18,6 +18,7 @@ from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
 from params.initialize import draw
 from params.io.safetensors_file import Box
+from params.quantized.kept import KeptWeight
 
 from .leaves import (
     adapter_leaves,
@@ -183,8 +184,11 @@ def _spec(leaf: Leaf, value: Any) -> Any:
         return TwoUses(_spec(leaf, None), **uses)
     if isinstance(value, Replaced):
         return Replaced(_spec(leaf, None), leaf)
+    frozen = replace(leaf, trainable=False, decay=False)
+    if isinstance(value, KeptWeight):
+        return tree.map(lambda part: replace(frozen, shape=tuple(part.shape), axes=("part",) * part.ndim), value)
     if not isinstance(value, Lora):
-        return replace(leaf, trainable=False, decay=False)
+        return frozen
     magnitude = (
         None
         if value.magnitude is None

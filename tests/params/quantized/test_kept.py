@@ -1,5 +1,6 @@
 """Weights kept as the file has them are the dequantized model: outputs, gradients, transforms; in the file's memory."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import params as P
+import train
 from fnmodels import gpt_oss, llama, tree
 from params.quantized.kept import KeptWeight
 from tests.params.quantized import test_block_scales as blocks
@@ -108,6 +110,32 @@ def test_adapters_of_experts_train_on_a_kept_base(name: str, tmp_path: Path) -> 
     assert all(off(other, one) < 1e-5 for one, other in zip(*grads, strict=True))
     one, other = (tree.flatten(P.dequantize(params)) for params in merged)
     assert one.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in one.items())
+
+
+@pytest.mark.parametrize("name", ["llama fp8", "gpt_oss mxfp4", "mixtral awq"])
+def test_steps_train_adapters_alone(name: str, tmp_path: Path) -> None:
+    """By the spec of the adapters: as on the plain base; the kept weights are what they were."""
+    CHECKPOINTS[name](tmp_path)
+    config, plain, kept = both(tmp_path, dtype=torch.float32)
+    tokens = torch.arange(24).view(2, 12) % 23
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "segment_ids": torch.ones_like(tokens)}
+    batch["positions"] = torch.arange(12).expand(2, -1)
+    trained, losses = [], []
+    for base in (plain, kept):
+        adapted = P.lora.add(config, base, rank=2, targets=("q_proj", "layers.0.*.down_proj"), seed=4)
+        optimizer = train.sgd(1e-2, spec=P.lora.spec(config, adapted))
+        step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer)
+        state = train.init_state(adapted, optimizer)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+        trained.append(tree.leaves(P.lora.adapters(state.params)))
+        if base is kept:
+            now = [part for leaf in kept_leaves(state.params) for part in tree.leaves(leaf)]
+            before = [part for leaf in kept_leaves(adapted) for part in tree.leaves(leaf)]
+            assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
+    assert off(losses[1], losses[0]) < 1e-5
+    assert all(off(other, one) < 1e-3 for one, other in zip(*trained, strict=True))
 
 
 def test_transforms_of_a_kept_product(tmp_path: Path) -> None:
