@@ -29,10 +29,25 @@ def powers(raw: Tensor) -> Tensor:
 def e2m1(raw: Tensor) -> Tensor:
     """Bytes [rows, n] -> fp32 [rows, 2 n]: two 4-bit floats (OCP e2m1) each, the lower half first."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)
-    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # by byte: low half, high half
-    # looked up a pair at a time, as one 64-bit word
-    words = pairs.view(torch.int64).flatten().index_select(0, raw.contiguous().view(torch.uint8).flatten().int())
+    return _pairs(raw.contiguous().view(torch.uint8), torch.stack((table.repeat(16), table.repeat_interleave(16)), 1))
+
+
+def look_up(codes: Tensor, table: Tensor) -> Tensor:
+    """The numbers of a table, fp32. Of a table of 16, codes are bytes of two indices, the upper half first."""
+    if len(table) == 16:
+        return _pairs(codes, torch.stack((table.repeat_interleave(16), table.repeat(16)), 1))
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _pairs(raw: Tensor, pairs: Tensor) -> Tensor:
+    """Bytes [rows, n] -> [rows, 2 n], by a table [256, 2], looked up a pair at a time as one 64-bit word."""
+    words = pairs.contiguous().view(torch.int64).flatten().index_select(0, raw.flatten().int())
     return words.view(torch.float32).view(raw.shape[0], -1)
+
+
+def same(raw: Tensor) -> Tensor:
+    """Entries as they are, of codes that a table is looked up by."""
+    return raw
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .decode import floats
+from .decode import floats, look_up
 
 Region = tuple[slice, slice]  # rows and columns
 SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32
@@ -167,10 +167,9 @@ class Form:
     def elements(self, reader: Reader, rows: slice, columns: slice) -> Tensor:
         """fp32 [rows, columns], new memory."""
         codes = self.codes.aligned(reader, rows, columns)
-        codes = _cut(_cut(codes, self.codes.rows, rows, 0), self.codes.columns, columns, 1)
         if self.table is not None:
-            table = self.table.aligned(reader, rows, columns).flatten()
-            codes = table.index_select(0, codes.flatten().int()).view(codes.shape)
+            codes = look_up(codes, self.table.aligned(reader, rows, columns).flatten())
+        codes = _cut(_cut(codes, self.codes.rows, rows, 0), self.codes.columns, columns, 1)
         values = codes.float()  # in new memory: no decoder returns what it reads
         groups = None
         if self.index is not None and reader.has(self.index):

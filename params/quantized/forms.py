@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from .decode import PackedIntegers, Slabs, e2m1, powers
+from .decode import PackedIntegers, Slabs, e2m1, powers, same
 from .form import ALL, EACH, INDICES, SCALES, Axis, Form, Part
 
 FP8 = (torch.float8_e4m3fn,)
@@ -163,13 +163,13 @@ def codebook4(kind: str, block: int, nested: int) -> Form:
 
     nested: the block of those, which are codes of a table of their own, times a scale, plus a number; 0 for none.
     """
-    codes = Part("", BYTES, EACH, Axis(2, packed=True), PackedIntegers(4, 1, (1, 0)))
+    codes = Part("", BYTES, EACH, Axis(2, packed=True), same)
     table = Part(".quant_map", (torch.float32,), ALL, Axis(0, 16), check="finite")
     scales: Part | Form = Part(".absmax", (torch.float32,), EACH, Axis(block), check="not negative")
     if nested:
         lookup = Part(".nested_quant_map", (torch.float32,), ALL, Axis(0, 256), check="finite")
         over = Part(".nested_absmax", (torch.float32,), EACH, Axis(nested), check="not negative")
-        packed, added = Part(".absmax", BYTES), Part(NESTED_OFFSET, (torch.float32,), ALL, ALL)
+        packed, added = Part(".absmax", BYTES, decode=same), Part(NESTED_OFFSET, (torch.float32,), ALL, ALL)
         scales = Form("scales", packed, over, table=lookup, columns=Axis(block), bias=added)
     return Form(kind, codes, scales, table=table, width=-1, dtype=torch.bfloat16, state=STATES + kind)
 
