@@ -17,6 +17,7 @@ from fnmodels.models.common.registry import text_config
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
 from fnmodels.preparation import check_text_alone, per_token, positions_of_images, with_image_masks
 
+from .known_rows import KnownRows, note_step, rows_of
 from .value import Cache, Slots
 
 
@@ -49,6 +50,12 @@ def prepare_step(
     batch = next(tensor for entry in cache.layers for tensor in entry.values()).shape[0]
     if tokens.shape[0] != batch:
         raise ValueError(f"The cache has {batch} rows and the tokens {tokens.shape[0]}: fnmodels.take chooses rows.")
+    known = rows_of(cache) if tokens.shape[1] == 1 and positions is None and segment_ids is None else None
+    if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
+        length = cache.length if length is None else length
+        ids = known.segment_ids()
+        inputs, masks, tables = prepare(config, tokens, positions=known.positions(), segment_ids=ids, length=length)
+        return inputs, _on_cache(inputs, masks, cache, known), tables
     held = _fullest(cache)
     if segment_ids is None:
         segment_ids = _going_on(held, tokens)
@@ -71,17 +78,31 @@ def prepare_step(
     return inputs, _on_cache(inputs, masks, cache), freqs_cis
 
 
-def _on_cache(inputs: dict[str, Any], masks: Mapping[str, MaskLike], cache: Cache) -> dict[str, MaskLike]:
-    """The masks of new tokens with the cache's slots as further keys; `inputs` gets what a decoder's need."""
-    check_values(cache, masks)
+def _has_room(known: KnownRows, cache: Cache) -> bool:
+    """Whether each row has a slot for its next token."""
+    rooms = [slots.segments.shape[1] for slots in cache.slots.values() if not slots.ring]
+    return max(known.lengths) < min(rooms, default=max(known.lengths) + 1)
+
+
+def _on_cache(
+    inputs: dict[str, Any], masks: Mapping[str, MaskLike], cache: Cache, known: KnownRows | None = None
+) -> dict[str, MaskLike]:
+    """The masks of new tokens with the cache's slots as further keys; `inputs` gets what a decoder's need.
+
+    known: the rows whose next tokens these are, where they fit.
+    """
+    if known is None:
+        check_values(cache, masks)
     if cache.memory is not None:
         own, memory = _mask_of(next(iter(cache.slots)), masks), cache.memory
         inputs["memory_mask"] = cross_mask(own.q_positions, own.q_segments, memory.positions, memory.segments)
-    made: dict[tuple[int, bool], MaskLike] = {}
+    made: dict[tuple[int, bool], Mask] = {}
     for kind, slots in cache.slots.items():
         mask = _mask_of(kind, masks)
         if (id(mask), slots.ring) not in made:
             made[id(mask), slots.ring] = with_slots(mask, slots)
+    if known is not None:
+        note_step(made.values(), known)
 
     def of_step(kind: str, mask: MaskLike) -> MaskLike:
         source = LayerKind.parse(kind).source or kind

@@ -18,12 +18,13 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.ops.slots import Entry, SlotUse, write
+from fnmodels.ops.slots import Entry, SlotUse, write, write_
 from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
 
+from .known_rows import KnownRows, stepping, with_rows
 from .prepare import check_values, with_slots
 from .value import Cache, Slots, consume, is_clean, known_clean
 
@@ -129,11 +130,13 @@ class PlannedStep:
     masks: dict[str, MaskLike]
     options: ForwardOptions
     slots: dict[str, Slots]
+    rows: KnownRows | None = None  # before the call, where these are its next tokens
 
     def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
         """The cache after the call, from the layers' new entries."""
         layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
-        return known_clean(replace(cache, layers=layers, slots=self.slots))
+        after = known_clean(Cache(layers, self.slots, cache.kinds, cache.length, cache.memory))
+        return with_rows(after, None if self.rows is None else self.rows.next())
 
 
 def plan_step(
@@ -155,7 +158,8 @@ def plan_step(
         )
     free = options.layer_fn is None and not run_params  # blocks are not compiled
     clean = is_clean(cache) if clean is None else clean
-    masks = _with_images(prepared[1], cache)
+    rows = stepping(cache, prepared[1]) if free else None
+    masks = prepared[1] if rows is not None else _with_images(prepared[1], cache)
     how: dict[str, Any] = {"highest": _highest_of(prepared[2], cache), "filled": filled}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
@@ -169,7 +173,10 @@ def plan_step(
             needs_mask = needs_mask or traits_of(family_of(config)).biased
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             multiple = TILE if options.invariant else 1
-            plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
+            if rows is not None:
+                plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple, inplace=inplace)
+            else:
+                plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
         options = replace(options, layout=_new_layout(list(plans.values())))
@@ -184,7 +191,7 @@ def plan_step(
         found = of_kind.get(LayerKind.parse(kind).source or kind)
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
-    return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()})
+    return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()}, rows)
 
 
 def logits_at(
@@ -201,6 +208,8 @@ def logits_at(
     if isinstance(at, str):
         if at != "last":
             raise ValueError(f'at is {at!r}; it is "last", "all", or an index per row, int64 [B].')
+        if x.shape[1] == 1:
+            return unembedded(params, x, config, (), edits or {})[0][:, 0]
         order = torch.arange(x.shape[1], device=x.device)
         at = order.where(inputs["valid"], 0).amax(dim=1)
     chosen = x[torch.arange(x.shape[0], device=x.device), at]
@@ -262,6 +271,29 @@ def _plan(
     full = first is not None or bool((index < slots.segments.shape[1]).all())
     use = SlotUse("slots", length, full=full, first=first)
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
+
+
+def _plan_next(
+    mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int, inplace: bool
+) -> _Plan:
+    """`_plan` for the next tokens of plain rows, without a look at values."""
+    batch, room = slots.segments.shape
+    at = rows.slots(room, slots.ring)
+    index, first = torch.tensor(at)[:, None], at[0] if rows.equal else None
+    put = functools.partial(write_, full=True) if inplace else write
+    positions, segments = (
+        put(held, new.expand(batch, 1), index, first=first)
+        for held, new in ((slots.positions, mask.q_positions), (slots.segments, mask.q_segments))
+    )
+    after = Slots(positions, segments, None, slots.ring)
+    filled = min(max(rows.lengths) + 1, room)
+    length = min(-(-filled // multiple) * multiple, room)
+    use = SlotUse("slots", length, full=True, first=first)
+    if maskless and length == filled and rows.all_seen(mask, room):
+        return _Plan(index, after, ByIndex(Everything()), use)
+    kept = slice(length)
+    seen = Mask(mask.q_positions, mask.q_segments, positions[:, kept], segments[:, kept], None, None, mask.rule)
+    return _Plan(index, after, seen, use)
 
 
 def _first(index: Tensor, slots: Slots) -> int | None:
