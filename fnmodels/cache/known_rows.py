@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -95,8 +95,7 @@ def stepping(cache: Cache, masks: Mapping[str, MaskLike]) -> KnownRows | None:
         noted = vars(mask).get("_rows") if isinstance(mask, Mask) else None
         if noted is None or noted[1] is not known[1] or noted[0] != _versions(_tensors(mask)):
             return None
-    rows: KnownRows = known[1]
-    return rows
+    return cast(KnownRows, known[1])
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int | None]:

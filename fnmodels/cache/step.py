@@ -273,9 +273,7 @@ def _plan(
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
 
 
-def _plan_next(
-    mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int, inplace: bool
-) -> _Plan:
+def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int, inplace: bool) -> _Plan:
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
     at = rows.slots(room, slots.ring)

@@ -17,6 +17,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import Cache, tree
 from fnmodels.cache import DecodingStep
+from fnmodels.inputs.values import has_values
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -92,7 +93,8 @@ def serve_step(
     written = state.active if ready is None else state.active & ~ready.slots
     tokens, segment_ids = state.last[:, None], written[:, None].long()
     if step is None:
-        made = fnmodels.prepare_step(config, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
+        ids = None if has_values(written) and written.is_cpu and bool(written.all()) else segment_ids
+        made = fnmodels.prepare_step(config, tokens, state.cache, segment_ids=ids, length=state.lengths)
         decode = fnmodels.decode_ if inplace else fnmodels.decode
         logits, cache = decode(params, *made, state.cache, config=config, **options)
     else:
