@@ -99,6 +99,11 @@ def make_folder(path: Path) -> None:
     check_folder(path)
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/fnmodels, by default ~/.cache/fnmodels. RuntimeError without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fnmodels"
+
+
 def check_folder(path: Path) -> None:
     """UnsafePathError where a link is at `path`, and NotADirectoryError where a file is; nothing there is fine."""
     if path.is_symlink():

@@ -67,7 +67,7 @@ def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
         _check_tokens(tokens)
-        cache = _finite(cache)
+        cache = finite(cache)
         inputs = {"tokens": tokens, "segment_ids": segment_ids, "length": length}
         key = _key(params, inputs, cache)
         with torch.cuda.device(tokens.device):
@@ -196,7 +196,7 @@ def _fill(held: Any, given: Any) -> None:
     tree.map(copy, held, given)
 
 
-def _finite(cache: Cache) -> Cache:
+def finite(cache: Cache) -> Cache:
     """The cache with finite values in its empty slots, see `is_clean`: written there once, and not in the graph."""
     if not is_clean(cache):
         for kind, entry in zip(cache.kinds, cache.layers, strict=True):

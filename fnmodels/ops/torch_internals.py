@@ -9,6 +9,7 @@ import gc
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +42,7 @@ def _find(path: str) -> Any:
 PRIVATE: dict[str, Any] = {
     path: _find(path)
     for path in (
+        "_C._aoti.AOTIModelPackageLoader",
         "_C._functorch.get_interpreter_stack",
         "_C._functorch.peek_interpreter_stack",
         "_C._len_torch_dispatch_stack",
@@ -371,6 +373,50 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     return full_graph(function, **options)
+
+
+def has_compiler_to_files() -> bool:
+    """Whether this torch can load what `compile_to_file` writes."""
+    return PRIVATE["_C._aoti.AOTIModelPackageLoader"] is not None
+
+
+def compile_to_file(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    path: Path,
+    *,
+    sizes_of_last: tuple[int, int] | None,
+) -> None:
+    """Compiles function(*tensors) of plain CPU tensors into a package of AOTInductor at `path` (`*.pt2`).
+
+    sizes_of_last: the least and the most that dimension 0 of the last tensor may have; None: as it is. All other sizes,
+    strides and the number of threads are constants of the code, and are not checked by it.
+    """
+    set_up_inductor()
+    import torch._inductor
+
+    class Graph(torch.nn.Module):
+        def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+            return function(*tensors)
+
+    sizes: list[Any] = [None] * len(tensors)
+    if sizes_of_last is not None:
+        least, most = sizes_of_last
+        sizes[-1] = {0: torch.export.Dim("last", min=least, max=most)}
+    with torch.no_grad():
+        program = torch.export.export(Graph(), (list(tensors),), dynamic_shapes=(sizes,), strict=False)
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(path),
+            inductor_configs={"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"},
+        )
+
+
+def load_compiled(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What `compile_to_file` compiled. RuntimeError: the file is damaged."""
+    package = PRIVATE["_C._aoti.AOTIModelPackageLoader"](str(path), "model", False, 1, -1)
+    run: Callable[[list[Tensor]], list[Tensor]] = package.boxed_run
+    return run
 
 
 def known_true(condition: bool | torch.SymBool) -> bool:

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from datetime import date
 
+from fnmodels.files import cache_folder
 from train.command_line import Parser, program_name, run_command
-from train.data.cache import KINDS, cache_folder, cached_files, clear, unfinished
+from train.data.cache import KINDS, cached_files, clear, unfinished
 
 
 def _name() -> str:

@@ -13,7 +13,15 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from fnmodels.errors import UserError
-from fnmodels.files import WRITING, check_file, private_folder, remove_abandoned, remove_tree, write_atomic
+from fnmodels.files import (
+    WRITING,
+    cache_folder,
+    check_file,
+    private_folder,
+    remove_abandoned,
+    remove_tree,
+    write_atomic,
+)
 
 T = TypeVar("T")
 # {kind: what its files hold}; the names of files begin with the kind
@@ -23,8 +31,9 @@ KINDS = {
     "shard": "lengths of documents in shards of token ids",
     "tokenizer": "tokenizers of new models",
     "products": "measured rates of matrix products",
+    "step": "compiled steps of decoding",
 }
-_NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]+\.(safetensors|json)")
+_NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]+\.(safetensors|json|pt2)")
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,6 @@ class Cached:
     kind: str
     size: int
     used: float
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/fnmodels, by default ~/.cache/fnmodels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fnmodels"
 
 
 def cached(name: str, write: Callable[[Path], object], read: Callable[[Path], T]) -> T:

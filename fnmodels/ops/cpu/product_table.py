@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.files import private_folder, read_bytes, remove_abandoned, write_text
+from fnmodels.files import cache_folder, private_folder, read_bytes, remove_abandoned, write_text
 from fnmodels.ops.torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
 
 Rates = dict[str, float]  # {name: GFLOP/s}
@@ -72,9 +72,8 @@ def machine() -> dict[str, str]:
 
 def table_file(of: dict[str, str]) -> Path:
     """The file of rates of the machine `of`. RuntimeError without a home directory."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / "fnmodels" / f"products-{key}.json"
+    return cache_folder() / f"products-{key}.json"
 
 
 def candidates() -> dict[str, Callable[[], Tensor]]:

@@ -96,7 +96,7 @@ def test_sizes_are_those_of_the_text():
 def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
     made = tokenizer.train_tokenizer(TEXTS, 300)
     first = tokenized.tokenize(small_texts(), made, 0, 300)
-    (path,) = cache.cache_folder().glob("tokens-*")
+    (path,) = cache_folder().glob("tokens-*")
     with monkeypatch.context() as patch:
         patch.setattr(tokenized, "encode", lambda *_: pytest.fail("tokenized again"))
         assert equal(tokenized.tokenize(small_texts(), made, 0, 300), first)
@@ -118,9 +118,9 @@ def test_what_is_not_finished_is_not_in_the_cache():
 
     with pytest.raises(KeyboardInterrupt):
         cache.cached("a.txt", stopped, Path.read_text)
-    assert list(cache.cache_folder().iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
     assert cache.cached("a.txt", slow, Path.read_text) == "half and half"  # two at once: the last wins
-    assert [path.name for path in cache.cache_folder().iterdir()] == ["a.txt"]
+    assert [path.name for path in cache_folder().iterdir()] == ["a.txt"]
 
 
 def test_the_tokenizer_file_is_plain_json():
