@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fnmodels
 from fnmodels import tree
 from fnmodels.files import WRITING, cache_folder, check_file, private_folder, remove_abandoned, replace_file
 from fnmodels.inputs.values import has_values
@@ -198,6 +197,6 @@ def _digest(step: SavedStep, cache: Cache) -> str:
 
 @functools.cache
 def _surroundings(threads: int) -> list[Any]:
-    sources = sorted(Path(fnmodels.__file__).parent.rglob("*.py"))
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return [machine(), torch.backends.cpu.get_cpu_capability(), threads, code]

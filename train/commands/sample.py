@@ -89,7 +89,7 @@ def parser() -> Parser:
         "--slots", type=integer(1).parse, default=32, metavar="N", help="answers at a time (default %(default)s)"
     )
     flags.add_argument(
-        "--compile", action="store_true", help="compile the step, for some hundred tokens or more: it takes a minute"
+        "--compile", action="store_true", help="compile the step, whatever it takes (default: where it saves time)"
     )
     flags.add_argument("--kv-dtype", choices=("int8",), help="cache keys and values in int8 (default: as computed)")
     flags.add_argument(
@@ -198,6 +198,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     from train.data.image_prompts import ImagePrompts, placeholder_in
     from train.eval import pretrained
     from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_tokenizer
+    from train.generation.compile_choice import roomy
     from train.generation.loops import serve
     from train.generation.requests import capacity_of, requests_of
     from train.generation.text import READABLE, fitted
@@ -241,10 +242,10 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
             config,
             requests,
             slots=min(arguments.slots, len(requests)),
-            capacity=capacity_of(requests),
+            capacity=roomy(capacity_of(requests)),
             tokenizer=tokenizer,
             kv_dtype=kv_dtype,
-            compile="step" if arguments.compile else "none",
+            compile="step" if arguments.compile else "auto",
         )
 
     weights = pretrained.weights_folder(folder)

@@ -9,7 +9,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-import fnmodels
 from fnmodels.cache import DecodingStep
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.attention import TILE
@@ -17,6 +16,7 @@ from fnmodels.options import ForwardKwargs, is_invariant
 from fnmodels.tree import Tree
 
 from .checks import check_request, learned_positions
+from .compile_choice import choose, roomy, steps_of
 from .decoder_traits import Decodes
 from .images import text_model
 from .prompts import Prefilled, activations, empty_caches, prefilled
@@ -26,7 +26,7 @@ from .serve import ServeState, admit, empty_state, serve_step, take_slots
 
 SLOTS = 32
 Hook = Callable[[Tensor, list[list[int]]], Tensor]
-_STEPS = {"step": fnmodels.compiled_step, "graph": fnmodels.cache.captured_step}
+_HOW = ("auto", "none", "step", "graph")
 
 
 class ServeKwargs(ForwardKwargs, total=False):
@@ -61,10 +61,10 @@ def serve(
     chunk: int = 512,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
-    compile: str | DecodingStep = "none",
+    compile: str | DecodingStep = "auto",
     skip_special_tokens: bool = True,
     **options: Unpack[ForwardKwargs],
-) -> Iterator[Event]:
+) -> Generator[Event, None, str]:
     """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
 
     requests: taken one after the other as slots become free. slots: requests that run at once; when there are no
@@ -72,17 +72,20 @@ def serve(
     costs about a step, alone or with others, so that free slots wait for more until a quarter of a step is left
     idle. capacity: the most tokens of a request, prompt and answer. chunk: tokens of prompts computed between two
     steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
-    of half the size, see `init_cache`. compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a
-    minute; a result of that function, made with the same config and options, which keeps its graphs for the next
-    call; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA; or "none". logits_fn: see `generate`.
+    of half the size, see `init_cache`. compile: "step" for compiled steps, by code in a file that later processes
+    load (`fnmodels.cache.saved.SavedStep`), or where no file can hold it by `fnmodels.compiled_step`; a result of that
+    function, made with the same config and options; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA; "none"; or
+    "auto": "step" where that saves more time than it takes, see `explain_compile`, and never for an iterator of
+    requests or images. logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
     `fnmodels.forward`. ValueError for options that no compiled step has, and for a request that cannot be answered to
-    its end: before the first token where requests are a sequence, else when all requests before it are answered.
+    its end: before the first token where requests are a sequence, else when all requests before it are answered. The
+    generator's value is how steps ran: "none", "step" or "graph".
     """
-    if not callable(compile) and compile not in ("none", *_STEPS):
+    if not callable(compile) and compile not in _HOW:
         raise ValueError(
-            f'compile is {compile!r}; it must be "none", "step", "graph" or a result of fnmodels.compiled_step or '
-            "fnmodels.cache.captured_step."
+            f'compile is {compile!r}; it must be "auto", "none", "step", "graph" or a result of fnmodels.compiled_step '
+            "or fnmodels.cache.captured_step."
         )
     if callable(compile) and (is_invariant(options.get("kernel")) or options.get("layer_fn") is not None):
         raise ValueError(
@@ -95,11 +98,12 @@ def serve(
     for row, request in enumerate(requests if known else ()):
         check(row, request)
     text_params, text = text_model(params, config)
-    step = compile if callable(compile) else _STEPS[compile](text, **options) if compile in _STEPS else None
     dtype, device = activations(params, dtype)
     empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(text, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
-    places: list[Answer | None] = [None] * slots
+    counted = requests if isinstance(requests, Sequence) and not any(r.images for r in requests) else ()
+    choice = choose(compile, text_params, text, state.cache, steps_of(counted, slots), options)
+    step, places = choice.step, list[Answer | None]([None] * slots)
     mistake: Exception | None = None  # of a later request, or of the iterator: raised when no answer is under way
     queue, admission, drained, idle = enumerate(requests), None, False, slots  # idle: slot-steps without a request
     while True:
@@ -130,7 +134,7 @@ def serve(
             if admission is None and drained:
                 if mistake is not None:
                     raise mistake
-                return
+                return choice.how
             idle = slots
             continue
         if drained and admission is None and step is None and 4 * len(active) <= 3 * len(places):
@@ -214,7 +218,7 @@ def generate(
         answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see `serve`; those of
         `fnmodels.forward`.
 
-    Equal prompts, and a beginning that prompts share, are computed once.
+    Equal prompts, and a beginning that prompts share, are computed once. The result says how steps ran (`compile`).
     """
     made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
     return collect(_served(params, config, made, slots, **options), len(made))
@@ -241,9 +245,11 @@ def stream(
 
 def _served(
     params: Tree, config: DecoderConfig, made: list[Request], slots: int | None, **options: Unpack[ServeKwargs]
-) -> Iterator[Event]:
+) -> Generator[Event, None, str]:
     slots = max(1, min(len(made), SLOTS)) if slots is None else slots
     capacity = capacity_of(made)
     if is_invariant(options.get("kernel")):  # whose tiles are full then, and read where they are
         capacity = -(-capacity // TILE) * TILE
+    elif options.get("compile", "auto") in ("auto", "step"):
+        capacity = roomy(capacity)
     return serve(params, config, made, slots=slots, capacity=capacity, **options)

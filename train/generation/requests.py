@@ -59,6 +59,7 @@ class Generations:
 
     tokens: ids without the prompt's. logp, logp_kept: fp32 [tokens] each, see `sample_step`. reasons: see `Event`.
     texts: answers without their stop text; empty without a tokenizer.
+    compile: how steps ran: "none", "step" or "graph", see `generate`.
     """
 
     tokens: list[list[int]]
@@ -66,6 +67,7 @@ class Generations:
     logp_kept: list[Tensor]
     reasons: list[str]
     texts: list[str]
+    compile: str = "none"
 
 
 class Answer:
@@ -99,16 +101,23 @@ class Answer:
 
 
 def collect(events: Iterable[Event], rows: int) -> Generations:
-    """The results of `rows` requests from the events of all."""
+    """The results of `rows` requests from the events of all, of `serve` or of steps that are not compiled."""
     found: list[list[Event]] = [[] for _ in range(rows)]
-    for event in events:
-        found[event.row].append(event)
+    rest, how = iter(events), None
+    while how is None:
+        try:
+            event = next(rest)
+        except StopIteration as end:
+            how = end.value or "none"
+        else:
+            found[event.row].append(event)
     return Generations(
         [[event.token for event in row] for row in found],
         [torch.tensor([event.logp for event in row]) for row in found],
         [torch.tensor([event.logp_kept for event in row]) for row in found],
         [str(row[-1].reason) for row in found],
         ["".join(event.text for event in row) for row in found],
+        how,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from fnmodels.files import cache_folder
 from train.data import cache, of_dataset, tokenized, tokenizer
 from train.data.corpus import Corpus, CorpusDocument
 from train.data.encoder import encode, encode_chats

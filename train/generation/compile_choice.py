@@ -1,0 +1,118 @@
+"""compile="auto": whether the steps of a generation are compiled, decided before its first token.
+
+A step without a compiler spends `OVERHEAD` on Python and on launching operations; compiled code spends nearly nothing.
+Compiling a step takes `COMPILING`, once for a model, its sizes and a machine, and loading it `LOADING`.
+benchmarks/small.py and benchmarks/generate.py measure all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fnmodels
+from fnmodels import Cache, DecodingStep
+from fnmodels.cache.compiled import BLOCK
+from fnmodels.cache.saved import saved_step
+from fnmodels.models.common.family import DecoderConfig
+from fnmodels.tree import Tree
+
+from .prompts import activations
+from .requests import Request, capacity_of
+
+OVERHEAD = 0.2e-3, 0.13e-3  # seconds of a step, and of each of its layers
+COMPILING = 8.0, 3.0  # seconds, and of each layer
+LOADING = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """How steps run: "none" or "step", why, and the compiled step."""
+
+    how: str
+    reason: str
+    step: DecodingStep | None = None
+
+
+def roomy(capacity: int) -> int:
+    """The capacity, up to a quarter more, that requests of about this length share: so they share compiled code too."""
+    size = 4 * BLOCK
+    while size * 7 // 4 < capacity:
+        size *= 2
+    return next(size * quarters // 4 for quarters in (4, 5, 6, 7) if size * quarters // 4 >= capacity)
+
+
+def choose(
+    how: str | DecodingStep,
+    params: Tree,
+    config: DecoderConfig,
+    cache: Cache,
+    steps: int,
+    options: Mapping[str, Any],
+) -> CompileChoice:
+    """How so many steps on a cache of these sizes run. how: `compile` of `serve`; options: of `fnmodels.forward`."""
+    if callable(how):
+        return CompileChoice("step", "the caller gave it", how)
+    if how == "graph":
+        return CompileChoice(how, "the caller asked for it", fnmodels.captured_step(config, **options))
+    if how == "step":
+        saved = saved_step(config, params, **options)
+        return CompileChoice(how, "the caller asked for it", saved or fnmodels.compiled_step(config, **options))
+    if how == "none":
+        return CompileChoice("none", "the caller asked for it")
+    return _automatic(params, config, cache, steps, options)
+
+
+def _automatic(
+    params: Tree, config: DecoderConfig, cache: Cache, steps: int, options: Mapping[str, Any]
+) -> CompileChoice:
+    if options.get("kernel") == "invariant":
+        return CompileChoice("none", 'kernel="invariant" has the bits of training, and compiled code rounds otherwise')
+    step = saved_step(config, params, **options)
+    if step is None:
+        return CompileChoice("none", "no file holds steps with these options, parameters, device or torch")
+    layers = config.num_hidden_layers
+    gain = steps * (OVERHEAD[0] + OVERHEAD[1] * layers)
+    if gain <= LOADING:
+        return CompileChoice("none", f"compiled code would save {gain:.2f} s in {steps} steps")
+    ready = step.is_ready(cache)
+    cost = LOADING if ready else COMPILING[0] + COMPILING[1] * layers
+    what = "loading the compiled step" if ready else "compiling a step"
+    compares = f"{what} takes about {cost:.1f} s and saves {gain:.1f} s in {steps} steps"
+    return CompileChoice("step", compares, step) if gain > cost else CompileChoice("none", compares)
+
+
+def steps_of(requests: Sequence[Request], slots: int) -> int:
+    """About how many steps these requests take."""
+    sizes = [request.max_new for request in requests]
+    return max([*sizes, sum(sizes) // max(1, slots)], default=0)
+
+
+def explain_compile(
+    params: Tree,
+    config: DecoderConfig,
+    *,
+    rows: int = 1,
+    prompt: int = 1,
+    max_new: int,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    **options: Any,
+) -> str:
+    """What compile="auto" does for `rows` prompts of this many tokens, in one sentence.
+
+    Args:
+        params: of the model.
+        config: of the model.
+        rows: prompts that are answered at once.
+        prompt: tokens of each.
+        max_new: tokens of each answer.
+        dtype: as for `generate`.
+        kv_dtype: as for `generate`.
+        options: as for `fnmodels.forward`.
+    """
+    capacity = roomy(capacity_of([Request([0] * prompt, max_new)]))
+    cache = fnmodels.init_cache(config, rows, capacity, dtype=activations(params, dtype)[0], kv_dtype=kv_dtype)
+    choice = choose("auto", params, config, cache, max_new, options)
+    return f"{choice.how}: {choice.reason}."
