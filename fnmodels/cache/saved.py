@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,15 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.files import WRITING, cache_folder, check_file, private_folder, remove_abandoned, replace_file
+from fnmodels.files import (
+    WRITING,
+    cache_folder,
+    check_file,
+    private_folder,
+    read_bytes,
+    remove_abandoned,
+    replace_file,
+)
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
@@ -181,10 +191,14 @@ def _loaded(file: Path) -> Code | None:
         return None
     check_file(file)
     try:
-        return load_compiled(file)
-    except RuntimeError:
-        file.unlink(missing_ok=True)
-        return None
+        with zipfile.ZipFile(io.BytesIO(read_bytes(file))) as package:
+            damaged = package.testzip()
+        if damaged is None:
+            return load_compiled(file)
+    except (RuntimeError, zipfile.BadZipFile, NotImplementedError, EOFError, OSError):
+        pass
+    file.unlink(missing_ok=True)
+    return None
 
 
 def _digest(step: SavedStep, cache: Cache) -> str:

@@ -1,6 +1,9 @@
 """The table of everything that reads files: a valid folder, the files that are read there, and how."""
 
+import functools
 import json
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +20,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import params as P
 import params.inspect
+from fnmodels.cache import saved
 from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.ops.cpu import product_table
+from fnmodels.ops.torch_internals import compile_to_file
 from params import lora
 from params.quantized.methods import HF_QUANT
 from train import checkpoint
@@ -191,6 +196,24 @@ def _read_rates(folder: Path) -> Any:
         return product_table.read(product_table.table_file({}))
 
 
+@functools.cache
+def _package() -> bytes:
+    """Code that adds one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "it.pt2"
+        compile_to_file(lambda x: (x + 1,), [torch.zeros(3)], path, sizes_of_last=None)
+        return path.read_bytes()
+
+
+def _write_package(folder: Path) -> None:
+    (folder / "step-0.pt2").write_bytes(_package())
+
+
+def _code(folder: Path) -> Any:
+    code = saved._loaded(folder / "step-0.pt2")
+    return None if code is None else code([torch.zeros(3)])[0].tolist() == [1, 1, 1]
+
+
 def _inspected(folder: Path) -> Any:
     return params.inspect.main([str(folder), "--verify"]) == 0 or None
 
@@ -326,6 +349,19 @@ READERS = (
         whole=True,
     ),
     Reader("latents", _latents, ("it.safetensors",), lambda at: read_latents(at / "it.safetensors"), named=True),
+    *(
+        [
+            Reader(
+                "compiled steps",
+                lambda at: (at / "step-0.pt2").write_bytes(_package()),
+                ("step-0.pt2",),
+                _code,
+                whole=True,
+            )
+        ]
+        if shutil.which("g++")
+        else []
+    ),
     Reader("rates of products", _rates, (f"fnmodels/{product_table.table_file({}).name}",), _read_rates),
     Reader(
         "the manifest of a checkpoint that a run starts from",

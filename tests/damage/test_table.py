@@ -35,6 +35,8 @@ OPENER = re.compile(
     "reserved_staging_path|cached|read_manifest"
 )
 RAW = {  # {place: why it needs no opener}
+    "fnmodels.cache.saved._loaded": "bytes of `read_bytes`",
+    "fnmodels.cache.saved._surroundings": "the source of this package",
     "fnmodels.ops.cpu.huge_pages._madvise": "a switch of the system",
     "fnmodels.ops.cpu.product_table.machine": "/proc/cpuinfo",
     "fnmodels.ops.cpu.product_table._alone_in": "the cache folder, to lock it",
@@ -71,6 +73,8 @@ RAW = {  # {place: why it needs no opener}
 }
 # {place that uses an opener: the cases of the tables that damage what is read or written there}
 USES: dict[str, tuple[str, ...]] = {
+    "fnmodels.cache.saved._loaded": ("compiled steps",),
+    "fnmodels.cache.saved._compiled": ("compiled steps",),
     "fnmodels.ops.cpu.product_table.read": ("rates of products",),
     "fnmodels.ops.cpu.product_table.write": ("rates of products",),
     "params.checkpoint.config.read_config": ("a model",),

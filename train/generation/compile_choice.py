@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import fnmodels
-from fnmodels import Cache, DecodingStep
+from fnmodels import Cache
+from fnmodels.cache import DecodingStep
 from fnmodels.cache.compiled import BLOCK
 from fnmodels.cache.saved import saved_step
 from fnmodels.models.common.family import DecoderConfig
@@ -55,7 +56,7 @@ def choose(
     if callable(how):
         return CompileChoice("step", "the caller gave it", how)
     if how == "graph":
-        return CompileChoice(how, "the caller asked for it", fnmodels.captured_step(config, **options))
+        return CompileChoice(how, "the caller asked for it", fnmodels.cache.captured_step(config, **options))
     if how == "step":
         saved = saved_step(config, params, **options)
         return CompileChoice(how, "the caller asked for it", saved or fnmodels.compiled_step(config, **options))

@@ -45,6 +45,7 @@ from tests.project.test_readme import ROOT
 from train.remat import layer_fn
 
 NAMES = {
+    "_C._aoti.AOTIModelPackageLoader",
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "_C._functorch.get_interpreter_stack",
     "_C._functorch.peek_interpreter_stack",
