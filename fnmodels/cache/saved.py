@@ -203,10 +203,15 @@ def _loaded(file: Path) -> Code | None:
 
 def _digest(step: SavedStep, cache: Cache) -> str:
     """Of all that the code depends on: the model, sizes, our code, torch, the processor and the number of threads."""
-    sizes = [(list(t.shape), list(t.stride()), str(t.dtype)) for t in (*step.leaves, *_tensors(cache))]
+    sizes = [(list(t.shape), _strides(t), str(t.dtype)) for t in (*step.leaves, *_tensors(cache))]
     structure = repr(tree.structure((step.params, cache)))
     facts = [repr(step.config), repr(step.options), structure, cache.kinds, cache.length, sizes]
     return hashlib.sha256(json.dumps([_surroundings(torch.get_num_threads()), facts]).encode()).hexdigest()[:32]
+
+
+def _strides(t: Tensor) -> list[int]:
+    """The strides, where they say something: a dimension of size 1 may have any."""
+    return [stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True)]
 
 
 @functools.cache
