@@ -39,9 +39,10 @@ def compare(step: SavedStep, config: Any, rows: int, room: int, steps: int, star
     """Both ways from a prompt; rows end one after the other where there are several."""
     params = step.params
     tokens = torch.arange(rows * (start + steps)).reshape(rows, -1) % config.vocab_size
-    one = fnmodels.init_cache(config, rows, room)
-    prompt = fnmodels.prepare_step(config, tokens[:, :start], one)
-    one, other = (fnmodels.decode(params, *prompt, one, config=config)[1] for _ in range(2))
+    prompt = fnmodels.prepare_step(config, tokens[:, :start], fnmodels.init_cache(config, rows, room))
+    one, other = (
+        fnmodels.decode_(params, *prompt, fnmodels.init_cache(config, rows, room), config=config)[1] for _ in range(2)
+    )
     for t in range(steps):
         now = tokens[:, start + t, None]
         ids = (torch.arange(rows)[:, None] * 3 <= steps - t).long()
