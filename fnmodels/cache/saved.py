@@ -65,9 +65,9 @@ class SavedStep:
     params: Tree
     leaves: list[Tensor]  # of params
 
-    def file(self, cache: Cache) -> Path:
-        """Where the code for these sizes is, or will be."""
-        return cache_folder() / f"step-{_digest(self, cache)}.pt2"
+    def file(self, cache: Cache, *, all_slots: bool = False) -> Path:
+        """Where the code for these sizes is, or will be. all_slots: that of steps that read them all."""
+        return cache_folder() / f"step-{_digest(self, cache, all_slots or _most_blocks(cache) is None)}.pt2"
 
     def is_ready(self, cache: Cache) -> bool:
         """Whether the code for these sizes was compiled before, by this process or another."""
@@ -95,19 +95,22 @@ class SavedStep:
         blocks = _blocks(cache, ids)
         given = [*self.leaves, tokens.contiguous(), ids.contiguous(), size, *_tensors(cache)]
         given = given if blocks is None else [*given, blocks]
-        code: Code = vars(cache).get("_code") or self._code(cache, given)
+        known = vars(cache).get("_code", (None, None))
+        code: Code = known[1] if known[0] == (blocks is None) else self._code(cache, given, blocks)
         results = code(given)
         after = known_clean(_rebuilt(cache, results[1:]))
         consume(cache)
-        object.__setattr__(after, "_code", code)  # its sizes are the same
+        object.__setattr__(after, "_code", (blocks is None, code))  # its sizes are the same
         return results[0], after
 
-    def _code(self, cache: Cache, given: list[Tensor]) -> Code:
-        file = self.file(cache)
+    def _code(self, cache: Cache, given: list[Tensor], blocks: Tensor | None) -> Code:
+        file = self.file(cache, all_slots=blocks is None)
         if file not in _codes:
             while len(_codes) >= _LOADED:
                 del _codes[next(iter(_codes))]
-            _codes[file] = _loaded(file) or _compiled(file, self, cache, given)
+            _codes[file] = _loaded(file) or _compiled(
+                file, self, cache, given, None if blocks is None else _most_blocks(cache)
+            )
             move_to_huge_pages(self.leaves)
         return _codes[file]
 
@@ -146,25 +149,27 @@ def _rebuilt(cache: Cache, leaves: Iterable[Tensor]) -> Cache:
 def _blocks(cache: Cache, ids: Tensor) -> Tensor | None:
     """An empty tensor [blocks, 0]: how many blocks of slots the fullest row fills after the step, at least 2.
 
-    None: all slots are read, as in rings and in caches that are not made of whole blocks.
+    None: all slots are read, as in rings, in small caches, and where the last block is begun.
     """
     most = _most_blocks(cache)
     if most is None:
         return None
     held = next(slots.segments for slots in cache.slots.values() if not slots.ring)
     filled = max((held.count_nonzero(1) + (ids[:, 0] > 0)).tolist())
-    return torch.empty(min(most, max(2, -(-filled // BLOCK))), 0)
+    blocks = max(2, -(-filled // BLOCK))
+    return torch.empty(blocks, 0) if blocks <= most else None
 
 
 def _most_blocks(cache: Cache) -> int | None:
+    """The blocks of slots that are read at most by steps that do not read all: those before the last one."""
     rooms = {slots.segments.shape[1] for slots in cache.slots.values() if not slots.ring}
     room = rooms.pop() if len(rooms) == 1 else 0
-    return room // BLOCK if room % BLOCK == 0 and room >= 3 * BLOCK else None
+    return (room - 1) // BLOCK if room > 3 * BLOCK else None
 
 
-def _compiled(file: Path, step: SavedStep, like: Cache, given: list[Tensor]) -> Code:
-    """The code of a step with tensors as these, written to the file."""
-    config, most = step.config, _most_blocks(like)
+def _compiled(file: Path, step: SavedStep, like: Cache, given: list[Tensor], most: int | None) -> Code:
+    """The code of a step with tensors as these, written to the file. most: see `_most_blocks`; None: all are read."""
+    config = step.config
 
     def graph(*flat: Tensor) -> tuple[Tensor, ...]:
         rest = iter(flat)
@@ -201,11 +206,11 @@ def _loaded(file: Path) -> Code | None:
     return None
 
 
-def _digest(step: SavedStep, cache: Cache) -> str:
+def _digest(step: SavedStep, cache: Cache, all_slots: bool) -> str:
     """Of all that the code depends on: the model, sizes, our code, torch, the processor and the number of threads."""
     sizes = [(list(t.shape), _strides(t), str(t.dtype)) for t in (*step.leaves, *_tensors(cache))]
     structure = repr(tree.structure((step.params, cache)))
-    facts = [repr(step.config), repr(step.options), structure, cache.kinds, cache.length, sizes]
+    facts = [repr(step.config), repr(step.options), structure, cache.kinds, cache.length, all_slots, sizes]
     return hashlib.sha256(json.dumps([_surroundings(torch.get_num_threads()), facts]).encode()).hexdigest()[:32]
 
 

@@ -37,11 +37,14 @@ class CompileChoice:
 
 
 def roomy(capacity: int) -> int:
-    """The capacity, up to a quarter more, that requests of about this length share: so they share compiled code too."""
-    size = 4 * BLOCK
-    while size * 7 // 4 < capacity:
+    """The capacity that requests of about this length share, so that they share compiled code too.
+
+    It is up to a quarter more and a block, which stays empty: steps that read the last block need code of their own.
+    """
+    size, needed = 4 * BLOCK, capacity + BLOCK
+    while size * 7 // 4 < needed:
         size *= 2
-    return next(size * quarters // 4 for quarters in (4, 5, 6, 7) if size * quarters // 4 >= capacity)
+    return next(size * quarters // 4 for quarters in (4, 5, 6, 7) if size * quarters // 4 >= needed)
 
 
 def choose(
