@@ -74,9 +74,9 @@ def serve(
     steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
     of half the size, see `init_cache`. compile: "step" for compiled steps, by code in a file that later processes
     load (`fnmodels.cache.saved.SavedStep`), or where no file can hold it by `fnmodels.compiled_step`; a result of that
-    function, made with the same config and options; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA; "none"; or
-    "auto": "step" where that saves more time than it takes, see `explain_compile`, and never for an iterator of
-    requests or images. logits_fn: see `generate`.
+    function, made with the same config and options; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA;
+    "none"; or "auto": "step" where that saves more time than it takes, see `explain_compile`, and never for an
+    iterator of requests or images. logits_fn: see `generate`.
     skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
     `fnmodels.forward`. ValueError for options that no compiled step has, and for a request that cannot be answered to
     its end: before the first token where requests are a sequence, else when all requests before it are answered. The
