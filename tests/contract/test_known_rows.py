@@ -12,6 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.cache import known_rows, prepare
 from fnmodels.cache.known_rows import KnownRows, rows_of
+from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.family import field_of
 from tests.contract.test_cache import FAMILIES, has_ring
 from tests.support.cases import Case, cases, generic_params, segments, tokens_of
@@ -193,7 +194,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     elif bug == "mask":
         monkeypatch.setattr(KnownRows, "equal", property(lambda self: True))
     else:
-        monkeypatch.setattr(known_rows, "simplify", lambda rule, q, kv: fnmodels.Everything())
+        monkeypatch.setattr(known_rows, "simplify", lambda rule, q, kv: Everything())
     case = SLIDING
     run = functools.partial(decoded, case, RAGGED if bug == "mask" else EQUAL, fnmodels.decode, rings=bug != "window")
     known, read = run(named=False)[0], run(named=True)[0]
