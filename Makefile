@@ -51,7 +51,8 @@ bench: $(INSTALLED)
 # The tests that `make test` skips: other libraries, trackers, and the site, which is built strictly.
 bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
-	  tests/project/test_site.py tests/params/checkpoint/test_embedder.py tests/fnmodels/models/test_flux.py
+	  tests/project/test_site.py tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
+	  tests/fnmodels/models/test_flux.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
 .venv/bridges: $(INSTALLED)

@@ -60,6 +60,7 @@ from fnmodels.options import PerLayer
 from fnmodels.pairs import pair_batch, prepare_pair
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.taps import tap_names
+from fnmodels.text_embedding import embed_texts
 
 _shadowing.warn_shadowed(__file__, "params", "train")
 
@@ -79,7 +80,7 @@ __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode",
 __all__ += ["compiled_step"]
 __all__ += ["insert", "resize", "take", "truncate"]
 __all__ += ["Documents", "documents", "pool"]
-__all__ += ["Embedder", "embed_documents", "embeddings"]
+__all__ += ["Embedder", "embed_documents", "embed_texts", "embeddings"]
 __all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
 __all__ += ["diffusion_models"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]

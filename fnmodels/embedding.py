@@ -1,14 +1,16 @@
 """One vector per document: pooling, dense layers and normalization, on packed rows.
 
-    config, params, embedder = P.load_embedder(folder)       # a folder of sentence-transformers
-    vectors = fnmodels.embed_documents(params, documents, config=config, embedder=embedder)   # [N, D]
+    loaded = P.load_embedder(folder)                         # a folder of sentence-transformers
+    vectors = fnmodels.embed_texts(loaded, texts)            # [N, D]
+    config, params, embedder = loaded
+    vectors = fnmodels.embed_documents(params, documents, config=config, embedder=embedder)   # of token ids
 
 `embeddings` does the same for hidden states, differentiably.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +58,23 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Embedder:
-    """How hidden states become one vector per document.
+    """How a text becomes one vector: its tokens, then pooling, dense layers and normalization of hidden states.
 
-    pooling: names of `fnmodels.pool`, whose results are concatenated. dense: layers after it; their parameters are
-    params["dense"]. normalize: the result has length 1. max_length, lower_case: for the tokenizer; the longest
-    document in tokens, None for no limit, and whether texts are lowercased. ValueError for an unknown pooling.
+    Args:
+        pooling: Names of `fnmodels.pool`, whose results are concatenated.
+        dense: Layers after pooling; their parameters are params["dense"].
+        normalize: Whether the vectors have length 1.
+        max_length: The longest document in tokens; None for no limit.
+        lower_case: Whether texts are lowercased before the tokenizer, which `tokenizer` does by itself.
+        include_prompt: Whether pooling reads the tokens of a prompt.
+        prompts: (name, text) of each prompt, which `embed_texts` writes before texts.
+        default_prompt: The name of the prompt where no other is chosen.
+        pad_token_id: The padding token, which documents must not begin or end with.
+        tokenizer: A tokenizer of the tokenizers library, without padding, which cuts at max_length. It takes no part
+            in equality.
+
+    Raises:
+        ValueError: An unknown pooling, or a default_prompt that prompts lacks.
     """
 
     pooling: tuple[str, ...] = ("mean",)
@@ -68,10 +82,23 @@ class Embedder:
     normalize: bool = True
     max_length: int | None = None
     lower_case: bool = False
+    include_prompt: bool = True
+    prompts: tuple[tuple[str, str], ...] = ()
+    default_prompt: str | None = None
+    pad_token_id: int | None = None
+    tokenizer: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.pooling or any(how not in POOLINGS for how in self.pooling):
             raise ValueError(f"pooling is {self.pooling}; it must name some of {', '.join(POOLINGS)}.")
+        if self.default_prompt is not None:
+            self.prompt(self.default_prompt)
+
+    def prompt(self, name: str) -> str:
+        """The text of a prompt by its name. ValueError for a name that prompts lacks."""
+        if name not in (known := dict(self.prompts)):
+            raise ValueError(f"The embedder has no prompt {name!r}; it has {', '.join(known) or 'none'}.")
+        return known[name]
 
     def spec(self, config: DecoderConfig) -> Tree:
         """The parameters of the model and of the dense layers."""
@@ -82,6 +109,14 @@ class Embedder:
             leaves |= {"bias": bias(layer.out_features, "features")} if layer.bias else {}
             tree["dense"] = [*tree.get("dense", []), leaves]
         return tree
+
+
+class LoadedEmbedder(NamedTuple):
+    """What `params.load_embedder` returns and `embed_texts` takes."""
+
+    config: Any
+    params: Tree
+    embedder: Embedder
 
 
 def embeddings(params: Tree, hidden: Tensor, documents: Documents, *, embedder: Embedder) -> Tensor:
@@ -101,26 +136,66 @@ def embed_documents(
     embedder: Embedder,
     row: int | None = None,
     batch: int | None = None,
+    prompt_length: int = 0,
     **options: Unpack[ForwardKwargs],
 ) -> Tensor:
     """[N, width]: one vector per document of token ids, in their order, without gradients.
 
-    Documents are packed unsplit into rows of at most `row` tokens (or of the longest document), those of one length
-    side by side, which attention takes together. About `batch` tokens are one forward pass: None for 2,048, and for
-    8,192 of 16-bit parameters. row: None for one row per forward pass. options: as in `fnmodels.forward`.
-    ValueError for an empty document, for one that is longer than the embedder's max_length, and for a config with a
-    head, which `load_pretrained(..., head="none")` leaves out.
+    Documents are packed unsplit into rows, those of one length side by side, which attention takes together. Nothing
+    is cut: the embedder's tokenizer cuts texts.
+
+    Args:
+        params: The parameters, with those of dense layers.
+        texts: Token ids of each document, with the special tokens of the tokenizer and without padding.
+        config: The configuration, without a head: `load_pretrained(..., head="none")` leaves it out.
+        embedder: Pooling, dense layers and normalization.
+        row: The tokens of a row, at least those of the longest document; None for one row per forward pass.
+        batch: About as many tokens are one forward pass; None for 2,048, and for 8,192 of 16-bit parameters.
+        prompt_length: The number of first tokens that pooling leaves out where include_prompt is False.
+        options: As in `fnmodels.forward`.
+
+    Raises:
+        ValueError: A document is empty, is longer than the embedder's max_length, begins or ends with padding, or has
+            no tokens behind its prompt; or the config has a head.
     """
     if (head := field_of(config, "head")) != "none":
         raise ValueError(f'The model has the head {head!r}; embeddings need it without: load it with head="none".')
-    lengths = [len(text) for text in texts]
-    for index, length in enumerate(lengths):
-        if not 0 < length <= (embedder.max_length or length):
-            raise ValueError(
-                f"Document {index} has {length} tokens; a document has from 1 to {embedder.max_length or 'any number'}."
-            )
+    skipped = 0 if embedder.include_prompt else prompt_length
+    lengths = _lengths(texts, embedder, skipped)
     if not texts:
         raise ValueError("There are no documents to embed.")
+    groups = _groups(lengths, config)
+    parts = []
+    for group in groups:
+        some = [texts[index] for index in group]
+        parts.append(_vectors(params, some, config, embedder, row, batch, skipped, options))
+    order = torch.tensor([index for group in groups for index in group], device=parts[0].device)
+    return torch.cat(parts)[order.argsort()]
+
+
+def _groups(lengths: Sequence[int], config: DecoderConfig) -> list[list[int]]:
+    """The documents that can share a forward pass: rotary scaling by length would give each that of the longest."""
+    rope: Any = getattr(config, "rope", None)
+    scaled = rope is not None and rope.kind in ("dynamic", "longrope")
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        group = length if scaled and length > rope.original_max_position_embeddings else 0
+        groups.setdefault(group, []).append(index)
+    return list(groups.values())
+
+
+def _vectors(
+    params: Tree,
+    texts: Sequence[Document],
+    config: DecoderConfig,
+    embedder: Embedder,
+    row: int | None,
+    batch: int | None,
+    skipped: int,
+    options: ForwardKwargs,
+) -> Tensor:
+    """[N, width]: the vectors of documents that can share a forward pass; arguments as for `embed_documents`."""
+    lengths = [len(text) for text in texts]
     table = params["embed_tokens"]
     device, batch = table.device, BATCH.get(table.element_size(), BATCH[4]) if batch is None else batch
     order = torch.tensor(lengths, device=device).argsort(stable=True)
@@ -135,9 +210,45 @@ def embed_documents(
         inputs, masks, freqs_cis = prepare(config, packed.tokens[here].to(device), **part)
         given: ForwardKwargs = {"layout": layout(masks), **options}
         hidden = forward(params, inputs, masks, freqs_cis, config=config, **given)
-        each = documents(part["segment_ids"], part["positions"])
+        pooled = part["segment_ids"].where(part["positions"] >= skipped, 0)  # not the tokens of the prompt
+        each = documents(pooled, part["positions"])
         found.append(embeddings(params, hidden, each, embedder=embedder))
     vectors = torch.cat(found)
     out = torch.empty_like(vectors)
     out[order[packed.pieces[:, 0].to(device)]] = vectors  # pieces are sorted by row and place in it, as `documents` are
     return out
+
+
+def _lengths(texts: Sequence[Document], embedder: Embedder, skipped: int) -> list[int]:
+    """The number of tokens of each document. ValueError as in `embed_documents`."""
+    lengths, limit = [len(text) for text in texts], embedder.max_length
+    for index, length in enumerate(lengths):
+        if not 0 < length <= (limit or length):
+            cut = "; embedder.tokenizer cuts texts" if length else ""
+            raise ValueError(
+                f"Document {index} has {length} tokens; a document has from 1 to {limit or 'any number'}{cut}."
+            )
+        if length <= skipped:
+            raise ValueError(
+                f"Document {index} has {length} tokens and a prompt of {skipped}, which is not pooled; it needs more."
+            )
+    pad = embedder.pad_token_id
+    if pad is None:
+        return lengths
+    # Some tokenizers end each text with the token that also pads, as Qwen3's does.
+    edges = embedder.tokenizer.encode("").ids if embedder.tokenizer is not None else []
+    before, behind = _run(edges, pad), _run(edges[::-1], pad)
+    for index, text in enumerate(texts):
+        first, last = _run(text[: before + 1], pad), _run(text[-1 - behind :], pad)
+        if first > before or last > behind:
+            raise ValueError(
+                f"Document {index} begins or ends with padding, token {pad}, which would be read as text: tokenize "
+                "with embedder.tokenizer, or call no_padding() of yours."
+            )
+    return lengths
+
+
+def _run(ids: Document, token: int) -> int:
+    """How many times ids begin with a token."""
+    values = [int(value) for value in ids]
+    return next((i for i, value in enumerate(values) if value != token), len(values))

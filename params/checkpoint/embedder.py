@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder
+from fnmodels.embedding import ACTIVATIONS, DenseLayer, Embedder, LoadedEmbedder
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError, memory_for
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import Fields
@@ -24,6 +24,7 @@ from params.io.safetensors_file import (
     write_tensors,
 )
 
+from .embedder_tokenizer import prepared_tokenizer, text_limits
 from .load import load_pretrained
 from .save import write_model
 
@@ -51,20 +52,32 @@ _MODULES = {
     "Dense": "sentence_transformers.models.Dense",
     "Normalize": "sentence_transformers.models.Normalize",
 }
+_PROMPTS = "config_sentence_transformers.json"
 _ACTIVATION = "torch.nn.modules.activation."
 
 
-def load_embedder(path: str | os.PathLike[str], **options: Any) -> tuple[Any, Tree, Embedder]:
-    """(config, params, embedder) of a folder that sentence-transformers wrote; the model is read without its head.
+def load_embedder(path: str | os.PathLike[str], **options: Any) -> LoadedEmbedder:
+    """(config, params, embedder) of a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
 
-    options: those of `load_pretrained`, which a folder of sharded parameters cannot have (plan). The parameters of
-    dense layers are params["dense"]. UnsupportedError for other modules and poolings that exclude the prompt, and the
-    errors of `load_pretrained`.
+    The model is read without its head; the parameters of dense layers are params["dense"]. `embedder.tokenizer` is that
+    of tokenizer.json, made for packing: it does not pad, cuts at the folder's own length, and lowercases if the folder
+    says so. It is None without the file or without the optional package tokenizers.
+
+    Args:
+        path: The folder.
+        options: Those of `load_pretrained` but plan.
+
+    Returns:
+        A named tuple of config, params and embedder.
+
+    Raises:
+        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize.
+        CheckpointError: As in `load_pretrained`.
     """
     folder = Path(path)
     modules = _modules(folder)
     config, params = load_pretrained(modules[0][1], head="none", **options)
-    pooling = _pooling(modules[1][1])
+    pooling, include_prompt = _pooling(modules[1][1])
     rest = modules[2:]
     normalize = bool(rest) and rest[-1][0] == "Normalize"
     dense = rest[: len(rest) - normalize]
@@ -77,8 +90,22 @@ def load_embedder(path: str | os.PathLike[str], **options: Any) -> tuple[Any, Tr
     if layers:
         like = params["embed_tokens"]
         params = {**params, "dense": [{name: value.to(like) for name, value in own.items()} for _, own in layers]}
-    longest, lower_case = _tokenizer(modules[0][1])
-    return config, params, Embedder(pooling, tuple(one for one, _ in layers), normalize, longest, lower_case)
+    longest, lower_case = text_limits(modules[0][1], config)
+    tokenizer, pad = prepared_tokenizer(modules[0][1], longest, lower_case=lower_case)
+    prompts, default = _prompts(folder)
+    embedder = Embedder(
+        pooling,
+        tuple(layer for layer, _ in layers),
+        normalize,
+        longest,
+        lower_case,
+        include_prompt,
+        prompts,
+        default,
+        pad,
+        tokenizer,
+    )
+    return LoadedEmbedder(config, params, embedder)
 
 
 def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, embedder: Embedder) -> None:
@@ -101,7 +128,8 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
     def write(temporary: Path) -> None:
         for place in places[1:]:
             (temporary / place).mkdir()
-        _write(temporary / places[1] / "config.json", _pooling_values(embedder.pooling, config.hidden_size))
+        pooling = _pooling_values(embedder.pooling, config.hidden_size)
+        _write(temporary / places[1] / "config.json", pooling | {"include_prompt": embedder.include_prompt})
         for place, layer, weights in zip(places[2:], embedder.dense, tensors, strict=False):
             values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
             where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
@@ -109,6 +137,8 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
             write_tensors(temporary / place / "model.safetensors", weights)
         limits = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
         _write(temporary / "sentence_bert_config.json", limits)
+        prompts = {"prompts": dict(embedder.prompts), "default_prompt_name": embedder.default_prompt}
+        _write(temporary / _PROMPTS, prompts)
         _write(temporary / "modules.json", rows)
 
     write_model(folder, config, model, beside=write)
@@ -137,9 +167,10 @@ def _fields(folder: Path, name: str = "config.json") -> Fields:
     return Fields(read_json(file), str(file))
 
 
-def _pooling(folder: Path) -> tuple[str, ...]:
+def _pooling(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """(our names of the poolings, whether they read the prompt)."""
     fields = _fields(folder)
-    fields.expect("include_prompt", True)
+    include_prompt = fields.boolean("include_prompt", True)
     listed = fields.take("pooling_mode", None)
     older = tuple(ours for ours, name in _OLDER.items() if fields.boolean(name, False))
     names = {theirs: ours for ours, theirs in _POOLINGS.items()}
@@ -150,8 +181,8 @@ def _pooling(folder: Path) -> tuple[str, ...]:
         fields.take(size, None)  # the model's width
     fields.finish()
     if listed is None:
-        return older or ("mean",)
-    return tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed))
+        return older or ("mean",), include_prompt
+    return tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed)), include_prompt
 
 
 def _pooling_values(pooling: tuple[str, ...], width: int) -> dict[str, Any]:
@@ -190,18 +221,18 @@ def _activation_names() -> tuple[str, ...]:
     return (*inner, "torch.nn.modules.linear.Identity")
 
 
-def _tokenizer(folder: Path) -> tuple[int | None, bool]:
-    """(the longest document in tokens or None, whether texts are lowercased before the tokenizer)."""
-    longest, lower_case = None, False
-    if os.path.lexists(folder / "sentence_bert_config.json"):
-        fields = _fields(folder, "sentence_bert_config.json")
-        fields.expect("transformer_task", "feature-extraction")
-        longest = fields.integer("max_seq_length", 0, low=0) or None
-        lower_case = fields.boolean("do_lower_case", False)
-    if longest is None and os.path.lexists(folder / "tokenizer_config.json"):
-        value = _fields(folder, "tokenizer_config.json").take("model_max_length", None)
-        longest = value if isinstance(value, int) and value < 1 << 24 else None  # above it: none was set
-    return longest, lower_case
+def _prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """((name, text) of each prompt, the name of the default one)."""
+    if not os.path.lexists(folder / _PROMPTS):
+        return (), None
+    fields = _fields(folder, _PROMPTS)
+    prompts, default = fields.take("prompts", {}), fields.take("default_prompt_name", None)
+    texts = isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())
+    if not texts or not (default is None or default in prompts):
+        raise ConfigError(
+            f"{fields.where}: 'prompts' must be an object of texts, and 'default_prompt_name' one of its names or null."
+        )
+    return tuple((name, text or "") for name, text in prompts.items()), default
 
 
 def _write(file: Path, values: Any) -> None:

@@ -96,6 +96,7 @@ def _embedder(folder: Path) -> None:
     dense = [{"weight": torch.ones(4, 16)}]
     made = Embedder(("mean",), (DenseLayer(16, 4, False, "Tanh"),), True, 100)
     P.save_embedder(folder, SMALL, {**PARAMS, "dense": dense}, made)
+    _tokenizer(folder)
 
 
 def _tokenizer(folder: Path) -> None:
@@ -240,7 +241,7 @@ READERS = (
     Reader(
         "an embedder",
         _embedder,
-        ("modules.json", "sentence_bert_config.json")
+        ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json")
         + ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
         P.load_embedder,
     ),

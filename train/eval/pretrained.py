@@ -9,21 +9,19 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import params as P
-from fnmodels.errors import UserError
-from fnmodels.files import copy_file, read_text
+from fnmodels.errors import FormatError, UserError
+from fnmodels.files import copy_file
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.tree import Tree
 from params.checkpoint.config import TOKENS_LIMIT
 from params.io.files import plain_file, read_json
+from params.io.tokenizer_file import read_tokenizer
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
 from train.generation.sampling import Sampling, check_sampling
 
-from .tokenizer_growth import GROWTH_LIMIT, unbounded_part
-
-TOKENIZER_LIMIT = 500_000_000  # bytes; the largest published ones have 35 MB
 COMPANION_LIMIT = 50_000_000  # bytes of a generation config, a chat template, a tokenizer's config
 
 
@@ -32,16 +30,12 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such checkpoint folder")
-    path = folder / "tokenizer.json"
-    if not os.path.lexists(path):
+    if not os.path.lexists(folder / "tokenizer.json"):
         raise UserError(f"{folder}: the checkpoint folder has no tokenizer.json")
-    text = read_text(plain_file(folder, path.name), TOKENIZER_LIMIT, follow=True)
     try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
-    if part := unbounded_part(tokenizer):
-        raise UserError(f"{path}: its {part} could make a text more than {GROWTH_LIMIT:,} times as long")
+        tokenizer = read_tokenizer(folder)
+    except FormatError as error:
+        raise UserError(str(error)) from error
     disable_truncation(tokenizer)
     return tokenizer
 

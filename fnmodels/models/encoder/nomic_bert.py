@@ -1,11 +1,12 @@
 """Nomic BERT (arXiv 2402.01613): BERT with rotary embedding and gated MLPs, without biases of linear layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from fnmodels.errors import ConfigError
 from fnmodels.models.common import encoder
 from fnmodels.models.common.config_json import Fields, renamed
 from fnmodels.models.common.encoder import attention_masks, block, classify, head_leaves, kinds, unembed  # noqa: F401
@@ -45,11 +46,11 @@ _OLDER = {
 # Settings of the publisher's code at the only values that the maths here has.
 _FIXED: dict[str, Any] = {"causal": False, "prenorm": False, "parallel_block": False, "use_rms_norm": False}
 _FIXED |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "rotary_emb_fraction": 1.0}
-_FIXED |= {"rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None}
+_FIXED |= {"rotary_emb_interleaved": False, "rotary_emb_scale_base": None}
 _FIXED |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 # Fields of its files that choose an implementation, and those of GPT-2 that stand in them.
 _IGNORED = (
-    *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "max_trained_positions"),
+    *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln"),
     *("pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn", "summary_activation"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     *("use_flash_attn", "use_xentropy"),
@@ -77,11 +78,23 @@ class Config(encoder.EncoderConfig):
         width = usual["hidden_size"] // usual["num_attention_heads"]
         fields.expect("head_dim", width)
         rope = rope_from_hf(fields, head_dim=width, max_positions=usual["max_position_embeddings"], theta=1000.0)
+        trained = fields.integer("max_trained_positions", 2048)
+        if (factor := fields.number("rotary_scaling_factor", 0.0, above=-1e-9)) > 0:
+            if rope.kind != "default":
+                raise ConfigError(f"{fields.where} has both 'rotary_scaling_factor' and the rope kind {rope.kind!r}.")
+            rope = replace(rope, kind="dynamic", factor=factor, original_max_position_embeddings=trained)
         return encoder.finished(Config(**usual, rope=rope), fields, _IGNORED)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        return encoder.encoder_to_hf(self, "NomicBert", names={}, rope_parameters=rope_to_hf(self.rope))
+        rope: dict[str, Any] = rope_to_hf(self.rope)
+        extra: dict[str, Any] = {}
+        trained = self.rope.original_max_position_embeddings
+        if self.rope.kind == "dynamic" and trained != self.max_position_embeddings:
+            # the publisher's form: transformers takes max_position_embeddings for the trained length
+            rope = {"rope_type": "default", "rope_theta": self.rope.theta}
+            extra = {"rotary_scaling_factor": self.rope.factor, "max_trained_positions": trained}
+        return encoder.encoder_to_hf(self, "NomicBert", names={}, rope_parameters=rope, **extra)
 
 
 def spec(config: Config) -> Tree:

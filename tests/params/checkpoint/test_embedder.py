@@ -119,7 +119,7 @@ def test_other_folders(tmp_path: Path) -> None:
     )
     (folder / "sentence_bert_config.json").unlink()
     config, params, embedder = P.load_embedder(folder)
-    assert embedder == fnmodels.Embedder(("first", "mean"), (), normalize=False)
+    assert embedder == fnmodels.Embedder(("first", "mean"), (), False, config.max_position_embeddings)
     assert fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder).shape == (6, 64)
     lengths: list[int] = []
 
@@ -137,7 +137,9 @@ def test_other_folders(tmp_path: Path) -> None:
         fnmodels.embed_documents(params, [], config=config, embedder=embedder)
     wrong = {
         ("1_Pooling/config.json", '{"pooling_mode": "median"}'): "the pooling 'median' is unknown; known are cls",
-        ("1_Pooling/config.json", '{"pooling_mode": "mean", "include_prompt": false}'): "'include_prompt' is false",
+        ("1_Pooling/config.json", '{"pooling_mode": "mean", "include_prompt": 0}'): "'include_prompt' is 0",
+        ("config_sentence_transformers.json", '{"prompts": {}, "default_prompt_name": "query"}'): "one of its names or",
+        ("tokenizer.json", '{"version": "1.0"}'): "is not a tokenizer that the tokenizers library can read",
         ("modules.json", '[{"path": "", "type": "x.StaticEmbedding"}]'): "begins with StaticEmbedding",
         ("modules.json", '[{"path": ".."}]'): "must be a list of objects with 'type' and 'path'",
         ("modules.json", _modules_at("../1_Pooling")): "'..' is not the bare name",

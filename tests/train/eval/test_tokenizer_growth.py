@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from fnmodels.errors import UserError
+from params.io.tokenizer_growth import unbounded_part
 from train.data.tokenizer import train_tokenizer
 from train.eval.pretrained import load_tokenizer
-from train.eval.tokenizer_growth import unbounded_part
 
 
 def of(**parts: Any) -> Tokenizer:

@@ -3,15 +3,16 @@
 import json
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GROWTH_LIMIT = 1000  # times; published tokenizers reach 8
 _STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 
 
-def unbounded_part(tokenizer: Tokenizer) -> str | None:
+def unbounded_part(tokenizer: "Tokenizer") -> str | None:
     """The part that could make a text more than GROWTH_LIMIT times as long, or None."""
     for part in _STEPS:
         state = getattr(tokenizer, part).__getstate__() if getattr(tokenizer, part) is not None else None
