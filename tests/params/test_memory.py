@@ -66,7 +66,7 @@ def step_of_shards(folder: Path) -> Callable[[], Any]:
 LOADED = {
     "a model": (model, "params.checkpoint.load.read_leaf"),
     "a header": (model, "params.checkpoint.load.check_folder"),
-    "adapters": (adapters, "params.lora.peft.map_file"),
+    "adapters": (adapters, "params.lora.peft_load.map_file"),
     "an embedder's layer": (embedder, "params.checkpoint.embedder.read_tensor"),
     "an embedder's model": (embedder, "params.checkpoint.load.read_leaf"),
     "a step": (step, "train.checkpoint.saved_steps.read_tensor"),
