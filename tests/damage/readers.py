@@ -97,6 +97,7 @@ def _embedder(folder: Path) -> None:
     made = Embedder(("mean",), (DenseLayer(16, 4, False, "Tanh"),), True, 100)
     P.save_embedder(folder, SMALL, {**PARAMS, "dense": dense}, made)
     _tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "one"}')
 
 
 def _tokenizer(folder: Path) -> None:
@@ -241,7 +242,8 @@ READERS = (
     Reader(
         "an embedder",
         _embedder,
-        ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json")
+        ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+        + ("tokenizer.json", "tokenizer_config.json")
         + ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
         P.load_embedder,
     ),
