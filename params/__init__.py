@@ -10,8 +10,10 @@ vocabulary    `resize_vocab`: embeddings and heads of another number of tokens
 weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4
 checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map
 quantized/    quantized files: what they declare, forms of storage, weights dequantized or kept as they are stored
+gguf/         GGUF files: their header, metadata as config.json, names of tensors, blocks, the tokenizer
 io/           the safetensors reader, staged saves with their lock, checks of paths and files
 inspect       `python -m params.inspect`: what a checkpoint contains, without loading its weights
+convert       `python -m params.convert`: a Hugging Face folder of a GGUF file
 compare       `python -m params.compare`: a checkpoint here and in transformers, layer by layer, for porting a family
 new_family    `python -m params.new_family`: writes the first draft of a family's module and of its test variants
 command_line  argument parsing and error output that these commands share

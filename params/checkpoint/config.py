@@ -54,7 +54,7 @@ def read_config(
             reason += f'; if it is a model of the hub, huggingface_hub.snapshot_download("{path}") fetches its folder'
         raise FileNotFoundError(errno.ENOENT, f"{reason})", str(path))
     if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "A checkpoint is a folder, not a file", str(path))
+        raise NotADirectoryError(errno.ENOTDIR, f"A checkpoint is a folder, not a file{_advice(folder)}", str(path))
     unfinished = sorted(path.name for path in folder.glob(".saving-*"))
     if unfinished and not (folder / CONFIG).exists():
         text = (
@@ -86,6 +86,17 @@ def read_config(
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values
+
+
+def _advice(file: Path) -> str:
+    """What to do with a file that stands where a checkpoint's folder belongs."""
+    if file.suffix == ".gguf":
+        return f" (params.load_pretrained reads a GGUF file, and fnmodels-convert {file} FOLDER makes a folder)"
+    if file.suffix == ".safetensors":
+        return "; name the folder that holds it beside its config.json"
+    if file.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        return "; nothing is unpickled: save_pretrained of transformers writes a folder with safetensors"
+    return "; of single files, GGUF files named *.gguf are read"
 
 
 def with_lm_head(config: Any) -> Any:

@@ -28,6 +28,7 @@ from params.sharding import Sharding, plan_by_path
 
 from . import tensor_map
 from .header_checks import CheckedFolder, check_folder
+from .load_gguf import is_gguf, load_gguf
 from .read_leaf import Source, full_box, keep_leaf, read_leaf
 from .tensor_map import StoredLeaf, dtype_class
 from .value_checks import check_ties, refuse_non_finite
@@ -63,7 +64,8 @@ def load_pretrained(
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
-    The files of diffusers are diffusion_pytorch_model.safetensors and its shards.
+    The files of diffusers are diffusion_pytorch_model.safetensors and its shards. `path` may be a GGUF file (the extra
+    `gguf`), which is read by dtype, device and check_finite alone: dtype None is fp32, the values of quantized blocks.
 
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
     dtype: None keeps the dtype on disk, except that quantized weights (`params.quantized`) are dequantized to that of
@@ -100,6 +102,15 @@ def load_pretrained(
     if keep_quantized and plan is not None:
         raise ValueError("keep_quantized=True reads weights that are not sharded: leave out plan=.")
     folder = Path(path)
+    if is_gguf(folder):
+        others = {"family": family, "plan": plan, "drop": drop, "head": head, "part": part, "report": report}
+        others |= {"ignore_fields": ignore_fields, "keep_quantized": keep_quantized}
+        if used := [name for name, value in others.items() if value]:
+            raise ValueError(
+                f"{folder}: a GGUF file is read without {' and '.join(used)}: fnmodels-convert {folder} FOLDER "
+                "makes a folder of it, which is read with them."
+            )
+        return load_gguf(folder, dtype, device, check_finite)
     with memory_for(folder), ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part, ignore_fields)
         if part is None:

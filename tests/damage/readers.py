@@ -38,6 +38,8 @@ from train.eval import pretrained
 from train.job import initial_model, metrics_log, run, run_folder, settings
 from train.job.tasks.captions import with_files
 
+from tests.support.gguf_files import MODELS, tensors_of, write_gguf
+
 from .writers import PARAMS, SMALL, cache_in
 
 WORDS = ("one", "two", "three", "four", "five", "six")
@@ -211,6 +213,11 @@ def _write_package(folder: Path) -> None:
     (folder / "step-0.pt2").write_bytes(_package())
 
 
+def _gguf(folder: Path) -> None:
+    values = MODELS["llama"]
+    write_gguf(folder / "it.gguf", "llama", values, tensors_of(values))
+
+
 def _code(folder: Path) -> Any:
     code = saved._loaded(folder / "step-0.pt2")
     return None if code is None else code([torch.zeros(3)])[0].tolist() == [1, 1, 1]
@@ -225,6 +232,7 @@ _WEIGHTS = ("config.json", "model.safetensors")
 _INDEX = "model.safetensors.index.json"
 READERS = (
     Reader("a model", _model(), _WEIGHTS, P.load_pretrained),
+    Reader("a GGUF file", _gguf, ("it.gguf",), lambda folder: P.load_pretrained(folder / "it.gguf"), named=True),
     Reader("a model in shards", _model("8KB"), (_INDEX, "model-00001-of-00002.safetensors"), P.load_pretrained),
     Reader(
         "a model that another file calls quantized", _quantized, ("hf_quant_config.json", *_WEIGHTS), P.load_pretrained

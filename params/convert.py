@@ -1,0 +1,80 @@
+"""The command that makes a Hugging Face folder of a GGUF file: config.json, safetensors, the tokenizer.
+
+    fnmodels-convert X.gguf FOLDER                     fp32, which holds the values of quantized blocks exactly
+    fnmodels-convert X.gguf FOLDER --dtype bfloat16    half the size
+
+Nothing is written unless everything in the file is read. `--without-tokenizer` makes a folder of a file whose tokenizer
+is of a kind that is not read.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnmodels.errors import memory_for, printable
+from fnmodels.files import write_new
+from params.checkpoint.load_gguf import read_gguf
+from params.checkpoint.save import write_model
+from params.gguf.blocks import check_installed
+from params.gguf.header import GgufFile, open_gguf
+from params.gguf.tokenizer import special_ids, tokenizer_config, tokenizer_json
+
+from .command_line import Parser, program_name, run_command
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder; returns the exit code."""
+    return run_command(_name(), _parser, _convert, argv)
+
+
+def _name() -> str:
+    return program_name("fnmodels-convert", "params.convert")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=_name(), description="Make a Hugging Face folder of a GGUF file.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if needed; an older model there is replaced")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
+    parser.add_argument("--without-tokenizer", action="store_true", help="write no files of the tokenizer")
+    return parser
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    check_installed()
+    with ExitStack() as stack, memory_for(arguments.file):
+        file = open_gguf(arguments.file, stack)
+        companions = {} if arguments.without_tokenizer else _companions(file)
+        config, values = read_gguf(file, DTYPES[arguments.dtype])
+
+        def write(folder: Path) -> None:
+            for name, content in companions.items():
+                write_new(folder / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+        write_model(arguments.folder, config, values, beside=write)
+    beside = f" and {', '.join(companions)}" if companions else ""
+    print(printable(f"wrote a model{beside} into {arguments.folder}"))
+    return 0
+
+
+def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:
+    """{name: content} of the files of the tokenizer, and of the tokens that end a text."""
+    ids = special_ids(file.path, file.metadata)
+    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    return {
+        "tokenizer.json": tokenizer_json(file.path, file.metadata),
+        "tokenizer_config.json": tokenizer_config(file.path, file.metadata),
+        "generation_config.json": {key: ids[name] for name, key in keys.items() if name in ids},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

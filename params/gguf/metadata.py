@@ -1,0 +1,105 @@
+"""Metadata of a GGUF file as the content of a config.json. Every key of the architecture is read or refused."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import ConfigError, UnsupportedError
+
+from .header import GgufTensor
+
+# what changes nothing: how the file was made, and settings of llama.cpp for what the tensors show
+_NEUTRAL = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+
+
+class Metadata:
+    """The keys of one architecture, `llama.block_count` by the name `block_count`; knows which have been read."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
+        self.path, self.tensors = path, tensors
+        architecture = values.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ConfigError(f"{path}: 'general.architecture' is {architecture!r}, but must name an architecture.")
+        self.architecture = architecture
+        if values.get("split.count", 0) not in (0, 1):
+            raise UnsupportedError(
+                f"{path} is one of {values['split.count']} files of a model: merge them (llama-gguf-split --merge)."
+            )
+        prefix = f"{architecture}."
+        self._values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        self._read = set(_NEUTRAL)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self._values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number from 1; a list of equal ones, one for each layer, counts as one."""
+        value = self.take(name, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UnsupportedError(f"{self._key(name)} differs from layer to layer, which is not read.")
+            value = value[0]
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{self._key(name)} is {value!r}, but must be a whole number from 1.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.take(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(f"{self._key(name)} is {value!r}, but must be a number.")
+        return float(value)
+
+    def check_all_read(self) -> None:
+        """UnsupportedError for keys that nothing has read, unless they are off."""
+        unread = sorted(name for name, value in self._values.items() if name not in self._read and value not in (0, ""))
+        if unread:
+            keys = ", ".join(f"'{self.architecture}.{name}'" for name in unread)
+            raise UnsupportedError(f"{self.path}: the metadata has {keys}, which may change the model and is not read.")
+
+    def _key(self, name: str) -> str:
+        return f"{self.path}: '{self.architecture}.{name}'"
+
+
+def decoder_fields(metadata: Metadata) -> dict[str, Any]:
+    """The fields of a config.json that all decoders here share."""
+    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", max(hidden // heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (other := metadata.integer(name, head_dim)) != head_dim:
+            raise UnsupportedError(
+                f"{metadata.path}: '{metadata.architecture}.{name}' is {other}, where heads have {head_dim} channels; "
+                "only equal ones are read."
+            )
+    embedding = metadata.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which tells the size of the vocabulary.")
+    fields = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+    }
+    return fields | ({"head_dim": head_dim} if head_dim * heads != hidden else {}) | rope_scaling(metadata)
+
+
+def rope_scaling(metadata: Metadata) -> dict[str, Any]:
+    """{"rope_scaling": its fields}, or {} for plain rotary embeddings."""
+    kind = metadata.take("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    values: dict[str, Any] = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        values["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+    elif kind != "linear":
+        raise UnsupportedError(
+            f"{metadata.path}: '{metadata.architecture}.rope.scaling.type' is {kind!r}; none, linear and yarn are read."
+        )
+    return {"rope_scaling": values}
