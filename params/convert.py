@@ -49,20 +49,37 @@ def _parser() -> Parser:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    check_installed()
-    with ExitStack() as stack, memory_for(arguments.file):
-        file = open_gguf(arguments.file, stack)
-        companions = {} if arguments.without_tokenizer else _companions(file)
-        config, values = read_gguf(file, DTYPES[arguments.dtype])
-
-        def write(folder: Path) -> None:
-            for name, content in companions.items():
-                write_new(folder / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-
-        write_model(arguments.folder, config, values, beside=write)
-    beside = f" and {', '.join(companions)}" if companions else ""
-    print(printable(f"wrote a model{beside} into {arguments.folder}"))
+    names = convert(
+        arguments.file, arguments.folder, DTYPES[arguments.dtype], tokenizer=not arguments.without_tokenizer
+    )
+    print(printable(f"wrote {', '.join(('a model', *names))} into {arguments.folder}"))
     return 0
+
+
+def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, tokenizer: bool = True) -> tuple[str, ...]:
+    """Make a Hugging Face folder of a GGUF file, in one save as by `params.save_pretrained`.
+
+    Args:
+        path: the file.
+        folder: made if needed.
+        dtype: of the parameters; None is fp32.
+        tokenizer: whether to write its files.
+
+    Returns:
+        The names of the files that are written beside the model.
+    """
+    check_installed()
+    with ExitStack() as stack, memory_for(path):
+        file = open_gguf(path, stack)
+        companions = _companions(file) if tokenizer else {}
+        config, params = read_gguf(file, dtype)
+
+        def write(temporary: Path) -> None:
+            for name, content in companions.items():
+                write_new(temporary / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+        write_model(folder, config, params, beside=write)
+    return tuple(companions)
 
 
 def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:

@@ -407,5 +407,5 @@ REFUSED = {
     "experts_int8": _ON_LOADING,
     "tpu_int8": _ON_LOADING,
     "deepspeedfp": _ON_LOADING,
-    "gguf": "which is a file format of its own, and no form of safetensors",
+    "gguf": "which is a file format of its own: load_pretrained reads *.gguf files, and fnmodels-convert converts them",
 }

@@ -26,6 +26,7 @@ from fnmodels.ops.cpu import product_table
 from fnmodels.ops.torch_internals import compile_to_file
 from params import lora
 from params.quantized.methods import HF_QUANT
+from tests.support.gguf_files import MODELS, tensors_of, write_gguf
 from train import checkpoint
 from train.commands.prompt_rows import read_prompts
 from train.data import corpus, token_shards
@@ -37,8 +38,6 @@ from train.data.pictures import Pixels, read_picture
 from train.eval import pretrained
 from train.job import initial_model, metrics_log, run, run_folder, settings
 from train.job.tasks.captions import with_files
-
-from tests.support.gguf_files import MODELS, tensors_of, write_gguf
 
 from .writers import PARAMS, SMALL, cache_in
 

@@ -15,7 +15,9 @@ from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.errors import UserError
 from fnmodels.ops.cpu import product_table
 from params import lora
+from params.convert import convert
 from tests.support.cases import generic_params
+from tests.support.gguf_files import MODELS, tensors_of, write_gguf
 from train import checkpoint
 from train.data.cache import cached
 from train.job import metrics_log, run_folder
@@ -114,6 +116,28 @@ def embedder(layers: Callable[[int], int] = lambda number: 1) -> dict[str, Any]:
     return {"write": write, "read": read, "recovers": True}
 
 
+def _gguf(path: Path, number: int) -> Path:
+    """A GGUF file with a token that is named by `number`."""
+
+    def tokenizer(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(["a", "b", "ab", f"{number}"])
+        writer.add_token_merges(["a b"])
+
+    values = MODELS["llama"]
+    tensors = {name: tensor + number for name, tensor in tensors_of(values).items()}
+    return path if path.exists() else write_gguf(path, "llama", values, tensors, tokenizer)
+
+
+def _convert(folder: Path, number: int) -> None:
+    convert(_gguf(folder.parent / f"{number}.gguf", number), folder)
+
+
+def _read_converted(folder: Path) -> Any:
+    config, values = P.load_pretrained(folder)
+    return config, _bytes(values), (folder / "tokenizer.json").read_text()
+
+
 def steps(keep: int | None) -> dict[str, Any]:
     def write(folder: Path, number: int) -> None:
         checkpoint.save(folder, number, {"w": torch.full((300,), float(number))}, {"seen": number}, keep=keep)
@@ -200,6 +224,7 @@ WRITERS = (
     Writer("adapters of another rank", **adapters(lambda number: 1 + number)),
     Writer("an embedder", **embedder()),
     Writer("an embedder of other layers", **embedder(lambda number: 1 + number % 2)),
+    Writer("a converted GGUF file", _convert, _read_converted, recovers=True),
     Writer("a step", **steps(None)),
     Writer("a step that removes older ones", **steps(1)),
     Writer("rows of metrics", _rows, _read_rows),

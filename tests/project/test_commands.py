@@ -10,6 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import params.compare
+import params.convert
 import params.inspect
 import train.cache
 import train.cli
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train.simulate": train.simulate.main,
     "params.inspect": params.inspect.main,
     "params.compare": params.compare.main,
+    "params.convert": params.convert.main,
 }
 
 # (command, its arguments, what the sentence names); {} is a folder with the files of `place`
@@ -103,6 +105,10 @@ MISTAKES = [
     ("params.inspect", "{}/odd", "{}/odd: "),
     ("params.inspect", "{}/cut", "model.safetensors"),
     ("params.inspect", "{}/cut --verfy", "no flag --verfy; the nearest is --verify"),
+    ("params.convert", "{}/nowhere", "the following arguments are required: FOLDER"),
+    ("params.convert", "{}/nowhere.gguf {}/new", "{}/nowhere.gguf: "),
+    ("params.convert", "{}/cut/config.json {}/new", "config.json begins with"),
+    ("params.convert", "{}/text {}/new --dtype int4", "--dtype: invalid choice: 'int4'"),
     ("params.compare", "", "the following arguments are required: CHECKPOINT_FOLDER"),
     ("params.compare", "{}/nowhere", "{}/nowhere: There is no such checkpoint folder"),
     ("params.compare", "{}/odd", "{}/odd"),

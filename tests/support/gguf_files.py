@@ -34,12 +34,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_BASE, **_ROPE},
     "qwen3": {"model_type": "qwen3", **_BASE, **_ROPE, "head_dim": 32},
     "qwen3moe": {
-        **{"model_type": "qwen3_moe", **_BASE, **_ROPE, "head_dim": 32, "norm_topk_prob": True},
-        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "model_type": "qwen3_moe",
+        **_BASE,
+        **_ROPE,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
     },
     "gemma3": {
-        **{"model_type": "gemma3_text", **_BASE, "rope_parameters": _GEMMA_ROPE, "head_dim": 32, "sliding_window": 8},
-        **{"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        "model_type": "gemma3_text",
+        **_BASE,
+        "rope_parameters": _GEMMA_ROPE,
+        "head_dim": 32,
+        "sliding_window": 8,
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
     },
 }
 

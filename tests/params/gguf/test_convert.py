@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import params as P
 from fnmodels import tree
@@ -24,16 +25,12 @@ TEXTS = (
     "",
 )
 # What each rule is in transformers' tokenizers of the models that it is of.
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def _cut(pattern: str) -> Any:
-    from tokenizers import Regex
-
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), BYTES])
 
 
@@ -138,7 +135,7 @@ def joined(text: str) -> list[int]:
     """SentencePiece's loop: the neighbours whose piece has the best score are joined, the first of equal ones."""
     pieces = list(text.replace(" ", "▁"))
     while True:
-        options = [(-SCORES[a + b], i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in SCORES]
+        options = [(-SCORES[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in SCORES]
         if not options:
             break
         _, i = min(options)

@@ -153,7 +153,7 @@ def test_a_missing_tensor_and_an_unknown_architecture_are_named(tmp_path: Path) 
     with pytest.raises(P.MismatchError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: missing"):
         P.load_pretrained(write_gguf(tmp_path / "it.gguf", "llama", LLAMA, tensors))
     path = write_gguf(tmp_path / "it.gguf", "falcon", LLAMA, {})
-    with pytest.raises(P.UnsupportedError, match="is 'falcon'; of GGUF files llama, qwen2, .* are read"):
+    with pytest.raises(P.UnsupportedError, match=r"is 'falcon'; of GGUF files llama, qwen2, .* are read"):
         P.load_pretrained(path)
 
 
