@@ -42,19 +42,22 @@ def mel_filters(bins: int, *, dtype: torch.dtype = torch.float32, device: torch.
 def log_mel(samples: Tensor, *, bins: int = 80, length: int | None = None) -> Tensor:
     """Log-mel spectrogram [..., bins, frames] of samples [..., T] at 16 kHz, floats from -1 to 1; a frame is 10 ms.
 
-    length: samples to which the sound is cut or padded with silence before; the published models read 30 s. ValueError
-    for a number of samples that is no multiple of 320, two frames, which are one token.
+    length: samples to which the sound is cut or padded with silence before; the published models read 30 s. None pads
+    it to the next multiple of 320 samples, two frames, which are one token. ValueError without samples, and for a
+    length that is no such multiple.
     The logarithm of base 10 is at most 8 below the loudest value of its clip. In the dtype of the samples.
     """
     if not samples.is_floating_point():
         raise ValueError(f"samples must be floats from -1 to 1, [..., T], not {samples.dtype}.")
-    if length is not None:
-        samples = F.pad(samples[..., :length], (0, max(length - samples.shape[-1], 0)))
-    if samples.shape[-1] % (2 * HOP) or not samples.shape[-1]:
+    token = 2 * HOP
+    if length is None:
+        length = -(-samples.shape[-1] // token) * token
+    if length % token or not length or not samples.shape[-1]:
         raise ValueError(
-            f"There are {samples.shape[-1]} samples; their number must be a multiple of {2 * HOP}, which is one token: "
-            "pass length=."
+            f"There are {samples.shape[-1]} samples and length is {length}; there must be samples, and a length is a "
+            f"multiple of {token}, which is one token."
         )
+    samples = F.pad(samples[..., :length], (0, max(length - samples.shape[-1], 0)))
     window = torch.hann_window(WINDOW, dtype=samples.dtype, device=samples.device)
     flat = samples.reshape(-1, samples.shape[-1])
     bands = torch.stft(flat, WINDOW, HOP, window=window, return_complex=True)[..., :-1]  # the last is half a frame

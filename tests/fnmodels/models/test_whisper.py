@@ -217,9 +217,20 @@ def test_log_mel_equals_the_feature_extractor(bins: int) -> None:
         torch.testing.assert_close(found, reference_values, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("samples", [1, 319, 320, 321, 12_345])
+def test_log_mel_without_a_length_pads_the_clip_to_whole_tokens(samples: int) -> None:
+    sound = torch.rand(2, samples, generator=torch.Generator().manual_seed(0)) - 0.5
+    tokens = -(-samples // 320)
+    assert log_mel(sound).shape == (2, 80, 2 * tokens)
+    assert torch.equal(log_mel(sound), log_mel(sound, length=320 * tokens))
+    assert len(fnmodels.inputs.frame_rows([log_mel(sound[0], bins=6)], CONFIG)[0][0]) == tokens
+
+
 def test_bad_use_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="multiple of 320"):
-        log_mel(torch.zeros(100))
+        log_mel(torch.zeros(100), length=100)
+    with pytest.raises(ValueError, match="There are 0 samples"):
+        log_mel(torch.zeros(0))
     with pytest.raises(ValueError, match="floats from -1 to 1"):
         log_mel(torch.zeros(320, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"Clip 1 must be \[6, frames\]"):
