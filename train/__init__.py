@@ -32,6 +32,7 @@ from train.generation.loops import generate, serve, stream
 from train.generation.requests import Generations, Request
 from train.generation.sampling import Sampling
 from train.generation.serve import serve_step
+from train.generation.transcribe import transcribe
 from train.handover.deltas import Delta, apply_deltas, deltas
 from train.job.cpu_memory import keep_freed_memory
 from train.loss import Balance
@@ -71,4 +72,4 @@ __all__ += ["apply_updates"]
 __all__ += ["token_budget", "unpacked", "Delta", "deltas", "apply_deltas"]
 __all__ += ["chain", "partition", "with_ema"]
 __all__ += ["Saver", "checkpoint", "sharded"]
-__all__ += ["Generations", "Request", "Sampling", "generate", "stream", "serve", "serve_step"]
+__all__ += ["Generations", "Request", "Sampling", "generate", "stream", "serve", "serve_step", "transcribe"]

@@ -5,6 +5,7 @@ stop       token ids to text, and stop texts     prompts    prompts into a cache
 serve      `serve_step`: one token per slot      requests   requests, answers, events
 loops      the queue over slots, `generate`      beam       `beam_search`
 text       texts instead of token ids            speculative   `speculate`: drafts of a smaller model
+transcribe   speech to text with Whisper
 """
 
 from .beam import beam_search
