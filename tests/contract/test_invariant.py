@@ -14,8 +14,9 @@ import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common.family import own_choices
-from fnmodels.ops import indexer, invariant, linear, mlp
+from fnmodels.ops import indexer, linear, mlp
 from fnmodels.ops.invariant import attention as tiles
+from fnmodels.ops.invariant import rows as invariant
 from tests.support.cases import Case, attention_of, causal, choices_of, generic_params, richest, short, tokens_of
 
 LENGTHS = (139, 5, 31, 1)  # of the documents; the first has more tokens than a tile
