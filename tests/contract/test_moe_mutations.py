@@ -350,7 +350,7 @@ def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
 def padding_in_the_mean(patch: pytest.MonkeyPatch) -> None:
     right = train.losses.balance_loss
     patch.setattr(
-        train,
+        train.losses,
         "balance_loss",
         lambda x, i, valid, **how: right(x.nan_to_num(), i.clamp(min=0), torch.ones_like(valid), **how),
     )
