@@ -27,7 +27,7 @@ from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Window
 from fnmodels.ops.attention import sdpa
 from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.rotary import Rope, frequencies, rotary_table
+from fnmodels.ops.rotary import Rope, Rotation, frequencies, rotary_table, table_of
 from tests.contract import (
     test_build,
     test_checkpoint,
@@ -226,8 +226,9 @@ def tables_in_the_default_dtype(patch: pytest.MonkeyPatch) -> None:
 def angles_in_the_dtype_of_the_activations(patch: pytest.MonkeyPatch) -> None:
     """As if a table of angles, not of cosines, were cast with the parameters."""
 
-    def change(block: Any, layer: Any, x: Tensor, mask: Any, freqs: Tensor, **options: Any) -> Any:
-        angles = (torch.atan2(freqs[..., 1], freqs[..., 0]) + 200 * torch.pi).to(x.dtype).float()
+    def change(block: Any, layer: Any, x: Tensor, mask: Any, freqs: Tensor | Rotation, **options: Any) -> Any:
+        table = table_of(freqs)
+        angles = (torch.atan2(table[..., 1], table[..., 0]) + 200 * torch.pi).to(x.dtype).float()
         return block(layer, x, mask, torch.stack((angles.cos(), angles.sin()), dim=-1), **options)
 
     _around_block(change)(patch)
@@ -352,7 +353,7 @@ def _causal_whatever_it_is_asked(
 )
 @bug("P1", "llama", check(testing.check_packing, "sdpa"))
 def a_fused_kernel_that_falls_back_to_causality(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fnmodels.ops.attention.select.sdpa_attention", _causal_whatever_it_is_asked)
+    patch.setattr("fnmodels.ops.attention.kernels.sdpa_attention", _causal_whatever_it_is_asked)
 
 
 @bug("B8", "llama", through(test_kernels.test_every_rule_through_every_kernel, "blocks"))
@@ -556,8 +557,10 @@ def nothing_over_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P6", "llama", test_loss.test_labels_are_the_next_tokens_of_each_document)
 def labels_shifted_twice(patch: pytest.MonkeyPatch) -> None:
-    right = train.losses.next_token.head_loss
-    patch.setattr("train.losses.next_token.head_loss", lambda p, x, labels, **o: right(p, x, labels.roll(-1, 1), **o))
+    right = train.losses.next_token.loss_of_targets
+    patch.setattr(
+        "train.losses.next_token.loss_of_targets", lambda p, x, labels, **o: right(p, x, labels.roll(-1, 1), **o)
+    )
 
 
 @bug(
