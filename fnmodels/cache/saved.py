@@ -35,7 +35,7 @@ from fnmodels.files import (
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
-from fnmodels.ops.cpu.product_table import machine
+from fnmodels.ops.cpu.machine import machine
 from fnmodels.ops.torch_internals import compile_to_file, has_compiler_to_files, load_compiled
 from fnmodels.options import ForwardOptions
 from fnmodels.run_params import RunParams
@@ -211,7 +211,7 @@ def _digest(step: SavedStep, cache: Cache, all_slots: bool) -> str:
     sizes = [(list(t.shape), _strides(t), str(t.dtype)) for t in (*step.leaves, *_tensors(cache))]
     structure = repr(tree.structure((step.params, cache)))
     facts = [repr(step.config), repr(step.options), structure, cache.kinds, cache.length, all_slots, sizes]
-    return hashlib.sha256(json.dumps([_surroundings(torch.get_num_threads()), facts]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([_surroundings(), torch.get_num_threads(), facts]).encode()).hexdigest()[:32]
 
 
 def _strides(t: Tensor) -> list[int]:
@@ -220,7 +220,8 @@ def _strides(t: Tensor) -> list[int]:
 
 
 @functools.cache
-def _surroundings(threads: int) -> list[Any]:
+def _surroundings() -> list[Any]:
+    """The processor, torch, and the code of this package."""
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return [machine(), torch.backends.cpu.get_cpu_capability(), threads, code]
+    return [machine(), torch.backends.cpu.get_cpu_capability(), code]

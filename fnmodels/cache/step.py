@@ -18,7 +18,7 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.ops.slots import Entry, SlotUse, write, write_
+from fnmodels.ops.slots import Entry, SlotUse, write
 from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
@@ -174,7 +174,7 @@ def plan_step(
             maskless = not needs_mask and options.kernel in ("auto", "sdpa")
             multiple = TILE if options.invariant else 1
             if rows is not None:
-                plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple, inplace=inplace)
+                plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple)
             else:
                 plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
         of_kind[kind] = plans[key]
@@ -273,14 +273,13 @@ def _plan(
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
 
 
-def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int, inplace: bool) -> _Plan:
+def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int) -> _Plan:
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
     at = rows.slots(room, slots.ring)
     index, first = torch.tensor(at)[:, None], at[0] if rows.equal else None
-    put = functools.partial(write_, full=True) if inplace else write
     positions, segments = (
-        put(held, new.expand(batch, 1), index, first=first)
+        _put(held, new.expand(batch, 1), index=index, first=first)
         for held, new in ((slots.positions, mask.q_positions), (slots.segments, mask.q_segments))
     )
     after = Slots(positions, segments, None, slots.ring)

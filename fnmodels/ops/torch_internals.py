@@ -395,16 +395,17 @@ def compile_to_file(
     set_up_inductor()
     import torch._inductor
 
-    class Graph(torch.nn.Module):
-        def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-            return function(*tensors)
+    def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return function(*tensors)
 
+    graph: Any = torch.nn.Module()  # torch.export takes no function
+    graph.forward = forward
     sizes: list[Any] = [None] * len(tensors)
     if sizes_of_last is not None:
         least, most = sizes_of_last
         sizes[-1] = {0: torch.export.Dim("last", min=least, max=most)}
     with torch.no_grad():
-        program = torch.export.export(Graph(), (list(tensors),), dynamic_shapes=(sizes,), strict=False)
+        program = torch.export.export(graph, (list(tensors),), dynamic_shapes=(sizes,), strict=False)
         torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(path),

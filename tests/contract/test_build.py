@@ -215,7 +215,8 @@ def check_no_tensor_is_kept(*models: Case) -> None:
 def test_the_source_is_pure(file: Path) -> None:
     """No modules with state, no buffers, no `global`, no caches; imports of torch, einops and the standard library.
 
-    A cached function without arguments is a lazy constant (a compiled kernel) and is allowed.
+    A cached function without arguments is a lazy constant (a compiled kernel) and is allowed, and so are the plans of
+    stacks, which hold no tensor and are keyed by all that they depend on.
     """
     text = ast.parse(file.read_text())
     constants = [node for node in ast.walk(text) if isinstance(node, ast.FunctionDef) and not ast.unparse(node.args)]
@@ -228,7 +229,8 @@ def test_the_source_is_pure(file: Path) -> None:
         if isinstance(node, (ast.Attribute, ast.Name)):
             name = ast.unparse(node)
             assert name.rpartition(".")[2] not in {"register_buffer", "register_parameter"}
-            assert name not in {"functools.cache", "functools.lru_cache", "functools.cached_property"}
+            if name != "functools.lru_cache" or file.parent.name != "stack":
+                assert name not in {"functools.cache", "functools.lru_cache", "functools.cached_property"}
         assert not isinstance(node, (ast.Global, ast.Nonlocal)), ast.unparse(node)
         if isinstance(node, ast.Import):
             roots = {alias.name.partition(".")[0] for alias in node.names}

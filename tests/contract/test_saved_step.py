@@ -121,7 +121,7 @@ def test_a_file_is_of_one_model_and_size(folder: Path, monkeypatch: pytest.Monke
     half = saved_step(SMALL, generic_params(SMALL, torch.bfloat16))
     assert half is not None
     others.append(half.file(cache))
-    monkeypatch.setattr(saved, "_surroundings", lambda threads: "another machine")
+    monkeypatch.setattr(saved, "_surroundings", lambda: "another machine")
     others.append(step.file(cache))
     monkeypatch.undo()
     assert len({*others, step.file(cache)}) == len(others) + 1

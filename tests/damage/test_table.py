@@ -38,7 +38,7 @@ RAW = {  # {place: why it needs no opener}
     "fnmodels.cache.saved._loaded": "bytes of `read_bytes`",
     "fnmodels.cache.saved._surroundings": "the source of this package",
     "fnmodels.ops.cpu.huge_pages._madvise": "a switch of the system",
-    "fnmodels.ops.cpu.product_table.machine": "/proc/cpuinfo",
+    "fnmodels.ops.cpu.machine.machine": "/proc/cpuinfo",
     "fnmodels.ops.cpu.product_table._alone_in": "the cache folder, to lock it",
     "fnmodels.research.sae.harvest": "a new file that the caller names",
     "params.checkpoint.manifest.write_manifest": "a new file of the staging folder",

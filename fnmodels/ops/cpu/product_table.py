@@ -23,7 +23,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.files import cache_folder, private_folder, read_bytes, remove_abandoned, write_text
+from fnmodels.ops.cpu.machine import machine
 from fnmodels.ops.torch_internals import has_bf16_products, has_onednn_linear, onednn_linear, undisturbed
 
 Rates = dict[str, float]  # {name: GFLOP/s}
@@ -56,18 +56,6 @@ _LIMIT = 1_000_000  # bytes of the file, which has about 3,000
 _SILENT_WAIT, _LONGEST_WAIT = 2.0, 60.0  # seconds for the lock
 _KEPT = 600.0  # seconds that a file with an unconfirmed rate is read
 BUSY = " (the machine was busy: a process that starts ten minutes later measures again)"
-_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE")
-
-
-def machine() -> dict[str, str]:
-    """The key of the rates: the processor, the release of torch, and variables that limit its libraries."""
-    found = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        pairs = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-        found |= {name: pairs[name] for name in wanted if name in pairs}
-    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def table_file(of: dict[str, str]) -> Path:

@@ -66,7 +66,7 @@ def test_the_command_shows_each_kind_and_clears(folder: Path, capsys: pytest.Cap
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == len(KINDS) + 1
         assert lines[0].split()[:4] == ["3", "kB", "2", "files,"] and KINDS["tokens"] in lines[0]
-        assert lines[-1] == f"      9 kB  6 files {done} {folder}"
+        assert lines[-1] == f"   10.5 kB  7 files {done} {folder}"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "tokens-2.json"]
     assert train.cache.main([]) == 0
     assert capsys.readouterr().out == f"       0 B  0 files in {folder}\n"
