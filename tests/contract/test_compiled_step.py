@@ -152,8 +152,8 @@ def test_the_product_of_one_row(dtype: torch.dtype, bias: bool, graphs: CompileC
 
 @pytest.mark.slow
 def test_generate_compiles_its_steps(graphs: CompileCounterWithBackend) -> None:
-    """The same draws as without, over more requests than slots and two settings of capacity."""
-    params, prompts = generic_params(SMALL), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    """The same draws as without, over more requests than slots. Packed weights, which no file of code can hold."""
+    params, prompts = P.packed(generic_params(SMALL)), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
     settings: dict[str, Any] = {"slots": 2, "seeds": [3, 4, 5, 6], "sampling": train.Sampling(temperature=0.7)}
     for new in (5, 9):
         wanted = train.generate(params, SMALL, prompts, max_new=new, **settings)

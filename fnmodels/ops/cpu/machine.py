@@ -1,6 +1,8 @@
 """What this machine is to code that is made for it: rates of products, and compiled steps.
 
-It is the key of the files that these are kept in, and earns the row "26M" of benchmarks/results/ops_cpu.md with them.
+It is the key of the files that these are kept in.
+
+Row: train_step.
 """
 
 import os
