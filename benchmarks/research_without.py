@@ -60,7 +60,6 @@ def _bare(run: Callable[..., list[Tensor]]) -> list[Tensor]:
     with (
         mock.patch.object(layer_loop, "_around", _first),
         mock.patch.object(layer_loop, "missed", return_value=[]),
-        mock.patch.object(layer_loop, "wanted_taps", return_value=frozenset()),
         mock.patch.object(fnmodels.apply, "edit_end", lambda edits, name, value: value),
     ):
         return run(context=_Bare)
