@@ -20,7 +20,7 @@ from params.checkpoint.shard_index import as_lines
 from params.checkpoint.tensor_map import is_leftover
 from params.io.files import plain_file
 from params.io.safetensors_file import check_floating, map_file, mapped_tensor, open_tensors
-from params.sharding import sharding_of
+from params.sharding import is_stage_share, sharding_of
 
 from .adapter_config import CONFIG, AdapterConfig, read_config
 from .leaves import adapter_leaves, initial_magnitude, map_leaves, on_same_mesh, params_by_path
@@ -57,7 +57,7 @@ def load_adapters(
         path: The folder with adapter_config.json and adapter_model.safetensors.
         config: The base model's config.
         params: The base model's parameters; a model whose vocabulary the adapters extend is resized first
-            (`params.resize_vocab`).
+            (`params.resize_vocab`). A pipeline stage's share receives the adapters of its own layers and ends.
         ignore_fields: Fields of adapter_config.json that change nothing, where this audit does not know them.
 
     Returns:
@@ -76,7 +76,7 @@ def load_adapters(
         mapping = map_file(file)
         tensors = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
     weights = {path: base_of(leaf) for path, leaf in params_by_path(params).items()}
-    reader = _Reader(config, settings, layout_of(config), weights)
+    reader = _Reader(config, settings, layout_of(config), weights, is_stage_share(params))
     reader.read(tensors)
     if reader.faults:
         raise MismatchError(
@@ -90,14 +90,16 @@ def load_adapters(
 class _Reader:
     """Collects what the tensors of a file are, and what does not fit.
 
-    weights: the base model's parameters by path. found: {path: {expert, or None: (factors, scale)}}. values: {path: a
-    parameter trained in full}. both: the paths in `values` that hold for both uses of a tied embedding.
+    weights: the base model's parameters by path. share: they are those of a pipeline stage alone. found: {path:
+    {expert, or None: (factors, scale)}}. values: {path: a parameter trained in full}. both: the paths in `values` that
+    hold for both uses of a tied embedding.
     """
 
     config: DecoderConfig
     settings: AdapterConfig
     layout: Layout
     weights: Mapping[str, Any]
+    share: bool = False
     faults: list[str] = field(default_factory=list)
     found: dict[str, dict[int | None, tuple[Factors, float]]] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -143,9 +145,11 @@ class _Reader:
                 hint = f"; params.resize_vocab(config, params, {len(value)}) resizes the base model" if resized else ""
                 self.faults.append(f"{PREFIX}{name}: expected {list(shape)}, found {list(value.shape)}{hint}")
                 continue
-            own, base = extract(place.stored, value).contiguous(), self._weight(place.path)
             if place.expert is not None:
                 return False  # PEFT saves no expert by itself
+            if self._is_elsewhere(place.path):
+                continue
+            own, base = extract(place.stored, value).contiguous(), self._weight(place.path)
             copied = INNER in name and sharding_of(base) is None and torch.equal(own.to(base), base)
             if not copied:
                 self.values[place.path] = own
@@ -153,11 +157,20 @@ class _Reader:
 
     def _weight(self, path: str) -> Any:
         """The base model's parameter of a path, a tied head's too."""
+        return self.weights[self._stored(path)]
+
+    def _stored(self, path: str) -> str:
         tied = self.layout.tied
-        return self.weights[tied[0] if tied and path == tied[1] else path]
+        return tied[0] if tied and path == tied[1] else path
+
+    def _is_elsewhere(self, path: str) -> bool:
+        """Whether another stage of a pipeline holds the parameter."""
+        return self.share and self._stored(path) not in self.weights
 
     def _token_rows(self, module: str, places: list[Place] | None, rows: Tensor) -> None:
         """Rows of an embedding that are trained, in both of its uses."""
+        if places is not None and self._is_elsewhere(places[0].path):
+            return
         named = [ids for end, ids in self.settings.token_rows if f".{module}".endswith(f".{end}") or not end]
         base = None if places is None else self._weight(places[0].path)
         if base is None or len(named) != 1 or tuple(rows.shape) != (len(named[0]), base.shape[1]):
@@ -182,7 +195,7 @@ class _Reader:
         if self.settings.dora and table:
             raise UnsupportedError(f"{module} is an embedding with DoRA, which is not supported.")
         shapes |= {"magnitude": (out_size,)} if self.settings.dora else {}
-        if not self._fits(module, parts, shapes):
+        if not self._fits(module, parts, shapes) or all(self._is_elsewhere(place.path) for place in places):
             return
         a, b = (parts["table_b"].T, parts["table_a"].T) if table else (parts["a"], parts["b"])
         factors, scale = Factors(a, b, parts.get("magnitude")), self.settings.scale_of(key)
@@ -264,7 +277,9 @@ class _Reader:
 
     def nodes(self) -> dict[str, Any]:
         """{path: node without its weight} of everything that was read."""
-        found: dict[str, Any] = {path: self._lora(path, experts) for path, experts in self.found.items()}
+        found: dict[str, Any] = {
+            path: self._lora(path, experts) for path, experts in self.found.items() if not self._is_elsewhere(path)
+        }
         for path, value in self.values.items():
             node = Replaced(None, _like(self._weight(path), value))
             found[path] = replace(found[path], weight=node) if path in found else node

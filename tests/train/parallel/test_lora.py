@@ -1,6 +1,7 @@
 """Adapters over a mesh: divided as their weights are, and trained as one process trains them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 import params as P
-from fnmodels import tree
+from fnmodels import llama, tree
 from params import lora
 from tests.support import adapters, copies
 from tests.support.cases import generic, generic_params
@@ -18,6 +19,8 @@ from train import adamw, init_state, make_step
 from train.comm.dtensor import local_tree
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
+from train.parallel.pipeline.schedule import pipeline
+from train.parallel.pipeline.tree_split import share
 from train.parallel.placement import rules_of, shardings
 from train.parallel.tensor import leaf_roles
 
@@ -201,3 +204,20 @@ def test_what_cannot_be_divided_is_said(ranks: Ranks) -> None:
     for first, second in ranks(2)(refused):
         assert "lm_head has an adapter, and over 'tp' the vocabulary is sharded" in first
         assert "lm_head is a DTensor; only plain tensors can be saved" in second
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_reads_the_adapters_of_its_share(tmp_path: Path, tied: bool) -> None:
+    """LoRA of layers and of the embedding, and norms trained in full: each share gets what the whole model gets."""
+    config = llama.Config(32, 16, 24, 4, 4, 2, tie_word_embeddings=tied)
+    params = P.init(config, 1)
+    adapted = lora.add(config, params, rank=2, targets=["*_proj", "embed_tokens"])
+    adapted = lora.unfreeze(adapted, ["norm", "layers.*_layernorm"])
+    lora.save_adapters(tmp_path, config, tree.map(lambda x: x + 0.5, adapted))
+    whole, pipe = lora.load_adapters(tmp_path, config, params), pipeline(config, 2, "1F1B")
+    for rank in range(2):
+        part = lora.load_adapters(tmp_path, config, share(params, config, pipe, rank))
+        wanted, read = tree.flatten(share(whole, config, pipe, rank)), tree.flatten(part)
+        assert read.keys() == wanted.keys()
+        assert all(torch.equal(leaf, wanted[path]) for path, leaf in read.items())
+        assert len(read) > len(tree.leaves(share(params, config, pipe, rank)))
