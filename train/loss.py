@@ -246,6 +246,9 @@ class RunOptions:
         return freqs_cis
 
 
+PLAIN = RunOptions()  # made here, since dynamo cannot make its nested defaults in a graph
+
+
 @dataclass(frozen=True)
 class ModelLoss:
     """A function of (params, batch), called with the options of a run.
@@ -319,10 +322,10 @@ def computed_in(dtype: torch.dtype, function: Callable[..., Any]) -> ModelLoss:
 def run_options(params: Tree) -> RunOptions:
     """The `RunOptions` that travel with a loss's params, for a loss that runs layers without fnmodels.hidden."""
     if not isinstance(params, RunParams):
-        return RunOptions()
+        return PLAIN
     options: Any = params.run
     if not isinstance(options, RunOptions):
-        return RunOptions()
+        return PLAIN
     options.note_reached()
     return options
 

@@ -16,7 +16,7 @@ from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
-from train.loss import Balance, RouterTerms, RunOptions, run_options
+from train.loss import PLAIN, Balance, RouterTerms, run_options
 from train.losses.moe_balance import balance_terms
 
 from .cross_entropy import check_labels, check_targets, counted
@@ -149,7 +149,7 @@ def model_call(
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     if field_of(config, "head") in ("lm", "masked_lm"):  # others have labels of another meaning, which they check
         check_targets(batch["labels"], config.vocab_size)
-    given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
+    given = params if isinstance(params, RunParams) else RunParams(params, PLAIN)
     run = run_options(given)
     length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
     inputs, masks, freqs_cis = fnmodels.prepare(
