@@ -24,6 +24,7 @@ from tests.support.ranks_pool import Ranks, devices
 from tests.train.parallel.test_pipeline import batch_of, config_of, optimizer_of
 from train.comm import collectives
 from train.comm.dtensor import local_tree
+from train.loss import as_loss
 from train.parallel import Mesh
 from train.parallel.mesh import Strategy
 from train.parallel.pipeline import gradients as pp
@@ -195,7 +196,8 @@ def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, 
     optimizer, pipe = optimizer_of(config), pipeline(config, dist.get_world_size(), schedule)
     params = share(P.init(config, 0), config, pipe, rank)
     loss = functools.partial(train.next_token_loss, config=config, kernel=fused)
-    of = pp.gradient_sums(loss, optimizer, pipe)
+    over = as_loss(loss).with_options(blocks={"outer": lambda block: block})  # layers of a mesh are always wrapped
+    of = pp.gradient_sums(over, optimizer, pipe)
     done: list[Action] = []
 
     def noted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
