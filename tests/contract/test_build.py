@@ -195,7 +195,8 @@ def check_no_tensor_is_kept(*models: Case) -> None:
     assert held_tensors() == []
 
     def alive() -> int:
-        gc.collect()
+        while gc.collect():  # what finalizers of earlier tests' objects let go
+            pass
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     runs = [
@@ -207,7 +208,7 @@ def check_no_tensor_is_kept(*models: Case) -> None:
     before = alive()
     for mixed, weights, kernel in runs:
         mixed.forward(weights, kernel=kernel)
-    assert alive() == before
+    assert alive() <= before  # fewer: earlier tests' objects that a bounded table of plans let go
     assert held_tensors() == []
 
 
