@@ -17,6 +17,7 @@ from fnmodels.cache import DecodingStep
 from fnmodels.cache.compiled import BLOCK
 from fnmodels.cache.saved import saved_step
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.options import is_invariant
 from fnmodels.tree import Tree
 
 from .prompts import activations
@@ -71,7 +72,7 @@ def choose(
 def _automatic(
     params: Tree, config: DecoderConfig, cache: Cache, steps: int, options: Mapping[str, Any]
 ) -> CompileChoice:
-    if options.get("kernel") == "invariant":
+    if is_invariant(options.get("kernel", "auto")):
         return CompileChoice("none", 'kernel="invariant" has the bits of training, and compiled code rounds otherwise')
     step = saved_step(config, params, **options)
     if step is None:
