@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = importlib.util.find_spec("verl") is not None
 with_verl = pytest.mark.skipif(not HERE, reason="verl has a virtual environment of its own: make verl")
 
