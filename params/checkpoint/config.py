@@ -18,6 +18,8 @@ from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
 
+from .wrapped_text import refuse_whole, text_values
+
 CONFIG = "config.json"
 CONFIG_LIMIT = 10_000_000  # bytes; the labels of 20,000 classes take 1 MB
 TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
@@ -46,7 +48,10 @@ def part_of(config: Any, part: str | None, folder: Path) -> Any:
 def read_config(
     path: str | os.PathLike[str], family: Any = None, part: str | None = None, ignore_fields: Collection[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by config.json."""
+    """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by config.json.
+
+    part="text" of a model that is not read as a whole gives the Config of its text model.
+    """
     folder = Path(path)
     if not folder.exists():
         reason = "There is no such checkpoint folder (nothing is ever downloaded"
@@ -73,16 +78,20 @@ def read_config(
         if not isinstance(model_type, str):
             raise ConfigError(f"'model_type' must be a string, not {shown(model_type)}.")
         ignored = IgnoreFields(frozenset(ignore_fields))
-        read = config_class(family or family_reading(values, part)).from_hf
-        config = read(ignored.added_to(values) if ignored.names else values)
+        own = text_values(values) if family is None and part == "text" else None
+        if family is None and part != "text":
+            refuse_whole(values)
+        reading = own or values
+        read = config_class(family or family_reading(reading, part)).from_hf
+        config = read(ignored.added_to(reading) if ignored.names else reading)
         if unused := ignored.names - ignored.used - _ignored_earlier(values):
             raise ConfigError(
                 f"ignore_fields has {', '.join(map(shown, sorted(unused)))}, which is no unknown field: it is read, or "
                 "known to change nothing, or not there."
             )
-        _check_dtype(values)
-        _check_tokens(values)
-        _check_architectures(values, to_hf(with_lm_head(config)).get("architectures"))
+        _check_dtype(reading)
+        _check_tokens(reading)
+        _check_architectures(reading, to_hf(with_lm_head(config)).get("architectures"))
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values

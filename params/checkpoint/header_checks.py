@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.models.common.config_json import QUANTIZATION
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import disk_names
@@ -19,7 +20,7 @@ from params.io.safetensors_file import TensorEntry, TensorFile, cast_buffer
 from params.quantized.methods import read_quantization
 from params.quantized.weight import Found, QuantizedWeight, is_zero_bias, pair
 
-from . import tensor_map
+from . import tensor_map, wrapped_text
 from .config import part_of, read_config, with_lm_head
 from .shard_index import as_lines, open_folder
 from .tensor_map import Piece, StoredLeaf, dtype_class
@@ -31,6 +32,7 @@ class CheckedFolder:
 
     found: {name on disk: (its file, its entry)}. leftovers: names in it that are no parameter. tied: {name of a
     redundant tensor: name of the tensor it must equal}. prefix: the first component that the names on disk omit.
+    unread: {beginning of names: how many tensors} of the other parts of a model of which only the text is read.
     """
 
     config: DecoderConfig
@@ -40,6 +42,7 @@ class CheckedFolder:
     leftovers: tuple[str, ...]
     tied: dict[str, str]
     prefix: str
+    unread: dict[str, int] = field(default_factory=dict)
 
 
 def check_folder(
@@ -56,7 +59,10 @@ def check_folder(
     opened = open_folder(folder, stack, traits_of(family_of(declared)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     buffer = cast_buffer()
-    found = _paired(folder, opened, values, buffer)
+    found, others, where = _paired(folder, opened, values, buffer), dict[str, int](), ""
+    if family is None and part == "text" and wrapped_text.text_values(values) is not None:
+        found, others, where = wrapped_text.text_tensors(folder, declared, found)
+        declared = wrapped_text.tied_by_files(declared, values, bool(_head_names(declared) & found.keys()))
     complete = with_lm_head(declared)
     if complete is not declared and _head_names(complete) & found.keys():  # an older file, whose class has no head
         declared = complete
@@ -79,8 +85,9 @@ def check_folder(
         and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(found, name, buffer))
     )
     known = {name: value for name, value in found.items() if name not in leftovers}
-    _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
-    checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
+    note = f"\nThese are the names of a text model alone; in the files they begin with {where}" if where else ""
+    _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names) + note)
+    checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix, others)
     return _only(part_of(config, part, folder), part, checked)
 
 
@@ -89,8 +96,9 @@ def _paired(
 ) -> Found:
     """`opened` with the tensors of each quantized weight as one; it may have none: dequantized models often keep the
     quantization_config."""
+    inner = wrapped_text.text_values(values) or {}
     try:
-        quantization = read_quantization(values, folder)
+        quantization = read_quantization({**{n: inner[n] for n in QUANTIZATION if n in inner}, **values}, folder)
     except (ConfigError, UnsupportedError) as error:
         raise type(error)(f"{folder}: {error}") from None
     if quantization is None:

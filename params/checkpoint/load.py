@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +39,14 @@ class LoadReport:
     """Bytes that one call of `load_pretrained` reads and maps.
 
     read: including headers and compared copies. mapped: leaves that are read only when they are used. files: size of
-    all files.
+    all files. unread: {beginning of names: number of tensors} of parts that are not read, with part="text" of a model
+    that is not read as a whole.
     """
 
     read: int
     mapped: int
     files: int
+    unread: dict[str, int] = field(default_factory=dict)
 
 
 def load_pretrained(
@@ -87,6 +89,9 @@ def load_pretrained(
     files may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read
     with its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its
     Config, its params); all headers are checked, and only its tensors are read. A text model is its own part "text".
+    It is also read out of models that are not read as a whole (InternVL, Voxtral), if config.json has it as an object
+    of a type that is read: tensors of other parts stay unread, which `report` lists, and a head that such files lack is
+    the embedding.
     ignore_fields=("name",): reads config.json without fields of these names that no family knows, which is an error
     otherwise; they are recorded in what is saved. A field that is read cannot be ignored.
     keep_quantized=True: quantized weights that F.linear or a layer with experts applies stay as the files have them
@@ -135,7 +140,7 @@ def load_pretrained(
         if report is not None:
             mapped = sum(leaf.nbytes for leaf, is_mapped in made.values() if is_mapped)
             sizes = (max((e.stop for e in file.entries.values()), default=0) for file in checked.files)
-            report(LoadReport(checked.files[0].handles.read, mapped, sum(sizes)))
+            report(LoadReport(checked.files[0].handles.read, mapped, sum(sizes), checked.unread))
     if placements is None:
         return checked.config, tree.unflatten(flat)
     paths = iter(tree.flatten(plan))
