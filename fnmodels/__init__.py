@@ -56,6 +56,7 @@ from fnmodels.models.presets import preset, presets
 from fnmodels.module import as_module
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.ops.cpu.linear import explain_products
+from fnmodels.ops.remat import remat
 from fnmodels.options import PerLayer
 from fnmodels.pairs import pair_batch, prepare_pair
 from fnmodels.per_sample import per_sample_gradients
@@ -75,7 +76,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
-__all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer"]
+__all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer", "remat"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["compiled_step"]
 __all__ += ["insert", "resize", "take", "truncate"]

@@ -24,6 +24,7 @@ from fnmodels.models.common.registry import family_of, refuse_towers, stack_conf
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
+from fnmodels.ops.torch_internals import needs_second_order
 from fnmodels.preparation import prepare
 from fnmodels.stack.checks import cleared, valid_of_masks
 from fnmodels.stack.loop import CacheStep, LayerInputs, run_stack
@@ -231,6 +232,7 @@ def hidden_states(
                 return (*stage.layers(params, inputs, masks, freqs_cis, config, taps, options), {})
             freqs_cis, options = params.run.prepare(config, inputs, masks, freqs_cis, options)
             params = dict(params)
+        options = differentiable(options)
         family = family_of(config)
         given = inputs if isinstance(inputs, Mapping) else {}
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
@@ -256,6 +258,11 @@ def hidden_states(
     except AttributeError:
         refuse_towers(config)
         raise
+
+
+def differentiable(options: ForwardOptions) -> ForwardOptions:
+    """The options with kernel="math" for "auto" where the transforms of torch.func around the call need it."""
+    return replace(options, kernel="math") if options.kernel == "auto" and needs_second_order() else options
 
 
 def _embedded(
@@ -335,6 +342,7 @@ def run_layers(
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         freqs_cis, how = params.run.prepare(config, {}, masks, freqs_cis, how)
+    how = differentiable(how)
     batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
     x, tapped, entries, passed = run_stack(params, x, batch, plan_stack(config, range(lo, hi), taps, how), how)
     found = _returned(x, tapped, entries, taps, cache)

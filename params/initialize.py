@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -33,7 +34,7 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
 
 def init(
     config: DecoderConfig,
-    seed: int,
+    seed: int | Tensor,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -45,11 +46,24 @@ def init(
     dtype: None keeps the dtypes of the spec (fp32). plan: from `params.plan` with a DeviceMesh; leaves become DTensors,
     and each rank draws only its own shard, equal to that slice of the leaf on one process. A plan for some pipeline
     stages draws the leaves that it names.
+    seed: an int, or a 0-d integer tensor, which torch.func.vmap may map: vmap(lambda seed: init(config, seed))(seeds)
+    stacks the parameters of each seed. With a plan it is an int.
     """
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise TypeError(f"seed must be an int, not {seed!r}.")
     _check_dtype(dtype)
     leaves = tree.flatten(family_of(config).spec(config))
+    if isinstance(seed, Tensor):
+        if seed.ndim or seed.is_floating_point() or seed.dtype == torch.bool or plan is not None:
+            raise TypeError(
+                f"seed must be an int or a 0-d integer tensor, without a plan, not {seed.dtype!s} "
+                f"{list(seed.shape)}{'' if plan is None else ' with a plan'}."
+            )
+
+        def drawn_by(path: str, leaf: Leaf) -> Tensor:
+            return _DrawnBySeed.apply(lambda n: draw(leaf, n, path).to(device, leaf_dtype(leaf, dtype)), seed)
+
+        return tree.unflatten({path: drawn_by(path, leaf) for path, leaf in leaves.items()})
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"seed must be an int or a 0-d integer tensor, not {seed!r}.")
     if plan is None:
         made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
         return tree.unflatten(made)
@@ -62,6 +76,24 @@ def init(
         return how.distribute(draw(leaf, seed, path, how.local_box()).to(device, leaf_dtype(leaf, dtype)))
 
     return tree.map(drawn, plan)
+
+
+class _DrawnBySeed(torch.autograd.Function):
+    """make(seed) for each of the seeds, a tensor of any shape, in front of the result's dimensions."""
+
+    @staticmethod
+    def forward(make: Callable[[int], Tensor], seeds: Tensor) -> Tensor:
+        if not seeds.ndim:
+            return make(int(seeds))
+        return torch.stack([_DrawnBySeed.forward(make, seed) for seed in seeds])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], make: Callable[[int], Tensor], seeds: Tensor) -> tuple[Tensor, int]:
+        return _DrawnBySeed.apply(make, seeds.movedim(in_dims[1], 0)), 0
 
 
 def new_head(

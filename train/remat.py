@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnmodels.ops.torch_internals import costly_operators, full_graph
+from fnmodels.ops.remat import remat
+from fnmodels.ops.torch_internals import costly_operators, full_graph, transformed
 from fnmodels.options import Block, LayerFn
 
 from .remat_budget import budget_of, within
@@ -62,7 +63,11 @@ def _every(block: Block, every: int) -> Block:
 
     def recomputed(*args: Any, **more: Any) -> Any:
         calls["made"] += 1
-        return block(*args, **more) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False, **more)
+        if calls["made"] % every:
+            return block(*args, **more)
+        if transformed():  # where torch's checkpoint raises
+            return remat(block)(*args, **more)
+        return checkpoint(block, *args, use_reentrant=False, **more)
 
     return recomputed
 
@@ -78,7 +83,16 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
 
         saved.append(torch.ops.fnmodels.linear.default)
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-    return lambda *args, **more: checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
+
+    def kept(*args: Any, **more: Any) -> Any:
+        if transformed():
+            raise NotImplementedError(
+                'remat="selective" does not go through torch.func\'s transforms: "full", "every:N" and '
+                "layer_fn=fnmodels.remat do."
+            )
+        return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
+
+    return kept
 
 
 def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:

@@ -100,6 +100,17 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and interpreter is not None and interpreter() is not None
 
 
+def needs_second_order() -> bool:
+    """Whether the transforms of torch.func around this call include forward mode or two reverse modes."""
+    if torch.compiler.is_compiling():
+        from .torch_internals import transforms  # here, for making it imports dynamo
+
+        active = transforms() or ()
+    else:
+        active = _transforms() or ()
+    return "Jvp" in active or active.count("Grad") > 1
+
+
 def _without_modes() -> bool:
     functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
     return functions is not None and dispatches is not None and not functions() and not dispatches()

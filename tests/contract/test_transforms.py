@@ -23,8 +23,10 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
+from fnmodels.apply import differentiable
 from fnmodels.models.common.context import PATTERN_TAPS
 from fnmodels.models.common.family import LayerKind
+from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,
     Case,
@@ -427,6 +429,23 @@ def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
     doubled = {path.replace(".", "/"): 2 * leaf for path, leaf in flat.items()}
     wanted = batch.forward(tree.unflatten({path: 2 * leaf for path, leaf in flat.items()}))
     assert torch.equal(functional_call(Shell(), doubled, ()), wanted)
+
+
+@every_family
+def test_auto_is_math_where_a_second_derivative_is_taken(case: Case) -> None:
+    """F1: jvp and hvp of a loss that names no kernel have the bits of kernel="math"; a gradient keeps its kernel."""
+    p, asked = Problem(case), []
+
+    def loss(weights: Any) -> Tensor:
+        asked.append(differentiable(ForwardOptions()).kernel)
+        return summed_loss(fnmodels.forward(weights, *p.prepared, config=p.config), p.labels)
+
+    tangents = jvp(loss, (p.weights,), (p.direction,))[1], jvp(p.loss, (p.weights,), (p.direction,))[1]
+    assert torch.equal(*tangents)
+    products = [jvp(grad(f), (p.weights,), (p.direction,))[1] for f in (loss, p.loss)]
+    assert all(map(torch.equal, *map(tree.leaves, products)))
+    grad(loss)(p.weights)
+    assert asked == ["math", "math", "auto"]
 
 
 @pytest.mark.parametrize("case", [short(case) for case in richest(attention_of) if supports(case, "sdpa")], ids=str)

@@ -1,5 +1,7 @@
 """Initialization: a leaf depends on (seed, path) only; abstract trees and counts follow from the same spec."""
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +85,31 @@ def test_distribution() -> None:
     assert float(drawn.std()) == pytest.approx(0.03, rel=0.02) and abs(float(drawn.mean())) < 1e-3
 
 
-@pytest.mark.parametrize("seed", [1.0, "1", None, True, torch.tensor(1)], ids=repr)
+@pytest.mark.parametrize(
+    "seed", [1.0, "1", None, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(True)], ids=repr
+)
 def test_a_seed_that_is_no_int_is_named(seed: Any) -> None:
-    # It is hashed as text, so that 1 and 1.0 would be two seeds, and a tensor's text is not its value.
-    with pytest.raises(TypeError, match="seed must be an int, not"):
+    # It is hashed as text, so that 1 and 1.0 would be two seeds.
+    with pytest.raises(TypeError, match="seed must be an int or a 0-d integer tensor, "):
         P.init(_small(), seed)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+def test_init_under_vmap_stacks_the_parameters_of_each_seed(shape: tuple[int, ...]) -> None:
+    seeds = torch.tensor([5, 0, 2**40, 7])[: math.prod(shape)].view(shape)
+    made = lambda seed: P.init(_small(), seed, dtype=torch.bfloat16)  # noqa: E731
+    for _ in shape:
+        made = torch.func.vmap(made)
+    stacked = P.flatten(made(seeds))
+    for index in itertools.product(*map(range, shape)):
+        alone = P.flatten(P.init(_small(), int(seeds[index]), dtype=torch.bfloat16))
+        assert stacked.keys() == alone.keys()
+        assert all(torch.equal(stacked[path][index], leaf) for path, leaf in alone.items())
+
+
+def test_init_of_a_seed_in_a_tensor_is_that_of_the_int() -> None:
+    one, two = (P.flatten(P.init(_small(), seed)) for seed in (3, torch.tensor(3)))
+    assert all(torch.equal(one[path], two[path]) for path in one)
 
 
 def test_equal_ints_are_one_seed() -> None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fnmodels.ops.torch_internals import transformed
+
 PerToken = Callable[..., tuple[Tensor, ...]]
 
 CHUNK = 512  # tokens at least
@@ -39,22 +41,13 @@ def per_token(
     """function(*tensors) in chunks of `chunk` tokens; tensors and results have the token dimensions `shape` in front.
 
     With gradients enabled each chunk is recomputed in the backward pass, so intermediates (logits) exist for one chunk
-    at a time. chunk=None is one plain call, for torch.func transforms, which activation checkpointing does not support.
+    at a time. chunk=None is one plain call, as are torch.func's transforms, which activation checkpointing does not
+    support.
     """
-    if chunk is None:
+    if chunk is None or transformed():
         return function(*tensors)
     flat = [t.flatten(0, len(shape) - 1) for t in tensors]
     again = torch.is_grad_enabled()
     each = zip(*(t.split(chunk) for t in flat), strict=True)
-    parts = [_recomputed(function, part) if again else function(*part) for part in each]
+    parts = [checkpoint(function, *part, use_reentrant=False) if again else function(*part) for part in each]
     return tuple(torch.cat(results).unflatten(0, shape) for results in zip(*parts, strict=True))
-
-
-def _recomputed(function: PerToken, part: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    try:
-        found: tuple[Tensor, ...] = checkpoint(function, *part, use_reentrant=False)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise RuntimeError("Chunks over tokens do not go through torch.func's transforms: pass chunk=None.") from error
-    return found

@@ -234,15 +234,16 @@ def test_the_logits_of_all_tokens_are_never_held() -> None:
 def test_transforms_take_all_tokens_at_once() -> None:
     params, batch = generic_params(CONFIG), _batch()
 
-    def total(params, chunk):
-        return token_logprobs(params, batch, config=CONFIG, kernel="math", chunk=chunk)[0].sum()
+    def total(params, chunk="auto"):
+        return token_logprobs(params, batch, config=CONFIG, chunk=chunk)[0].sum()
 
-    _, tangent = torch.func.jvp(lambda p: total(p, None), (params,), (params,))
+    _, tangent = torch.func.jvp(total, (params,), (params,))
     grads = torch.func.grad(total)(params, None)
     products = [(g * p).sum() for g, p in zip(tree.leaves(grads), tree.leaves(params), strict=True)]
     torch.testing.assert_close(tangent, torch.stack(products).sum(), rtol=1e-4, atol=1e-4)
-    with pytest.raises(RuntimeError, match="pass chunk=None"):
-        torch.func.grad(total)(params, 5)
+    for chunk in (5, "auto"):
+        for one, other in zip(tree.leaves(torch.func.grad(total)(params, chunk)), tree.leaves(grads), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_documents_are_summed_apart() -> None:

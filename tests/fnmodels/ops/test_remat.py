@@ -1,0 +1,136 @@
+"""Blocks that are computed again: equal to blocks that are not under each transform, with their inputs alone kept."""
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+import fnmodels
+import params as P
+import train
+from fnmodels import llama, mixtral, tree
+from fnmodels.ops.remat import _Recomputed
+from train.remat import layer_fn
+
+SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = llama.Config(**SIZES)
+MIXTRAL = mixtral.Config(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+TOKENS = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(0))
+BATCH = {"tokens": TOKENS, "positions": torch.arange(8).expand(2, 8), "segment_ids": torch.ones_like(TOKENS)}
+BATCH |= {"labels": TOKENS.roll(-1, 1)}
+SCALES = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+PARAMS = {config: P.init(config, 0, dtype=torch.float64) for config in (LLAMA, MIXTRAL)}
+
+
+def loss(params, wrap, config=LLAMA, batch=BATCH, **options):
+    total, count = train.next_token_loss(params, batch, config=config, layer_fn=wrap, **options)
+    return total / count
+
+
+def in_layer(wrap, function):
+    """The derivative `function` of the loss by a leaf inside of a wrapped block."""
+    first, second = PARAMS[LLAMA]["layers"]
+    return function(lambda w: loss(PARAMS[LLAMA] | {"layers": [first | {"input_layernorm": w}, second]}, wrap))(
+        first["input_layernorm"]
+    )
+
+
+def squares(grads):
+    return sum(g.square().sum() for g in tree.leaves(grads))
+
+
+def in_autograd(wrap, order, config=LLAMA):
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS[config])
+    kernel = "math" if order == 2 else "auto"
+    grads = torch.autograd.grad(loss(params, wrap, config, kernel=kernel), tree.leaves(params), create_graph=order == 2)
+    return grads if order == 1 else torch.autograd.grad(squares(grads), tree.leaves(params))
+
+
+p, m = PARAMS[LLAMA], PARAMS[MIXTRAL]
+DERIVATIVES = {
+    "autograd": lambda wrap: in_autograd(wrap, 1),
+    "autograd, experts": lambda wrap: in_autograd(wrap, 1, MIXTRAL),
+    "autograd twice": lambda wrap: in_autograd(wrap, 2),
+    "grad": lambda wrap: grad(loss)(p, wrap),
+    "grad, experts": lambda wrap: grad(lambda q: loss(q, wrap, MIXTRAL, balance=train.Balance(0.1)))(m),
+    "jvp": lambda wrap: jvp(lambda q: loss(q, wrap), (p,), (p,)),
+    "hvp": lambda wrap: jvp(grad(lambda q: loss(q, wrap)), (p,), (p,))[1],
+    "hvp, experts": lambda wrap: jvp(grad(lambda q: loss(q, wrap, MIXTRAL)), (m,), (m,))[1],
+    "grad of grad": lambda wrap: grad(lambda q: squares(grad(loss)(q, wrap)))(p),
+    "per sample": lambda wrap: vmap(grad(lambda q, b: loss(q, wrap, batch=b)), (None, 0))(p, fnmodels.rows(BATCH)),
+    "over seeds": lambda wrap: vmap(grad(lambda s: loss(tree.map(lambda leaf: leaf * s, p), wrap)))(SCALES),
+    "hessian": lambda wrap: in_layer(wrap, hessian),
+    "jacrev": lambda wrap: in_layer(wrap, jacrev),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_remat_under_each_transform_changes_nothing(name):
+    derivative = DERIVATIVES[name]
+    plain, again = tree.leaves(derivative(None)), tree.leaves(derivative(fnmodels.remat))
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("remat", ["full", "every:2"])
+def test_wrappers_of_steps_go_through_transforms(remat):
+    expected = grad(loss)(p, None)
+    for path, leaf in tree.flatten(grad(loss)(p, layer_fn(remat, "none"))).items():
+        torch.testing.assert_close(leaf, tree.flatten(expected)[path], rtol=1e-10, atol=1e-12)
+
+
+def test_selective_remat_names_the_ways_that_go_through_transforms():
+    with pytest.raises(NotImplementedError, match=r'"full", "every:N" and layer_fn=fnmodels.remat do'):
+        grad(loss)(p, layer_fn("selective", "none"))
+
+
+def test_each_block_runs_twice_and_saves_its_inputs_alone(monkeypatch):
+    runs, saved = [], []
+
+    def counted(block):
+        def run(*args, **tensors):
+            runs.append(block.keywords["kind"])
+            return block(*args, **tensors)
+
+        return fnmodels.remat(functools.wraps(block)(run))
+
+    setup = _Recomputed.setup_context
+
+    def noted(ctx, inputs, output):
+        setup(ctx, inputs, output)
+        saved.append(sum(isinstance(t, torch.Tensor) for t in inputs))
+
+    monkeypatch.setattr(_Recomputed, "setup_context", staticmethod(noted))
+    grad(loss)(p, counted)
+    assert runs == ["full"] * 4
+    leaves = len(tree.leaves(p["layers"][0]))
+    assert all(n <= leaves + 7 for n in saved)  # x, the mask's positions and segment ids or its ready form, the table
+
+
+def test_an_edit_that_closes_over_a_differentiated_tensor_is_refused():
+    def by_closure(v):
+        return loss(p, fnmodels.remat, edits={"layers.*.mlp": lambda value, name: value * v})
+
+    def by_keyword(v, wrap=fnmodels.remat):
+        edit = functools.partial(lambda value, name, v: value * v, v=v)
+        return loss(p, wrap, edits={"layers.*.mlp": edit})
+
+    v = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'layers.0.mlp' closes over the tensor 'v'.*partial\(function, v=v\)"):
+        grad(by_closure)(v)
+    with pytest.raises(ValueError, match="closes over the tensor 'v'"):
+        by_closure(v.clone().requires_grad_())
+    torch.testing.assert_close(grad(by_keyword)(v), grad(by_keyword)(v, None), rtol=1e-10, atol=1e-12)
+
+
+def test_remat_in_compiled_code_is_one_graph():
+    compiled = torch.compile(lambda q: loss(q, fnmodels.remat), backend="aot_eager", fullgraph=True)
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), p)
+    grads = torch.autograd.grad(compiled(params), tree.leaves(params))
+    step = torch.compile(grad(lambda q: loss(q, fnmodels.remat)), backend="aot_eager", fullgraph=True)
+    for one, other, plain in zip(grads, tree.leaves(step(p)), tree.leaves(grad(loss)(p, None)), strict=True):
+        torch.testing.assert_close(one, plain, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(other, plain, rtol=1e-9, atol=1e-11)
+    torch.compiler.reset()
