@@ -3,7 +3,7 @@
     python benchmarks/train_step.py                      all contenders, fp32 and bf16
     python benchmarks/train_step.py --quick              a tiny model, one step, to check that everything runs
     python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
-    python benchmarks/train_step.py --readme             also updates the README's tables and chart
+    python benchmarks/train_step.py --readme             also updates the README's table of ratios and its chart
 
 Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
 ..., so that a slow minute of the machine hits all of them. The report has medians over all timed steps and ratios of
@@ -295,7 +295,7 @@ def _cells(row: dict[str, Any] | None) -> str:
 
 
 def into_readme(text: str, picture: Path, readme: Path) -> None:
-    """Writes the tables and the chart between the README's two markers."""
+    """Writes the table of ratios and the chart between the README's two markers."""
     opening, closing = MARKERS
     before, start, rest = readme.read_text().partition(opening)
     _, end, after = rest.partition(closing)
@@ -364,7 +364,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round of one step; nothing written")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for train_step.json, .md and .png")
-    parser.add_argument("--readme", action="store_true", help="also put tables and chart between the README's markers")
+    parser.add_argument(
+        "--readme", action="store_true", help="also put the ratios and the chart between the README's markers"
+    )
     for library in ("litgpt", "jax"):
         default = os.environ.get(f"FNMODELS_BENCH_{library.upper()}", sys.executable)
         parser.add_argument(
@@ -397,7 +399,7 @@ def main(argv: list[str] | None = None) -> None:
         chart(results, options.out / "train_step.png")
         print(f"\nwritten to {options.out}: train_step.json, train_step.md, train_step.png")
         if options.readme:
-            into_readme(text, options.out / "train_step.png", HERE.resolve().parent / "README.md")
+            into_readme(text.partition("\n\n")[2], options.out / "train_step.png", HERE.resolve().parent / "README.md")
 
 
 if __name__ == "__main__":

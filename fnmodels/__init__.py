@@ -75,6 +75,8 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
 
 
+__version__ = "0.1.0"
+
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
 __all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer", "remat"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]

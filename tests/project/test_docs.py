@@ -16,10 +16,12 @@ DOCS = ROOT / "docs"
 PAGES = [
     "adding-a-loss.md",
     "adding-a-parallelism.md",
+    "adding-an-optimizer.md",
     "architecture.md",
     "checkpoints.md",
     "curvature.md",
     "embeddings.md",
+    "first-hour.md",
     "generation.md",
     "interpretability.md",
     "parallel.md",

@@ -54,7 +54,8 @@ def test_every_page_and_notebook_is_in_the_navigation() -> None:
     listed = re.findall(r"\S+\.(?:md|ipynb)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1], re.MULTILINE)
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     notebooks = [f"examples/{path.name}" for path in NOTEBOOKS]
-    assert sorted(listed) == sorted([*pages, "index.md", "security.md", *notebooks])
+    generated = ["index.md", "security.md", "contributing.md", "changelog.md"]
+    assert sorted(listed) == sorted([*pages, *generated, *notebooks])
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     assert {path.name for path in NOTEBOOKS} == set(re.findall(r"\]\(\.\./examples/(\S+)\)", gallery))
 

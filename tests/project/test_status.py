@@ -1,4 +1,4 @@
-"""The table of model types in the README follows the tests: a full run fails where they differ, and only a full run."""
+"""The table of model types in docs/models.md follows the tests: a full run, and only that, fails where they differ."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import pytest
 
 import fnmodels
 from tests.support.forks import ROOT, Forks
-from tests.support.status import BEGIN, END, brief, spread, table, verdict, with_table
+from tests.support.status import BEGIN, END, PAGE, brief, spread, table, verdict, with_table
 
 CONFTEST = """
 from tests.support.status import Status
@@ -54,15 +54,16 @@ class Project:
 
 @pytest.fixture
 def project(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Two files of tests and a README whose table says nothing yet."""
+    """Two files of tests and a page whose table says nothing yet."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than all that is tested here
     for name, text in {
         "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\n",
-        "README.md": f"Above.\n{BEGIN}{table({})}{END}Below.\n",
+        PAGE: f"Above.\n{BEGIN}{table({})}{END}Below.\n",
         "conftest.py": CONFTEST,
     }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     return write(Project(tmp_path, forks))
 
@@ -79,7 +80,7 @@ def write(project: Project, broken: str = "", packing: str = "pass") -> Project:
 
 
 def row(project: Project, model_type: str) -> list[str]:
-    text = (project.path / "README.md").read_text()
+    text = (project.path / PAGE).read_text()
     assert text.startswith("Above.\n") and text.endswith("Below.\n")
     (cells,) = (line.split(" | ") for line in text.splitlines() if line.startswith(f"| {model_type} |"))
     return [cell.strip(" |") for cell in cells]
@@ -102,14 +103,14 @@ def test_a_full_run_writes_what_it_showed(project: Project, monkeypatch: pytest.
     assert row(project, "llama")[2] == "no" and row(project, "gpt2")[2:4] == ["yes", "no"]
 
 
-def test_a_full_run_fails_where_the_readme_says_more_or_less(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_run_fails_where_the_page_says_more_or_less(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     update(project, monkeypatch)
-    readme = project.path / "README.md"
-    right = readme.read_text()
+    page = project.path / PAGE
+    right = page.read_text()
     for wrong in (right.replace("| yes | yes |", "| yes | not yet |"), right.replace("none | none", "7B | 7B")):
-        readme.write_text(wrong)
+        page.write_text(wrong)
         check_refused(project.run_tests())
-        assert readme.read_text() == wrong
+        assert page.read_text() == wrong
 
 
 @pytest.mark.slow
@@ -122,20 +123,20 @@ def test_several_processes_are_one_run(project: Project) -> None:
 def check_refused(result: pytest.RunResult) -> None:
     result.assert_outcomes(passed=4, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*table of model types does not say*"])
-    result.stdout.fnmatch_lines(["FAILED README.md::status*"])
+    result.stdout.fnmatch_lines(["*table of model types in docs/models.md does not say*"])
+    result.stdout.fnmatch_lines([f"FAILED {PAGE}::status*"])
 
 
 def test_a_run_of_some_tests_neither_writes_nor_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (project.path / "README.md").read_text()
+    before = (project.path / PAGE).read_text()
     for narrow in (("-k", "logits"), ("--ignore", "tests/parity"), ("--co",)):
         result = project.run_tests(*narrow)
         assert result.ret == pytest.ExitCode.OK, narrow
     update(project, monkeypatch, "tests/parity")
-    assert (project.path / "README.md").read_text() == before
+    assert (project.path / PAGE).read_text() == before
     write(project, broken="llama")
     update(project, monkeypatch, "-x")
-    assert (project.path / "README.md").read_text() == before
+    assert (project.path / PAGE).read_text() == before
 
 
 def test_cells() -> None:
@@ -156,7 +157,7 @@ def test_every_model_type_has_its_row() -> None:
     """Before a full run says what it holds."""
     rows = {
         cells[1].strip(): cells[2]
-        for line in (ROOT / "README.md").read_text().splitlines()
+        for line in (ROOT / PAGE).read_text().partition(END)[0].splitlines()
         if len(cells := line.split("|")) > 3
     }
     for model_type, module in fnmodels.families().items():

@@ -1,4 +1,4 @@
-"""A pytest plugin that checks the README's table of model types against the outcome of a full test run.
+"""A pytest plugin that checks the table of model types in docs/models.md against the outcome of a full test run.
 
 A test of a `case` counts for its model type, in the column of its folder or file; a test of a published size says so by
 `record_property`. Both travel with the test's report, so that processes may share the work.
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+PAGE = "docs/models.md"
 COLUMNS = {
     "parity": ("tests/parity/",),
     "packing": ("tests/contract/test_packing.py",),
@@ -50,16 +51,16 @@ class Status:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if hasattr(session.config, "workerinput") or not is_full(session, exitstatus):
             return
-        readme = session.config.rootpath / "README.md"
-        before, after = readme.read_text(), with_table(readme.read_text(), table(self.shown))
+        page = session.config.rootpath / PAGE
+        before, after = page.read_text(), with_table(page.read_text(), table(self.shown))
         if before == after:
             return
         if os.environ.get("FNMODELS_UPDATE_DOCS"):
-            readme.write_text(after)
+            page.write_text(after)
             return
         report = pytest.TestReport(
-            nodeid="README.md::status",
-            location=("README.md", None, "status"),
+            nodeid=f"{PAGE}::status",
+            location=(PAGE, None, "status"),
             keywords={},
             outcome="failed",
             longrepr="\n".join(differences(before, after)),
@@ -113,14 +114,12 @@ def brief(parameters: int) -> str:
     return f"{parameters / size:.3g}{letter}"
 
 
-def with_table(readme: str, new: str) -> str:
-    """The README with the table between its two marks."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_table(page: str, new: str) -> str:
+    """The page with the table between its two marks."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(
-            f"README.md needs the lines {BEGIN.strip()!r} and {END.strip()!r} around the table of families."
-        )
+        raise ValueError(f"{PAGE} needs the lines {BEGIN.strip()!r} and {END.strip()!r} around the table of families.")
     return before + begin + new + end + after
 
 
@@ -128,8 +127,8 @@ def differences(before: str, after: str) -> list[str]:
     """The message of a failure: the rows that would change."""
     old, new = before.splitlines(), after.splitlines()
     return [
-        "The README's table of model types does not say what this run showed; FNMODELS_UPDATE_DOCS=1 make test writes",
-        "it. The lines that differ:",
+        "The table of model types in docs/models.md does not say what this run showed;",
+        "FNMODELS_UPDATE_DOCS=1 make test writes it. The lines that differ:",
         *(f"- {line}" for line in old if line not in new),
         *(f"+ {line}" for line in new if line not in old),
     ]
