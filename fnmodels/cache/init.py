@@ -148,7 +148,8 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
         more["layer_input"] = torch.empty(0, 1, width, dtype=dtype, device="cpu")
     if function_of(family, "shared") is not None:  # no biases, and a memory without rows
         memory = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
-        more["shared"] = {"memory": memory, "memory_mask": torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")}
+        seen = torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")
+        more["shared"] = {"memory": memory, "memory_mask": seen, "positions": (first, first)}
     found: dict[Any, dict[str, Shape]] = {}
     entries: list[dict[str, Shape]] = []
     for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):

@@ -109,7 +109,9 @@ def _advice(file: Path) -> str:
 
 
 def with_lm_head(config: Any) -> Any:
-    """The decoder with a head for tokens, if it has none; another config unchanged."""
+    """The decoder with a head for tokens of its own, if only its files say whether it has one; else unchanged."""
+    if field_of(config, "head_by_file"):
+        return replace(config, tie_word_embeddings=False)
     headless = traits_of(family_of(config)).causal and field_of(config, "head") == "none"
     return replace(config, head="lm") if headless else config
 

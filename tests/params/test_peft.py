@@ -56,6 +56,7 @@ def _adapted(case: PeftCase, **options: Any) -> Any:
     model, layout = case.fresh(), layout_of(case.config).memory
     mamba = getattr(model.config, "model_type", "") in MAMBA_TYPES
     others = (*OTHERS, ".out_proj") if mamba else OTHERS  # PEFT refuses those
+    others += ("lm_head",) if case.name in ("bart", "m2m_100") else ()  # always their embedding
     modules = [name for name in linear_modules(model) if not name.endswith(others)]
     unknown = [name for name in modules if name not in layout.linear]
     assert not unknown, f"no adapter of {unknown}"

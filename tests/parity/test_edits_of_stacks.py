@@ -14,7 +14,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.context import Context
-from tests.fnmodels.models import test_t5, test_vision, test_whisper
+from tests.fnmodels.models import test_pairs, test_vision, test_whisper
 from tests.parity.test_edits import Edit, by_values, doubled, near, same
 from tests.support.reference_taps import ATTENTION, KeepsDoubles, Site
 
@@ -68,8 +68,8 @@ def vision(name: str) -> Stack:
 def whole(kind: str) -> tuple[Any, Any, Any, Any]:
     """(Config, parameters, model, its base) of T5 or Whisper."""
     if kind == "t5":
-        model = doubled(copy.deepcopy(test_t5.reference("t5")))
-        return test_t5.config_of("t5"), test_t5.params_of("t5"), model, model
+        model = doubled(copy.deepcopy(test_pairs.reference("t5")))
+        return test_pairs.config_of("t5"), test_pairs.params_of("t5"), model, model
     model = doubled(copy.deepcopy(test_whisper.reference()))
     return test_whisper.CONFIG, test_whisper.weights(), model, model.model
 

@@ -15,7 +15,7 @@ from fnmodels.tree import Tree
 from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
-from tests.fnmodels.models import test_t5, test_vision, test_whisper
+from tests.fnmodels.models import test_pairs, test_vision, test_whisper
 from tests.support.cases import Case, cases, structure
 from tests.support.image_texts import image_cases
 from tests.support.oracle import model_of, params_of
@@ -57,9 +57,9 @@ def peft_cases() -> tuple[PeftCase, ...]:
     for name in test_vision.EVERY:
         made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
         found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))
-    for name in test_t5.VARIANTS:
-        made = functools.partial(test_t5.reference, name), functools.partial(test_t5.params_of, name)
-        found.append(PeftCase(name, test_t5.config_of(name), *made))
+    for name in ("t5", "t5_v1_1", "t5_encoder", "umt5", "bart", "m2m_100"):
+        made = functools.partial(test_pairs.reference, name), functools.partial(test_pairs.params_of, name)
+        found.append(PeftCase(name, test_pairs.config_of(name), *made))
     return (*found, PeftCase("whisper", test_whisper.CONFIG, test_whisper.reference, test_whisper.weights))
 
 

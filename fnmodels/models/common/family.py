@@ -98,6 +98,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "mrope_section": (),  # how many rotary frequencies read time, height and width
     "mrope_interleaved": True,  # and not one section after the other
     "head": "lm",  # see `common.heads`
+    "head_by_file": False,  # files have a head of their own or none, whatever config.json says
     "num_labels": 0,
     "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads

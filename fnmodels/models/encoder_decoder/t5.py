@@ -1,8 +1,9 @@
 """T5 (arXiv 1910.10683) and T5 v1.1 (arXiv 2002.05202): relative position biases, RMSNorm, no biases, unscaled scores.
 
+mT5 (arXiv 2010.11934) is T5 v1.1 in many languages, and umT5 (arXiv 2304.09151) has a table of biases in each layer.
 One file has both stacks: `config.stack` is "both" for the whole model, "encoder" for a T5EncoderModel or the encoder of
-both (`config.encoder`), "decoder" for `config.decoder`. The layers of a stack share one table of biases; cross
-attention has none.
+both (`config.encoder`), "decoder" for `config.decoder`. The layers of a stack share one table of biases, but in umT5;
+cross attention has none.
 """
 
 import json
@@ -13,19 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.mask import Create, MaskLike, masks_of
-from fnmodels.inputs.rules import Causal, Everything
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
+from fnmodels.models.encoder_decoder.stacks import attention_masks, check_stack, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.ops import (
     ACTIVATIONS,
     embed_tokens,
     gated_mlp,
-    no_rotation,
     plain_mlp,
     project_out,
     project_qkv,
@@ -35,7 +34,7 @@ from fnmodels.ops.attention.relative_bias import RelativeBias, by_distance
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("t5",)
+MODEL_TYPES = ("t5", "mt5", "umt5")
 TRAITS = Traits(
     kinds=("full", "causal"),
     heads=("lm", "none"),
@@ -44,11 +43,13 @@ TRAITS = Traits(
     # Older files have a table that transformers' cross attention had and never read.
     leftovers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
 )
-_CLASSES = {"T5ForConditionalGeneration": "both", "T5EncoderModel": "encoder"}
+_CLASSES = {"ForConditionalGeneration": "both", "EncoderModel": "encoder"}
 _PROJECTIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu", "gated-relu": "relu", "gelu": "gelu"}
 _SIZES = {"d_model": "hidden_size", "d_kv": "head_dim", "d_ff": "intermediate_size", "num_heads": "num_attention_heads"}
 _SIZES |= {"num_layers": "num_hidden_layers"}
 _BUCKETS = ("relative_attention_num_buckets", "relative_attention_max_distance")
+_DEFAULTS = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6, "vocab_size": 32128}
+_MULTILINGUAL = {"d_ff": 1024, "num_heads": 6, "num_layers": 8, "vocab_size": 250112}  # defaults of mT5 and umT5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Config:
     """Sizes and switches. num_hidden_layers: of the encoder; in `decoder`, of the decoder.
 
     gated: the MLP has a gate (v1.1). scale_outputs: the decoder's outputs are multiplied by hidden_size^-0.5 before the
-    head (v1.0).
+    head (v1.0). bias_per_layer: each layer has a table of biases (umT5).
     """
 
     vocab_size: int
@@ -72,6 +73,7 @@ class Config:
     hidden_act: str = "relu"
     gated: bool = False
     scale_outputs: bool = True
+    bias_per_layer: bool = False
     tie_word_embeddings: bool = True
     stack: str = "both"
     decoder_start_token_id: int = 0
@@ -85,8 +87,7 @@ class Config:
         decoder.check_sizes(self, *sizes, "head_dim")
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
-        if self.stack not in ("both", "encoder", "decoder"):
-            raise ConfigError(f"stack is {self.stack!r}; it must be both, encoder or decoder.")
+        check_stack(self)
         if self.stack == "both" and self.num_decoder_layers < 1:
             raise ConfigError(
                 f"num_decoder_layers is {self.num_decoder_layers}; a model of both stacks has at least 1."
@@ -102,6 +103,11 @@ class Config:
     def head(self) -> str:
         """An encoder alone has no head."""
         return "none" if self.stack == "encoder" else "lm"
+
+    @property
+    def head_by_file(self) -> bool:
+        """Whether files have a head of their own whatever their config.json says: those of mT5."""
+        return self.model_type == "mt5" and self.stack == "both"
 
     @property
     def initializer_range(self) -> float:
@@ -127,25 +133,22 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        fields.choice("model_type", MODEL_TYPES)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        default = _DEFAULTS | ({} if model_type == "t5" else _MULTILINGUAL)
         fields.expect("is_decoder", False)
-        stack = _stack(fields)
-        form = fields.choice("feed_forward_proj", tuple(_PROJECTIONS), "relu")
+        both = _stack(fields, model_type.upper()) == "both"
+        form = fields.choice("feed_forward_proj", tuple(_PROJECTIONS), "relu" if model_type == "t5" else "gated-gelu")
         for name, derived in (("dense_act_fn", _PROJECTIONS[form]), ("is_gated_act", form.startswith("gated-"))):
             fields.expect(name, derived)
         tied = fields.boolean("tie_word_embeddings", True)
         # transformers rewrites the first where it keeps the second.
-        scaled = fields.boolean("scale_decoder_outputs", tied)
-        layers = fields.integer("num_layers", 6, high=LAYERS_LIMIT)
+        scaled = model_type != "mt5" and fields.boolean("scale_decoder_outputs", tied)
+        layers = fields.integer("num_layers", default["num_layers"], high=LAYERS_LIMIT)
         below = fields.integer("num_decoder_layers", layers, high=LAYERS_LIMIT)
-        both = stack == "both"
+        sizes: dict[str, Any] = {ours: fields.integer(name, default[name]) for name, ours in _SIZES.items()}
         config = Config(
-            **fields.plain(vocab_size=32128, initializer_factor=1.0),
-            hidden_size=fields.integer("d_model", 512),
-            head_dim=fields.integer("d_kv", 64),
-            intermediate_size=fields.integer("d_ff", 2048),
-            num_attention_heads=fields.integer("num_heads", 8),
-            num_hidden_layers=layers,
+            **sizes | {"num_hidden_layers": layers},
+            **fields.plain(vocab_size=default["vocab_size"], initializer_factor=1.0),
             num_decoder_layers=below if both else 0,
             relative_attention_num_buckets=fields.integer(_BUCKETS[0], 32),
             relative_attention_max_distance=fields.integer(_BUCKETS[1], 128),
@@ -153,13 +156,16 @@ class Config:
             hidden_act=_PROJECTIONS[form],
             gated=form.startswith("gated-"),
             scale_outputs=scaled or not both,
-            tie_word_embeddings=scaled or not both,  # where outputs are not scaled, files have a head
-            stack=stack,
+            bias_per_layer=model_type == "umt5",
+            # where outputs are not scaled, files of T5 and umT5 have a head
+            tie_word_embeddings=(tied if model_type == "mt5" else scaled) or not both,
+            stack="both" if both else "encoder",
             decoder_start_token_id=fields.integer("decoder_start_token_id", 0, low=0),
+            model_type=model_type,
         )
         dropout = fields.take("dropout_rate", None)  # `forward` applies none; kept for saving
         kept = () if dropout is None else (("dropout_rate", json.dumps(dropout)),)
-        object.__setattr__(config, "extra", fields.finish(("n_positions", "output_past")) + kept)
+        object.__setattr__(config, "extra", fields.finish(("n_positions", "output_past", "scalable_attention")) + kept)
         return config
 
     def to_hf(self) -> dict[str, Any]:
@@ -173,28 +179,26 @@ class Config:
         own = {name: getattr(self, ours) for name, ours in _SIZES.items()} | {"vocab_size": self.vocab_size}
         own |= {name: getattr(self, name) for name in (*_BUCKETS, "decoder_start_token_id", "initializer_factor")}
         own |= {"layer_norm_epsilon": self.rms_norm_eps, "feed_forward_proj": forms[self.hidden_act, self.gated]}
-        own |= {"tie_word_embeddings": self.scale_outputs, "is_encoder_decoder": both}
+        tied = self.tie_word_embeddings if self.model_type == "mt5" else self.scale_outputs
+        own |= {"tie_word_embeddings": tied, "is_encoder_decoder": both}
         own |= {"num_decoder_layers": self.num_decoder_layers} if both else {}
         name = next(name for name, stack in _CLASSES.items() if stack == self.stack)
-        return decoder.expressible(self, kept | {"architectures": [name], "model_type": "t5"} | own)
+        classes = {"architectures": [self.model_type.upper() + name], "model_type": self.model_type}
+        return decoder.expressible(self, kept | classes | own)
 
 
-def _stack(fields: Fields) -> str:
-    declared = fields.take("architectures", ["T5ForConditionalGeneration"])
+def _stack(fields: Fields, prefix: str) -> str:
+    known = {prefix + name: stack for name, stack in _CLASSES.items()}
+    declared = fields.take("architectures", [next(iter(known))])
     name = declared[0] if isinstance(declared, list) and len(declared) == 1 else None
     if name == "T5WithLMHeadModel":  # of older files
         name = "T5ForConditionalGeneration"
-    if name not in _CLASSES:
+    if name not in known:
         raise UnsupportedError(
-            f"{fields.where}: 'architectures' has {shown(declared)}; supported are {', '.join(_CLASSES)}."
+            f"{fields.where}: 'architectures' has {shown(declared)}; supported are {', '.join(known)}."
         )
-    fields.expect("is_encoder_decoder", *((True,) if _CLASSES[name] == "both" else (False, True)))
-    return _CLASSES[name]
-
-
-def stacks(config: Config) -> dict[str, Config]:
-    """The configs of both stacks; {} for one of them."""
-    return {"encoder": config.encoder, "decoder": config.decoder} if config.stack == "both" else {}
+    fields.expect("is_encoder_decoder", *((True,) if known[name] == "both" else (False, True)))
+    return known[name]
 
 
 def spec(config: Config) -> Tree:
@@ -219,8 +223,12 @@ def _stack_spec(config: Config) -> Tree:
     if config.stack == "decoder":
         layer |= {"cross_attention_layernorm": norm(D, "embed"), "cross_attention": attention}
     layer |= {"post_attention_layernorm": norm(D, "embed"), "mlp": mlp}
-    table = embedding(config.relative_attention_num_buckets, N, std, axis="bucket", size_axis="heads")
-    return {"relative_bias": table, "layers": [layer] * config.num_hidden_layers, "norm": norm(D, "embed")}
+    table = {
+        "relative_bias": embedding(config.relative_attention_num_buckets, N, std, axis="bucket", size_axis="heads")
+    }
+    layer |= table if config.bias_per_layer else {}
+    tree = {} if config.bias_per_layer else table
+    return {**tree, "layers": [layer] * config.num_hidden_layers, "norm": norm(D, "embed")}
 
 
 def hf_names(config: Config) -> dict[str, str]:
@@ -236,6 +244,8 @@ def _name(path: str, config: Config) -> str:
         own = {"relative_bias": "block.0.layer.0.SelfAttention.relative_attention_bias", "norm": "final_layer_norm"}
         return f"{stack}.{own[inner]}.weight"
     _, index, part, *rest = inner.split(".")
+    if part == "relative_bias":
+        return f"{stack}.block.{index}.layer.0.SelfAttention.relative_attention_bias.weight"
     last = 2 if stack == "decoder" else 1
     places = {"input_layernorm": 0, "attention": 0, "cross_attention_layernorm": 1, "cross_attention": 1}
     place, leaf = places.get(part, last), rest[0].removesuffix("_proj") if rest else ""
@@ -251,25 +261,6 @@ def hf_copies(config: Config) -> dict[str, str]:
     return dict.fromkeys(names, "embed_tokens")
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer: "full" of the encoder, "causal" of the decoder."""
-    own = ("causal" if config.stack == "decoder" else "full",) * config.num_hidden_layers
-    return own + ("causal",) * config.num_decoder_layers if config.stack == "both" else own
-
-
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask} of one stack; positions and segment_ids [B, S]."""
-    rules = {kind: Causal() if kind == "causal" else Everything() for kind in kinds(config)}
-    return masks_of(rules, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 [B, S, 0, 2]}: no rotary embedding; `shared` makes biases of the positions."""
-    return dict.fromkeys(sorted(set(kinds(config))), no_rotation(positions))
-
-
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, S, D]: token embeddings, unscaled; inputs that are embeddings already are returned unchanged."""
     return embed_tokens(params["embed_tokens"], inputs)
@@ -278,7 +269,8 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
     """Tensors that every layer reads: {"bias"}, and in a decoder {"memory", "memory_mask"}, which `inputs` must hold.
 
-    On a cache inputs["key_positions"] [B, K] are those of the keys.
+    Where each layer has a table, {"positions"} of queries and keys in place of "bias". On a cache
+    inputs["key_positions"] [B, K] are those of the keys.
     ValueError for bare tokens, which have no positions.
     """
     if "positions" not in inputs:
@@ -286,10 +278,16 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
             "T5 has a bias for each distance of two tokens, so it needs the dict of inputs that `prepare` makes, with "
             "tokens and positions; bare token ids or vectors do not say where they stand."
         )
-    positions, most = inputs["positions"], config.relative_attention_max_distance
-    values = by_distance(params["relative_bias"], most, bidirectional=config.stack == "encoder")
-    found: Tree = {"bias": RelativeBias(values, positions, inputs.get("key_positions", positions))}
-    return found | (memory_of(inputs) if config.stack == "decoder" else {})
+    positions = inputs["positions"], inputs.get("key_positions", inputs["positions"])
+    per_layer = config.bias_per_layer
+    tree: Tree = {"positions": positions} if per_layer else {"bias": _bias(params["relative_bias"], positions, config)}
+    return tree | (memory_of(inputs) if config.stack == "decoder" else {})
+
+
+def _bias(table: Tensor, positions: tuple[Tensor, Tensor], config: Config) -> RelativeBias:
+    """What `table` [buckets, N] adds to the scores of queries and keys at these positions."""
+    most, bidirectional = config.relative_attention_max_distance, config.stack == "encoder"
+    return RelativeBias(by_distance(table, most, bidirectional=bidirectional), *positions)
 
 
 @with_context
@@ -297,7 +295,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
-    mixed = ctx.attend(q, k, v, mask, scale=1.0, bias=ctx.shared("bias"))
+    table = layer.get("relative_bias")
+    bias = ctx.shared("bias") if table is None else _bias(table, ctx.shared("positions"), config)
+    mixed = ctx.attend(q, k, v, mask, scale=1.0, bias=bias)
     x = x + ctx.tap("attention", project_out(weights, mixed))
     if kind == "causal":
         normed = rms_norm(x, layer["cross_attention_layernorm"], eps=eps)
@@ -338,4 +338,9 @@ PRESETS = {name: _BASE | shape for name, shape in _SHAPES.items()}
 PRESETS |= {
     f"{line}-{size}": _BASE | _V1_1 | shape for line in ("t5-v1_1", "flan-t5") for size, shape in _NEWER.items()
 }
+_MT5 = {"architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5", "vocab_size": 250112}
+_UMT5 = {"architectures": ["UMT5ForConditionalGeneration"], "model_type": "umt5", "vocab_size": 256384}
+PRESETS |= {f"mt5-{size}": _MT5 | _V1_1 | shape for size, shape in _NEWER.items()}
+PRESETS |= {f"umt5-{size}": _UMT5 | _V1_1 | shape for size, shape in _NEWER.items() if size != "large"}
+PRESETS["umt5-xxl-encoder"] = PRESETS["umt5-xxl"] | {"architectures": ["UMT5EncoderModel"]}
 PRESETS["t5-v1_1-xxl-encoder"] = _BASE | _V1_1 | _NEWER["xxl"] | {"architectures": ["T5EncoderModel"]}

@@ -1,4 +1,4 @@
-"""T5: parity with transformers of every parameter, packed pairs as each alone, files, sizes, gradients, training."""
+"""T5, BART and their relatives: parity with transformers, packed pairs as each alone, files, gradients, training."""
 
 import functools
 from dataclasses import replace
@@ -14,48 +14,61 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
+from fnmodels.models.common import storage
 from fnmodels.models.encoder_decoder import t5
 from fnmodels.ops.attention.relative_bias import buckets
 from tests.support.cases import generic, positions_of, segments
 from tests.support.oracle import assert_close
+from tests.variants.bart import variants as barts
 from tests.variants.t5 import TINY, TOTALS, variants
 
-VARIANTS = variants()
+VARIANTS = variants() | barts()
 SOURCES = segments((-2, 17, 4, 1), (9, 14, -1))
 TARGETS = segments((5, 3, 7), (1, 13, -1))
+ALONE = ("t5_encoder", "umt5_encoder")
 every_variant = pytest.mark.parametrize("name", VARIANTS)
-pairs = pytest.mark.parametrize("name", [name for name in VARIANTS if name != "t5_encoder"])
+pairs = pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ALONE])
 
 
 @functools.cache
 def reference(name: str) -> Any:
-    """transformers' model, every parameter generic. v1.1 files have a head of their own."""
+    """transformers' model, every parameter generic. Files of v1.1, mT5 and umT5 have a head of their own."""
     values = VARIANTS[name]
     cls = getattr(transformers, values["architectures"][0])
-    model = cls._from_config(transformers.T5Config(**values), attn_implementation="eager").eval()
+    config = transformers.AutoConfig.for_model(**values)
+    model = cls._from_config(config, attn_implementation="eager").eval()
     if values.get("tie_word_embeddings") is False:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
-        for path, leaf in model.named_parameters():
+        for path, leaf in state_of(model).items():
             leaf.copy_(generic(path, leaf))
     return model
 
 
-def config_of(name: str) -> t5.Config:
-    return t5.Config.from_hf(VARIANTS[name])
+def state_of(model: Any) -> dict[str, Tensor]:
+    """The parameters and the bias of logits, but no tables of sines and cosines."""
+    state = {path: leaf for path, leaf in model.named_parameters() if leaf.requires_grad}
+    return state | {path: leaf for path, leaf in model.named_buffers() if path == "final_logits_bias"}
+
+
+def config_of(name: str) -> Any:
+    return fnmodels.family_for(VARIANTS[name]["model_type"]).Config.from_hf(VARIANTS[name])
 
 
 @functools.cache
 def params_of(name: str) -> Any:
     """The reference's parameters, by name and by nothing else."""
-    state, config = dict(reference(name).named_parameters()), config_of(name)
-    stored = t5.hf_names(config)
-    assert set(stored.values()) == state.keys()
-    return tree.unflatten({path: state[name].detach().clone() for path, name in stored.items()})
+    state, config = state_of(reference(name)), config_of(name)
+    stored = fnmodels.family_of(config).hf_names(config)
+    assert {storage.disk_name(one) for one in stored.values()} == state.keys()
+    return tree.unflatten(
+        {path: storage.extract_parameter(one, state).detach().clone() for path, one in stored.items()}
+    )
 
 
 def tokens_like(ids: Tensor, seed: int) -> Tensor:
-    return torch.randint(61, ids.shape, generator=torch.Generator().manual_seed(seed))
+    """Random ids, none of them that of padding, which M2M100 does not count."""
+    return torch.randint(2, 61, ids.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def prepared_pair(name: str) -> tuple[Any, Any]:
@@ -102,7 +115,7 @@ def test_packed_pairs_are_as_each_alone_in_transformers(name: str) -> None:
 def test_the_encoder_alone() -> None:
     """T5EncoderModel: packed, in each kernel; and the encoder of both stacks by itself."""
     tokens = tokens_like(SOURCES, 0)
-    for name in ("t5_encoder", "t5"):
+    for name in (*ALONE, "t5", "umt5"):
         whole = config_of(name)
         config = whole if whole.stack == "encoder" else whole.encoder
         weights = params_of(name) if whole.stack == "encoder" else fnmodels.stack_params(params_of(name), "encoder")
@@ -120,12 +133,14 @@ def test_the_encoder_alone() -> None:
 
 @pairs
 def test_every_parameter_is_read(name: str) -> None:
-    """A change of 2% of any parameter changes the logits."""
+    """A change of 10% of any parameter changes the logits, but of biases of keys: scores of a query change alike."""
     prepared, _ = prepared_pair(name)
     run = functools.partial(fnmodels.forward, config=config_of(name), kernel="math")
     weights, wanted = tree.flatten(params_of(name)), run(params_of(name), *prepared)
     for path in weights:
-        changed = run(tree.unflatten(weights | {path: weights[path] * 1.02}), *prepared)
+        if path.endswith("k_bias"):
+            continue
+        changed = run(tree.unflatten(weights | {path: weights[path] * 1.1}), *prepared)
         assert (changed - wanted).abs().max() > 1e-5, path
 
 
@@ -161,12 +176,13 @@ def test_order_of_the_encoder_does_not_matter() -> None:
     torch.testing.assert_close(got, wanted[:, order], atol=1e-5, rtol=0)
 
 
-def test_what_stands_at_padding_does_not_matter() -> None:
-    """NaN in a pad token's row changes no bit and has gradient 0."""
-    config, (prepared, _) = config_of("t5_v1_1"), prepared_pair("t5_v1_1")
+@pytest.mark.parametrize("name", ["t5_v1_1", "umt5"])
+def test_what_stands_at_padding_does_not_matter(name: str) -> None:
+    """NaN in a pad token's row changes no bit and has gradient 0, where the head does not read it."""
+    config, (prepared, _) = config_of(name), prepared_pair(name)
     for ids, stack in ((SOURCES, "encoder"), (TARGETS, "decoder")):
         prepared[0][stack]["tokens"] = torch.where(ids > 0, prepared[0][stack]["tokens"].clamp(min=1), 0)
-    weights = dict(params_of("t5_v1_1"))
+    weights = dict(params_of(name))
     for kernel in ("math", "sdpa"):
         results = []
         for value in (0.0, torch.nan):
@@ -182,6 +198,25 @@ def test_what_stands_at_padding_does_not_matter() -> None:
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["bart", "blenderbot-small", "m2m_100"])
+def test_vectors_at_padding_do_not_matter(name: str) -> None:
+    """As above for tied heads, which read the table: NaN in the vectors that stand in place of tokens."""
+    (inputs, masks, freqs), _ = prepared_pair(name)
+    weights = params_of(name)
+    results = []
+    for value in (0.0, torch.nan):
+        vectors = {}
+        for ids, stack in ((SOURCES, "encoder"), (TARGETS, "decoder")):
+            found = weights["embed_tokens"][inputs[stack]["tokens"]]
+            vectors[stack] = found.masked_fill(ids[..., None] == 0, value).requires_grad_()
+        given = {stack: inputs[stack] | {"tokens": vectors[stack]} for stack in vectors}
+        got = fnmodels.forward(weights, given, masks, freqs, config=config_of(name), kernel="math")[TARGETS > 0]
+        grads = torch.autograd.grad(got.square().sum(), list(vectors.values()))
+        assert not grads[0][SOURCES == 0].any() and grads[0][SOURCES > 0].any()
+        results.append(torch.cat([got.flatten(), *(grad.flatten() for grad in grads)]))
+    assert torch.equal(*results)
+
+
 @pairs
 def test_gradients_of_every_parameter(name: str) -> None:
     """Of the loss on packed pairs, in each kernel, against transformers' on the pairs one by one."""
@@ -192,9 +227,10 @@ def test_gradients_of_every_parameter(name: str) -> None:
     assert len(batch["tokens"]) < len(documents)
     losses = []
     for source, target in documents:
-        logits = model(input_ids=source[None], labels=target[None], use_cache=False).logits[0]
+        before = torch.cat((torch.tensor([config.decoder_start_token_id]), target[:-1]))
+        logits = model(input_ids=source[None], decoder_input_ids=before[None], use_cache=False).logits[0]
         losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
-    state = dict(model.named_parameters())
+    state = {path: leaf for path, leaf in model.named_parameters() if leaf.requires_grad}
     theirs = dict(zip(state, torch.autograd.grad(torch.stack(losses).sum(), list(state.values())), strict=True))
     for kernel in ("math", "auto"):
         weights = tree.map(lambda leaf: leaf.clone().requires_grad_(), params_of(name))
@@ -202,8 +238,11 @@ def test_gradients_of_every_parameter(name: str) -> None:
         assert int(count) == sum(len(target) for _, target in documents)
         torch.testing.assert_close(total, torch.stack(losses).sum(), rtol=1e-5, atol=0)
         flat = tree.flatten(weights)
+        names = fnmodels.family_of(config).hf_names(config)
         for path, grad in zip(flat, torch.autograd.grad(total, list(flat.values())), strict=True):
-            wanted = theirs[t5.hf_names(config)[path]]
+            if path == "lm_head_bias":  # a constant, which transformers does not train
+                continue
+            wanted = theirs[names[path]]
             assert (grad - wanted).abs().max() <= 3e-5 * max(1.0, float(wanted.abs().max())), path
 
 
@@ -237,10 +276,10 @@ def test_files(name: str, tmp_path: Path) -> None:
     assert found.keys() == wanted.keys() and all(torch.equal(found[path], wanted[path]) for path in wanted)
     P.save_pretrained(tmp_path / "ours", config, weights)
     again = type(model).from_pretrained(tmp_path / "ours")
-    state = dict(model.named_parameters())
-    assert again.config.scale_decoder_outputs == model.config.scale_decoder_outputs
-    assert all(torch.equal(leaf, state[path]) for path, leaf in again.named_parameters())
-    if name != "t5_encoder":
+    if config.model_type in ("t5", "umt5"):
+        assert again.config.scale_decoder_outputs == model.config.scale_decoder_outputs
+    assert all(torch.equal(state_of(again)[path], leaf) for path, leaf in state_of(model).items())
+    if name not in ALONE:
         tokens = tokens_like(SOURCES, 0)
         both = [m(input_ids=tokens, decoder_input_ids=tokens[:, :5], use_cache=False).logits for m in (model, again)]
         torch.testing.assert_close(*both, atol=1e-5, rtol=0)
@@ -263,11 +302,13 @@ def test_the_encoder_of_a_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     """transformers counts the same on meta; tests/fnmodels/models/test_presets.py holds all presets to TOTALS."""
-    for name in ("t5-small", "t5-v1_1-xxl-encoder"):
+    for name in ("t5-small", "t5-v1_1-xxl-encoder", "mt5-small", "umt5-xxl-encoder"):
         values = t5.PRESETS[name]
         with torch.device("meta"):
-            model = getattr(transformers, values["architectures"][0])(transformers.T5Config(**values))
-        assert model.num_parameters() == TOTALS[name]
+            config = transformers.AutoConfig.for_model(**values)
+            model = getattr(transformers, values["architectures"][0])(config)
+        untied = config.model_type == "mt5"  # transformers ties what its files do not
+        assert model.num_parameters() + untied * config.vocab_size * config.d_model == TOTALS[name]
 
 
 def test_bad_use_is_a_sentence() -> None:
