@@ -21,6 +21,7 @@ from fnmodels.errors import CheckpointError, FormatError, UserError, printable
 from fnmodels.models.common.registry import model_type_of
 from params.checkpoint.config import read_config
 from params.checkpoint.header_checks import check_folder
+from params.checkpoint.hub import local_folder
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
@@ -57,6 +58,7 @@ def _parser() -> Parser:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    arguments.folder = local_folder(arguments.folder)
     if not os.path.isdir(arguments.folder):  # False too where the system refuses even to look
         read_config(arguments.folder)  # raises, and there is nothing else to report
     problems = []

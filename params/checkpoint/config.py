@@ -18,6 +18,7 @@ from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
 
+from .hub import local_folder
 from .wrapped_text import refuse_whole, text_values
 
 CONFIG = "config.json"
@@ -27,10 +28,16 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def load_config(
-    path: str | os.PathLike[str], *, family: Any = None, part: str | None = None, ignore_fields: Collection[str] = ()
+    path: str | os.PathLike[str],
+    *,
+    family: Any = None,
+    part: str | None = None,
+    ignore_fields: Collection[str] = (),
+    revision: str | None = None,
 ) -> Any:
-    """The Config of a checkpoint folder; family, part, ignore_fields and errors as in `load_pretrained`."""
-    return part_of(read_config(path, family, part, ignore_fields)[0], part, Path(path))
+    """The Config of a checkpoint; family, part, ignore_fields, revision and errors as in `load_pretrained`."""
+    folder = local_folder(path, revision)
+    return part_of(read_config(folder, family, part, ignore_fields)[0], part, folder)
 
 
 def part_of(config: Any, part: str | None, folder: Path) -> Any:
@@ -54,10 +61,7 @@ def read_config(
     """
     folder = Path(path)
     if not folder.exists():
-        reason = "There is no such checkpoint folder (nothing is ever downloaded"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not folder.parent.exists():
-            reason += f'; if it is a model of the hub, huggingface_hub.snapshot_download("{path}") fetches its folder'
-        raise FileNotFoundError(errno.ENOENT, f"{reason})", str(path))
+        raise FileNotFoundError(errno.ENOENT, "There is no such checkpoint folder", str(path))
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"A checkpoint is a folder, not a file{_advice(folder)}", str(path))
     unfinished = sorted(path.name for path in folder.glob(".saving-*"))

@@ -25,6 +25,7 @@ from params.io.safetensors_file import (
 )
 
 from .embedder_tokenizer import prepared_tokenizer, text_limits
+from .hub import local_folder
 from .load import load_pretrained
 from .save import write_model
 
@@ -56,7 +57,7 @@ _PROMPTS = "config_sentence_transformers.json"
 _ACTIVATION = "torch.nn.modules.activation."
 
 
-def load_embedder(path: str | os.PathLike[str], **options: Any) -> LoadedEmbedder:
+def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, **options: Any) -> LoadedEmbedder:
     """(config, params, embedder) of a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
 
     The model is read without its head; the parameters of dense layers are params["dense"]. `embedder.tokenizer` is that
@@ -64,7 +65,8 @@ def load_embedder(path: str | os.PathLike[str], **options: Any) -> LoadedEmbedde
     says so. It is None without the file or without the optional package tokenizers.
 
     Args:
-        path: The folder.
+        path: The folder, or "org/name" as in `load_pretrained`.
+        revision: Of a model of the Hub, its branch, tag or commit.
         options: Those of `load_pretrained` but plan.
 
     Returns:
@@ -74,7 +76,7 @@ def load_embedder(path: str | os.PathLike[str], **options: Any) -> LoadedEmbedde
         UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize.
         CheckpointError: As in `load_pretrained`.
     """
-    folder = Path(path)
+    folder = local_folder(path, revision)
     modules = _modules(folder)
     config, params = load_pretrained(modules[0][1], head="none", **options)
     pooling, include_prompt = _pooling(modules[1][1])

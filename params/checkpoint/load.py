@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from params.sharding import Sharding, plan_by_path
 
 from . import tensor_map
 from .header_checks import CheckedFolder, check_folder
+from .hub import local_folder
 from .load_gguf import is_gguf, load_gguf
 from .read_leaf import Source, full_box, keep_leaf, read_leaf
 from .tensor_map import StoredLeaf, dtype_class
@@ -63,11 +63,14 @@ def load_pretrained(
     part: str | None = None,
     ignore_fields: Collection[str] = (),
     keep_quantized: bool = False,
+    revision: str | None = None,
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
     The files of diffusers are diffusion_pytorch_model.safetensors and its shards. `path` may be a GGUF file (the extra
     `gguf`), which is read by dtype, device and check_finite alone: dtype None is fp32, the values of quantized blocks.
+    `path` may be "org/name", a model of the Hub (the extra `hub`), where nothing on this disk has that name: the files
+    that are needed are downloaded into the cache of huggingface_hub, with its settings of the environment.
 
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
     dtype: None keeps the dtype on disk, except that quantized weights (`params.quantized`) are dequantized to that of
@@ -98,6 +101,7 @@ def load_pretrained(
     (`params.quantized.kept.KeptWeight`), in their memory, and are dequantized whenever they are used: outputs are those
     of the dequantized model. Other leaves, and those that share blocks or words of the file with others, are plain.
     ValueError with a plan.
+    revision: of a model of the Hub, its branch, tag or commit.
     report: is called with a LoadReport (`report=print`).
 
     Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
@@ -106,7 +110,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     if keep_quantized and plan is not None:
         raise ValueError("keep_quantized=True reads weights that are not sharded: leave out plan=.")
-    folder = Path(path)
+    folder = local_folder(path, revision)
     if is_gguf(folder):
         others = {"family": family, "plan": plan, "drop": drop, "head": head, "part": part, "report": report}
         others |= {"ignore_fields": ignore_fields, "keep_quantized": keep_quantized}

@@ -14,6 +14,7 @@ from fnmodels.errors import MismatchError, UnsupportedError, UserError, printabl
 from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
+from params.checkpoint.hub import local_folder
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.shard_index import as_lines
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    return 0 if compare(arguments.folder, arguments.against, arguments.length) else 1
+    return 0 if compare(local_folder(arguments.folder), arguments.against, arguments.length) else 1
 
 
 def _parser() -> Parser:

@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_even_be_looked_at_is_one_sentence(
     assert captured.out == "" and captured.err.endswith(": File name too long.\n")
     assert captured.err.startswith("python -m params.inspect: ") and captured.err.count("\n") == 1
     assert main([str(tmp_path / "nosuch")]) == 2
-    said = f"{tmp_path / 'nosuch'}: There is no such checkpoint folder (nothing is ever downloaded)."
+    said = f"{tmp_path / 'nosuch'}: There is no such checkpoint folder."
     assert capsys.readouterr() == ("", f"python -m params.inspect: {said}\n")
 
     def refuse(path: object, *_: object, **__: object) -> None:

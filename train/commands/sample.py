@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fnmodels.errors import UserError
+from params.checkpoint.hub import local_folder
 from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
 from train.job.setting_types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 from train.job.settings import flag
@@ -203,7 +204,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     from train.generation.requests import capacity_of, requests_of
     from train.generation.text import READABLE, fitted
 
-    folder = arguments.checkpoint
+    folder = local_folder(arguments.checkpoint)
     tokenizer = load_tokenizer(folder)
     defaults = generation_defaults(folder)
     if defaults.unused:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
+from params.checkpoint.hub import local_folder
 from train.command_line import Parser, program_name, run_command, suggestion
 from train.job.setting_types import integer
 
@@ -56,7 +57,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if name not in manager.all_tasks:
             raise UserError(f"there is no task {name}{suggestion(name, manager.all_tasks)}")
     model = Checkpoint(
-        arguments.checkpoint,
+        local_folder(arguments.checkpoint),
         add_special_tokens=not arguments.no_special_tokens,
         as_harness=arguments.as_harness,
     )

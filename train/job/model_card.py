@@ -11,6 +11,7 @@ from pathlib import PurePath
 from fnmodels import tree
 from fnmodels.errors import printable
 from fnmodels.files import write_text
+from params.checkpoint.hub import name_of_snapshot
 
 from . import run_folder
 from .settings import fixed_settings
@@ -50,6 +51,7 @@ Each step's loss, learning rate and gradient norm are in `{metrics}`.
 
 ```python
 import params as P
+from params.checkpoint.hub import name_of_snapshot
 
 {usage}
 ```
@@ -92,8 +94,8 @@ def _front(task: Task, card: Card) -> Json:
 
 
 def name_of(path: str) -> str:
-    """The last part of a path, or of a path with a weight, as one line of printable text."""
-    return printable(PurePath(path).name).replace("\n", "\\n")
+    """The last part of a path, or of a path with a weight, as one line of text; of a model of the Hub, its name."""
+    return printable(name_of_snapshot(path) or PurePath(path).name).replace("\n", "\\n")
 
 
 def _without_folders(settings: Json) -> Json:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
+from params.checkpoint.hub import is_hub_name, local_folder
 from params.io.files import is_deep
 from train.command_line import suggestion
 from train.data import sources
@@ -298,10 +299,15 @@ def from_json(values: Mapping[str, Any], kind: type[RunSettings] = Settings) -> 
 
 
 def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = Settings) -> Any:
-    """`value` with absolute paths, where the setting names files; relative ones are resolved against `base`."""
+    """`value` with absolute paths, where the setting names files; relative ones are resolved against `base`.
+
+    A model of the Hub is downloaded.
+    """
     setting_type = types_of(kind)[name]
     if setting_type is DATA:
         return sources.absolute_paths(value, base)
+    if setting_type is CHECKPOINT and is_hub_name(value):
+        return str(local_folder(value))  # with the commit in it: a run that resumes reads the same files
     return os.path.realpath(base / value) if setting_type in (CHECKPOINT, FILE) else value
 
 

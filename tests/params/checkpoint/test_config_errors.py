@@ -9,20 +9,6 @@ import params as P
 from fnmodels.errors import ConfigError
 
 
-def test_the_id_of_a_hub_model_is_answered_with_the_line_that_fetches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    line = r'huggingface_hub.snapshot_download\("Qwen/Qwen3-0.6B"\) fetches its folder'
-    with pytest.raises(FileNotFoundError, match=line):
-        P.load_pretrained("Qwen/Qwen3-0.6B")
-    (tmp_path / "runs").mkdir()
-    for path in ("run", "./runs/first", "/runs/first", "runs/a/b"):
-        with pytest.raises(FileNotFoundError) as caught:
-            P.load_pretrained(path)
-        assert "huggingface_hub" not in str(caught.value)
-
-
 def test_the_file_of_a_wrong_value_is_named_once(tmp_path: Path) -> None:
     values = {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
