@@ -120,7 +120,13 @@ class Sharding:
 
 
 def sharding_of(leaf: Any) -> Sharding | None:
-    """The sharding of a DTensor; None for other tensors. ValueError for placements other than Shard and Replicate."""
+    """The sharding of a DTensor; None for other tensors. ValueError for placements other than Shard and Replicate.
+
+    A weight kept as a file stores it knows its own.
+    """
+    if hasattr(leaf, "sharding"):
+        kept: Sharding | None = leaf.sharding
+        return kept
     if not hasattr(leaf, "to_local"):  # no DTensor, found out without importing it
         return None
     from torch.distributed.tensor import Replicate, Shard

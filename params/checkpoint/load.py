@@ -22,6 +22,7 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import cast_buffer
+from params.quantized.kept import KeptWeight
 from params.quantized.weight import Found
 from params.sharding import Sharding, plan_by_path
 
@@ -100,7 +101,8 @@ def load_pretrained(
     keep_quantized=True: quantized weights that F.linear or a layer with experts applies stay as the files have them
     (`params.quantized.kept.KeptWeight`), in their memory, and are dequantized whenever they are used: outputs are those
     of the dequantized model. Other leaves, and those that share blocks or words of the file with others, are plain.
-    ValueError with a plan.
+    With a plan the tensors of a kept weight are sharded: ValueError where tensor or expert parallelism would cut a
+    block or a word, or sorted groups. A head whose vocabulary is sharded is plain then.
     revision: of a model of the Hub, its branch, tag or commit.
     report: is called with a LoadReport (`report=print`).
 
@@ -108,8 +110,8 @@ def load_pretrained(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
-    if keep_quantized and plan is not None:
-        raise ValueError("keep_quantized=True reads weights that are not sharded: leave out plan=.")
+    if keep_quantized and plan is not None and check_finite:
+        raise ValueError("check_finite=True needs kept weights in full, and a plan shards them: leave out one of them.")
     folder = local_folder(path, revision)
     if is_gguf(folder):
         others = {"family": family, "plan": plan, "drop": drop, "head": head, "part": part, "report": report}
@@ -136,7 +138,8 @@ def load_pretrained(
         made: dict[str, tuple[Any, bool]] = {}
         for one in chosen:
             target = _target(one, dtype, checked.found)
-            kept = keep_leaf(one, source, target) if keep_quantized else None
+            how = placements[one.path] if placements else None
+            kept = keep_leaf(one, source, target, how) if keep_quantized else None
             made[one.path] = read_leaf(one, boxes[one.path], source, target) if kept is None else (kept, False)
         flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
@@ -147,8 +150,11 @@ def load_pretrained(
             report(LoadReport(checked.files[0].handles.read, mapped, sum(sizes), checked.unread))
     if placements is None:
         return checked.config, tree.unflatten(flat)
-    paths = iter(tree.flatten(plan))
-    return checked.config, tree.map(lambda how: how.distribute(flat[next(paths)]), plan)
+    return checked.config, tree.map_with_path(lambda path, how: _distributed(how, flat[path]), plan)
+
+
+def _distributed(how: Sharding, leaf: Any) -> Any:
+    return leaf if isinstance(leaf, KeptWeight) else how.distribute(leaf)
 
 
 def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, Sharding] | None]:

@@ -23,8 +23,10 @@ from params.io.safetensors_file import (
     read_tensor,
     row_entries,
 )
-from params.quantized.kept import KeptWeight, Target, keep, may_stay
+from params.quantized.keep import Target, keep
+from params.quantized.kept import KeptWeight, may_stay
 from params.quantized.weight import Found, QuantizedWeight, matrices, read_quantized
+from params.sharding import Sharding
 
 from .tensor_map import StoredLeaf
 
@@ -87,11 +89,13 @@ def read_leaf(parameter: StoredLeaf, box: Box, source: Source, dtype: torch.dtyp
     return out, False
 
 
-def keep_leaf(parameter: StoredLeaf, source: Source, dtype: torch.dtype | None) -> KeptWeight | None:
-    """One parameter as the files have it, None where that is no form of a leaf."""
+def keep_leaf(
+    parameter: StoredLeaf, source: Source, dtype: torch.dtype | None, sharding: Sharding | None
+) -> KeptWeight | None:
+    """One parameter as the files have it, by a plan its shards; None where that is no form of a leaf."""
     if not may_stay(parameter.path, parameter.leaf.shape):
         return None
-    target = Target(dtype, source.device)
+    target = Target(parameter.path, dtype, source.device, sharding)
     return keep(parameter.stored, parameter.leaf.shape, source.found, target, source.buffer)
 
 

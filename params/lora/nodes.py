@@ -89,6 +89,11 @@ class Lora(_AppliedByLinear):
     def merged(self) -> Tensor:
         """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""
         if (sharding := sharding_of(self.weight)) is not None:
+            if hasattr(self.weight, "dequantized"):
+                raise UnsupportedError(
+                    "A weight that is kept as a file stores it is not merged over a mesh: save the adapters, and merge "
+                    "them in one process."
+                )
             with torch.no_grad():  # with gradients enabled, to_local would return views
                 weight, a, b = (leaf.to_local() for leaf in (base_of(self.weight, merged=True), self.a, self.b))
             return sharding.distribute(Lora(weight, a, b, self.scale).merged())

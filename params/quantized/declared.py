@@ -32,6 +32,21 @@ Located = tuple[TensorFile, TensorEntry]
 
 
 @dataclass(frozen=True)
+class Declaration:
+    """What says that a checkpoint is quantized: the JSON `text`, at this path of keys in config.json.
+
+    file: that of another file that holds it, "" for config.json.
+    """
+
+    text: str
+    keys: tuple[str, ...] = ()
+    file: str = ""
+
+
+UNDECLARED = Declaration("{}")
+
+
+@dataclass(frozen=True)
 class Described:
     """What a file says of one weight: its form, [out, in], and the values of parts that are numbers of its own.
 
@@ -58,7 +73,7 @@ class Quantization:
     method: its name in the file that says so. forms: any of which a tensor may have. modules: those of some modules, by
     their full names in the files. describe: reads a form's state, (form, [out, in]). ignored: endings of tensors that
     weights do not need. activations, cache: how the method quantizes them, "" for not at all. dtype: of weights whose
-    scales have none of their own.
+    scales have none of their own. declaration: where it was read.
     """
 
     method: str
@@ -69,6 +84,7 @@ class Quantization:
     activations: str = ""
     cache: str = ""
     dtype: torch.dtype = torch.bfloat16
+    declaration: Declaration = UNDECLARED
 
     def candidates(self, name: str, found: Mapping[str, Located], buffer: Tensor) -> Iterator[Described]:
         """The forms that the tensor `name` may be the codes of, with what a tensor says of the weight.

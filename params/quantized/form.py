@@ -198,8 +198,11 @@ class Form:
             reader.refuse(self.index, f"{int(outside.sum()):,} groups, {first} for one, are not from 0 to {count - 1}")
         return groups, slice(0, count * (self.scales.columns.elements or 1))
 
-    def _is_even(self, groups: Tensor, columns: slice) -> bool:
+    def is_even(self, reader: Reader, columns: slice) -> bool:
         """Whether the groups of these columns are those of the even division."""
+        return self._is_even(self.groups_of(reader, columns)[0], columns)
+
+    def _is_even(self, groups: Tensor, columns: slice) -> bool:
         assert self.scales is not None
         size = self.scales.columns.elements
         return size > 0 and torch.equal(groups, torch.arange(columns.start, columns.stop) // size)
@@ -214,6 +217,11 @@ class Form:
             return self.elements(reader, rows, columns)
         flat = self.elements(reader, slice(0, 1), slice(rows.start * shape[1], rows.stop * shape[1]))
         return flat.view(-1, shape[1])[:, columns]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its parts lie over all elements together, so that no dimension of the weight is one of theirs."""
+        return self.whole or self.width != 0
 
     def matrix(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The rows and columns that the parts of a weight of this shape lie over."""

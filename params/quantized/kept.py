@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.models.common.storage import Single, Stack, Stored, TensorSlice, disk_name
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, pytree, static
+from params.sharding import Sharding, sharding_of
 
-from .form import Axis, Form, Part, Region
-from .weight import CHUNK, FileReader, Found, QuantizedWeight, matrices, regions
+from .declared import Declaration
+from .form import Form, Part, Region
+from .weight import CHUNK, regions
 
 NOT_LINEAR = ("kv_b_proj", "patch_proj")  # latent attention reads its rows apart, and it may be a convolution's
 
@@ -32,24 +33,70 @@ def may_stay(path: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and ".experts." in path and path.endswith("_proj")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How the file has a kept weight, so that it can be written again.
+
+    declaration: what says so. shapes: {name within the module: shape in the file} of the form's parts. beside: those of
+    further tensors, which `KeptWeight.beside` holds. Names follow those of the modules: "weight_scale".
+    """
+
+    declaration: Declaration
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    beside: tuple[str, ...]
+
+
 @pytree
 @dataclass(frozen=True, eq=False)
 class KeptWeight:
     """A weight [out, in], or those of experts [E, out, in], in the storage form of its file.
 
-    parts: in the order of the form's, None for those that the file does not have; with experts [E, ...].
-    dtype: of the dequantized weight.
+    parts: in the order of the form's, None for those that the file does not have; with experts [E, ...]. beside: of
+    each tensor of codes in the files, those that say nothing of its values. full_shape: of the weight whose parts, or
+    shards of parts, these are. dtype: of the dequantized weight. origin: None over a mesh, where it is not written.
     """
 
-    parts: tuple[Tensor | None, ...]
+    parts: tuple[Any, ...]
+    beside: tuple[tuple[Any, ...], ...]
     form: Form = static()
-    shape: tuple[int, ...] = static()
+    full_shape: tuple[int, ...] = static()
     dtype: torch.dtype = static()
+    origin: Origin | None = static(default=None)
     invariant: ClassVar[bool] = True  # its products are those of fnmodels.ops.linear
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, or of the shard over tensor or expert parallelism whose parts these are."""
+        *experts, rows, columns = self.full_shape
+        codes, (*count, height, width) = self.form.codes, self.parts[0].shape
+        if self.form.is_flat:
+            return (*count[: len(experts)], rows, columns)
+        height, width = (width, height) if codes.inputs_first else (height, width)
+        return (
+            *count,
+            rows * height // codes.rows.count(rows),
+            columns * width // codes.columns.count(columns),
+        )
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of the weight over a mesh, by that of its codes; None in one process."""
+        codes = self.parts[0]
+        own = codes if isinstance(codes, Sharding) else sharding_of(codes)
+        if own is None:
+            return None
+        last = self.ndim - 1
+        turned = {last: last - 1, last - 1: last} if self.form.codes.inputs_first else {}
+        dims = [None if dim is None else turned.get(dim, dim) for dim in own.dims]
+        whole = [
+            None if dim is None or self.full_shape[dim] % count else dim
+            for dim, (_, count) in zip(dims, own.sizes, strict=True)
+        ]
+        return Sharding(tuple(whole), own.sizes, self.full_shape, self.dtype.itemsize, own.mesh)
+
+    @property
     def ndim(self) -> int:
-        return len(self.shape)
+        return len(self.full_shape)
 
     @property
     def device(self) -> torch.device:
@@ -75,19 +122,47 @@ class KeptWeight:
 
     def unbind(self) -> list[KeptWeight]:
         """The weight of each expert."""
+        experts, *shape = self.shape
         parts = [None if part is None else part.unbind() for part in self.parts]
         return [
-            replace(self, parts=tuple(None if part is None else part[index] for part in parts), shape=self.shape[1:])
-            for index in range(self.shape[0])
+            replace(
+                self,
+                parts=tuple(None if part is None else part[index] for part in parts),
+                beside=(),
+                full_shape=tuple(shape),
+            )
+            for index in range(experts)
         ]
+
+    def __getitem__(self, rows: slice) -> KeptWeight:
+        """Some rows of a weight [out, in]. ValueError where its words or blocks hold others too."""
+        parts: list[Tensor | None] = []
+        for (part, axes, _), tensor in zip(self.form.parts(), self.parts, strict=True):
+            if tensor is None or any(axis.elements == 0 for axis in axes):
+                parts.append(tensor)
+                continue
+            extent = rows
+            for axis in axes:
+                if self.form.is_flat or extent.start % axis.elements or extent.stop % axis.elements:
+                    raise ValueError(
+                        f"Rows {rows.start} to {rows.stop} of a weight {list(self.shape)} kept as {self.form.name} lie "
+                        "across its blocks or words: load it without keep_quantized."
+                    )
+                extent = axis.region(extent)
+            parts.append(tensor[:, extent] if part.inputs_first else tensor[extent])
+        shape = (rows.stop - rows.start, self.shape[1])
+        return replace(self, parts=tuple(parts), beside=(), full_shape=shape)
+
+    def reader(self) -> TensorReader:
+        """That of its parts, of one weight."""
+        return TensorReader({part.ending: t for (part, _, _), t in zip(self.form.parts(), self.parts, strict=True)})
 
     def dequantized(self) -> Tensor:
         """The weight as a plain tensor, without a gradient."""
         if self.ndim > 2:
             return torch.stack([one.dequantized() for one in self.unbind()])
         rows, columns = self.shape
-        reader = _TensorReader({part.ending: t for (part, _, _), t in zip(self.form.parts(), self.parts, strict=True)})
-        whole = (slice(0, rows), slice(0, columns))
+        reader, whole = self.reader(), (slice(0, rows), slice(0, columns))
         with torch.no_grad():
             if torch.compiler.is_compiling():
                 return self.form.values(reader, (rows, columns), whole).to(self.dtype)
@@ -136,7 +211,7 @@ def dequantize(params: Tree) -> Tree:
 
 
 @dataclass(frozen=True)
-class _TensorReader:
+class TensorReader:
     """The parts of a weight [rows, columns] in memory, by the ending of their names, see `form.Reader`."""
 
     parts: Mapping[str, Tensor | None]
@@ -158,100 +233,3 @@ class _TensorReader:
 
     def refuse(self, part: Part, what: str) -> None:
         raise AssertionError(f"{part.ending}: {what}")
-
-
-@dataclass(frozen=True)
-class Target:
-    """How a leaf is kept: the dtype that it is dequantized to (None: the method's), and its device."""
-
-    dtype: torch.dtype | None
-    device: torch.device
-
-
-def keep(stored: Stored, shape: tuple[int, ...], found: Found, target: Target, buffer: Tensor) -> KeptWeight | None:
-    """The leaf `stored` as the files have it; None where it is not quantized, or lies across their words or blocks.
-
-    MismatchError for scales and groups that no quantizer writes.
-    """
-    singles = stored.tensors if isinstance(stored, Stack) else (stored,)
-    each = [(single, found[disk_name(single)][1]) for single in singles]
-    weights = [(single, weight) for single, weight in each if isinstance(weight, QuantizedWeight)]
-    if len(weights) < len(singles) or len({weight.form for _, weight in weights}) > 1:
-        return None
-    read = [_read(single, weight, buffer) for single, weight in weights]
-    kept = _stacked(read) if isinstance(stored, Stack) else read[0]
-    if kept is None:
-        return None
-    weight = weights[0][1]
-    moved = tuple(None if part is None else part.to(target.device) for part in kept)
-    return KeptWeight(moved, weight.form, shape, target.dtype or weight.dtype)
-
-
-Parts = tuple[Tensor | None, ...]
-
-
-def _stacked(each: list[Parts | None]) -> Parts | None:
-    """The parts of each weight as those of all of them; None where they differ."""
-    parts = [one for one in each if one is not None]
-    if len(parts) < len(each) or not all(_alike(parts[0], other) for other in parts):
-        return None
-    columns = ([tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True))
-    return tuple(torch.stack(column) if column else None for column in columns)
-
-
-def _alike(one: Parts, other: Parts) -> bool:
-    """Whether the parts can be stacked."""
-    return all(
-        (a is None) == (b is None) and (a is None or b is None or (a.shape == b.shape and a.dtype == b.dtype))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _read(single: Single, weight: QuantizedWeight, buffer: Tensor) -> Parts | None:
-    """The parts of the rows that a leaf is of a weight, checked; None where they cannot be cut out."""
-    fused = single if isinstance(single, TensorSlice) else None
-    if (fused is not None and fused.transposed) != weight.form.turned or (fused and (fused.columns or fused.ones)):
-        return None
-    if len(weight.shape) > 2:
-        inner = single if fused is None else replace(fused, batched=False)
-        return _stacked([_read(inner, one, buffer) for one in matrices(weight)])
-    total = weight.matrix_shape[0]
-    cut = fused if fused is not None and (fused.start, fused.stop) != (0, total) else None
-    reader = FileReader(weight, buffer)
-    parts: list[Tensor | None] = []
-    if cut is not None and weight.form.width:
-        return None
-    for part, row_axes, _ in weight.form.parts():
-        if not reader.has(part):
-            parts.append(None)
-            continue
-        tensor = reader.read(part, _everything(reader, part))
-        if part.check and (fault := part.fault(part.decode(tensor))):
-            reader.refuse(part, fault)
-        rows = tensor if cut is None else _rows(tensor, row_axes, cut, total)
-        if rows is None:
-            return None
-        parts.append((rows.mT if part.inputs_first else rows).contiguous())
-    if weight.form.index is not None and reader.has(weight.form.index):
-        weight.form.groups_of(reader, slice(0, weight.matrix_shape[1]))  # refuses those that do not exist
-    return tuple(parts)
-
-
-def _everything(reader: FileReader, part: Part) -> Region:
-    if part.ending in reader.weight.numbers:
-        return slice(0, 1), slice(0, 1)
-    shape = reader.weight.parts[part.ending][1].shape
-    rows, columns = shape[::-1] if part.inputs_first else shape
-    return slice(0, rows), slice(0, columns)
-
-
-def _rows(part: Tensor, axes: tuple[Axis, ...], cut: TensorSlice, total: int) -> Tensor | None:
-    """The entries of a part for the rows of a slice; None where they hold other rows too."""
-    if any(axis.elements == 0 for axis in axes):
-        return part
-    if all(axis == Axis() for axis in axes):
-        return part.unflatten(0, (cut.groups, -1))[:, cut.start : cut.stop].flatten(0, 1)
-    (axis,) = (axis for axis in axes if axis != Axis())
-    if cut.groups > 1 or cut.start % axis.elements or (cut.stop % axis.elements and cut.stop != total):
-        return None
-    return part[axis.region(slice(cut.start, cut.stop))]

@@ -21,7 +21,7 @@ from fnmodels.models.common.config_json import QUANTIZATION, Fields, shown
 from params.io.files import read_json
 
 from . import forms
-from .declared import Described, Quantization, declared_dtype, shape_of
+from .declared import Declaration, Described, Quantization, declared_dtype, shape_of
 from .form import ALL, EACH, Axis, Form
 from .schemes import compressed_tensors, modelopt, quark
 from .settings import MODULES, bits_of, group_of
@@ -38,23 +38,29 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
     It is looked for at the top of config.json and in the configs of a model's parts. UnsupportedError for a method that
     is not read, ConfigError for what cannot be, both with the name of the file.
     """
-    for inner, where in _places(values):
-        return read_method(inner, where, values)
+    for inner, keys in _places(values):
+        where = f"config.json, {', '.join(keys)}"
+        return replace(read_method(inner, where, values), declaration=_declaration(inner, keys))
     if folder is not None and os.path.lexists(folder / HF_QUANT):
         content = read_json(folder / HF_QUANT)
         if not isinstance(content, dict):
             raise ConfigError(f"{HF_QUANT} must hold a JSON object.")
-        return read_method({"quant_method": "modelopt", **content}, HF_QUANT, values)
+        read = read_method({"quant_method": "modelopt", **content}, HF_QUANT, values)
+        return replace(read, declaration=_declaration(content, (), HF_QUANT))
     return None
 
 
-def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    """(quantization, the words for where it is) of each place that has one, the outermost first."""
-    parts = {f"{name}, ": one for name, one in values.items() if isinstance(one, Mapping) and name not in QUANTIZATION}
-    for where, one in ({"": values} | parts).items():
+def _declaration(content: Any, keys: tuple[str, ...], file: str = "") -> Declaration:
+    return Declaration(json.dumps(content, sort_keys=True), keys, file)
+
+
+def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """(quantization, its path of keys) of each place that has one, the outermost first."""
+    parts = {(name,): one for name, one in values.items() if isinstance(one, Mapping) and name not in QUANTIZATION}
+    for keys, one in ({(): values} | parts).items():
         for name in QUANTIZATION:
             if one.get(name) is not None:
-                yield one[name], f"config.json, {where}{name}"
+                yield one[name], (*keys, name)
 
 
 def read_method(value: Any, where: str, values: Mapping[str, Any]) -> Quantization:

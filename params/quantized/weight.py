@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.errors import MismatchError
 from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, read_tensor, row_entries
 
-from .declared import Described, Quantization
+from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
 
 CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is about ten bytes for each
@@ -24,7 +24,8 @@ class QuantizedWeight:
     """A quantized weight in the files. shape and dtype are those of the dequantized one.
 
     parts: its tensors by the ending of their names, with the shape that the form gives them. numbers: the values of
-    parts that are no tensors. name: in the files.
+    parts that are no tensors. name: in the files. shapes: of the parts in the files. beside: tensors that say nothing
+    of the values, by their names within the module. declaration: what says that it is quantized.
     """
 
     name: str
@@ -33,6 +34,14 @@ class QuantizedWeight:
     form: Form
     parts: Mapping[str, Located]
     numbers: Mapping[str, float] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    beside: Mapping[str, Located] = field(default_factory=dict)
+    declaration: Declaration = UNDECLARED
+
+    @property
+    def module(self) -> str:
+        """What the names of its module's tensors begin with."""
+        return self.name.rpartition(".")[0] + "."
 
     @property
     def stem(self) -> str:
@@ -73,7 +82,11 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
         faults += wrong
         for ending in (*weight.parts, weight.form.state, *weight.form.beside):
             paired.pop(weight.stem + ending, None)
-        paired[weight.name] = (file, weight)
+        beside = (weight.stem + ending for ending in (weight.form.state, *weight.form.beside) if ending)
+        module = weight.module.removesuffix(".")
+        names = [*beside, *(module + ending for ending in quantization.ignored)]
+        located = {name.removeprefix(weight.module): found[name] for name in names if name in found}
+        paired[weight.name] = (file, replace(weight, beside=located))
     return paired, faults
 
 
@@ -117,6 +130,7 @@ def _attempt(
     else:
         lead = []
     parts: dict[str, Located] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     faults: list[str] = []
     missing: list[str] = []
     for part, row_axes, column_axes in form.parts():
@@ -135,13 +149,15 @@ def _attempt(
                 f"{' or '.join(map(_name, part.dtypes))} in {form.name}, found {list(stored.shape)} of "
                 f"{_name(stored.dtype)}"
             )
+        shapes[part.ending] = stored.shape
         parts[part.ending] = (file, replace(stored, shape=stored.shape if part.padded else wanted))
     missing += [repr(stem + form.state)] if form.state and stem + form.state not in found else []
     if missing:
         faults.append(f"{where}: {_name(entry.dtype)} in {form.name}, but missing are {', '.join(missing)}")
     rows, columns = shape
     full = (*lead, columns, rows) if form.turned else (*lead, rows, columns)
-    return QuantizedWeight(stem + form.weight, full, _dtype(form, parts, quantization), form, parts, numbers), faults
+    dtype, declaration = _dtype(form, parts, quantization), quantization.declaration
+    return QuantizedWeight(stem + form.weight, full, dtype, form, parts, numbers, shapes, {}, declaration), faults
 
 
 def _dtype(form: Form, parts: Mapping[str, Located], quantization: Quantization) -> torch.dtype:

@@ -93,11 +93,14 @@ def _gather_alike(
         for group in replicated:
             xs = enter_all(xs, group)
         return [x.to(dtype) for x in xs]
-    flat = torch.cat([x.flatten() for x in xs])
+    stored = xs[0].dtype
+    as_bytes = stored.itemsize == 1 or not stored.is_floating_point  # backends lack 8-bit floats and unsigned words
+    flat = torch.cat([x.flatten().view(torch.uint8) if as_bytes else x.flatten() for x in xs])
     for group in replicated:
         flat = enter(flat, group)
     for group, _ in reversed(gathered):  # the innermost mesh dimension shards last
-        flat = all_gather(flat[None], 0, group, dtype=dtype)
+        flat = all_gather(flat[None], 0, group, dtype=torch.uint8 if as_bytes else dtype)
+    flat = flat.view(stored) if as_bytes else flat
     pieces, names = flat.split([x.numel() for x in xs], -1), [name for _, name in gathered]
     return [_assembled(piece, shard, names) for piece, shard in zip(pieces, shards, strict=True)]
 

@@ -163,8 +163,8 @@ def test_what_needs_plain_weights_says_so(tmp_path: Path) -> None:
     config, kept = P.load_pretrained(tmp_path, keep_quantized=True)
     with pytest.raises(P.MismatchError, match=r"kept as a file has them.*params.dequantize"):
         P.save_pretrained(tmp_path / "out", config, kept)
-    with pytest.raises(ValueError, match="keep_quantized=True reads weights that are not sharded"):
-        P.load_pretrained(tmp_path, keep_quantized=True, plan={})
+    with pytest.raises(ValueError, match="check_finite=True needs kept weights in full"):
+        P.load_pretrained(tmp_path, keep_quantized=True, plan={}, check_finite=True)
     with pytest.raises(TypeError, match="KeptWeight"):
         kept["layers"][0]["mlp"]["up_proj"] + 1
 

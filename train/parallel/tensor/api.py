@@ -34,6 +34,8 @@ from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
 from params.axes import EXPERT_MLP, HEADS, VOCAB
+from params.quantized.kept import KeptWeight
+from params.sharding import Sharding
 from train.comm import collectives
 from train.comm.dtensor import is_dtensor
 from train.comm.region import Region
@@ -46,6 +48,7 @@ from .leaf_wrappers import NODES, RegionEntry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
 _WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "kv")
+_STORED = ".parts."  # in the paths of the tensors of a weight that is kept as a file stores it
 
 
 def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
@@ -150,19 +153,22 @@ class TensorParallel:
     def _layer(self, layer: Tree, uses: Mapping[str, Use]) -> Tree:
         """The layer's local tensors, wrapped according to their roles."""
         flat = tree.flatten(layer)
-        unknown = [path for path in flat if path not in uses]
+        plain = [path for path in flat if _STORED not in path]  # of a kept weight, parts have no gradient
+        unknown = [path for path in flat if path.partition(_STORED)[0] not in uses]
         if unknown:
             raise ValueError(f"A layer has the leaf {unknown[0]!r}, which is not in the plan.")
         flat = {path: local(leaf) for path, leaf in flat.items()}
-        shared = {path: leaf for path, leaf in flat.items() if uses[path].shared}
+        shared = {path: flat[path] for path in plain if uses[path].shared}
         for dtype in {leaf.dtype: None for leaf in shared.values()}:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
         entry = RegionEntry(self.region)
-        used = iter([uses[path].own(leaf) for path, leaf in flat.items()])
+        flat |= {path: uses[path].own(flat[path]) for path in plain}
+        used = iter(flat.values())
 
         def standing(path: str, leaf: Any) -> Any:  # a tensor, or a weight with its adapter
             kind = uses[path].kind
+            leaf = _kept_rows(uses[path], leaf)
             return leaf if kind == "plain" else NODES[kind](leaf, entry)
 
         return lora.map_leaves(standing, tree.map(lambda _: next(used), layer))
@@ -200,7 +206,7 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     before any communication, for a plan or a family that cannot run so.
     """
     family = family_of(config)
-    spec, plans = tree.flatten(family.spec(config)), tree.flatten(lora.weights(placements))
+    spec, plans = tree.flatten(family.spec(config)), _by_weight(lora.weights(placements))
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
     dims, sharded = sharded_dims(spec, plans, sequence=sequence)
@@ -212,6 +218,20 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     uses = {type(own): uses_of(leaves, dims, sharded, region, kinds) for own, leaves, kinds in _towers(config, spec)}
     shards = cache_shards(spec, dims, uses.get(type(config), {}), family.kinds(config), sharded, region)
     return TensorParallel(region, uses, sharded, shards)
+
+
+def _by_weight(placements: Tree) -> dict[str, Sharding]:
+    """{path: sharding}, of a weight kept as a file stores it that of the weight."""
+    found: dict[str, Sharding] = {}
+    lora.map_leaves(lambda path, how: found.setdefault(path, getattr(how, "sharding", how)), placements)
+    return found
+
+
+def _kept_rows(use: Use, leaf: Any) -> Any:
+    """The leaf, with the rows that this rank uses where its weight is kept as a file stores it."""
+    if isinstance(leaf, lora.Lora):
+        return dataclasses.replace(leaf, weight=_kept_rows(use, leaf.weight))
+    return use.own(leaf) if isinstance(leaf, KeptWeight) else leaf
 
 
 def _towers(config: DecoderConfig, spec: Mapping[str, Leaf]) -> Iterator[tuple[Any, dict[str, Leaf], Sequence[str]]]:

@@ -6,6 +6,7 @@ All checks run before the first step: a plan that cannot run raises ValueError h
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -26,10 +27,12 @@ from params.axes import (
     regions_of,
     sharded_by,
 )
+from params.quantized.kept import KeptWeight
 from params.sharding import Sharding
 from train.comm.region import Region
 
 SHARDED = sharded_by("tp")
+LeafT = TypeVar("LeafT", Tensor, KeptWeight)
 _LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
 
 
@@ -46,7 +49,7 @@ class Use:
     shared: bool
     rows: slice | None = None
 
-    def own(self, leaf: Tensor) -> Tensor:
+    def own(self, leaf: LeafT) -> LeafT:
         """The rows of the parameter that this rank uses."""
         return leaf if self.rows is None else leaf[self.rows]
 
