@@ -153,15 +153,20 @@ def test_rows_of_caches(name: str) -> None:
         fnmodels.insert(cache, [0, 1], replace(cache, memory=memory))
 
 
+def lively(config: Any) -> Any:
+    """fp32 params with which a model does not write one token again and again."""
+    flat = tree.flatten(weights(config, torch.float32))
+    if type(config) is bart.Config:  # whose head is tied
+        flat = {path: 6 * t if path.endswith("_proj") else t for path, t in flat.items()}
+        flat |= {path: t - 1 for path, t in flat.items() if path.endswith("norm_bias")}
+    return tree.unflatten(flat)
+
+
 @every_model
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Twelve tokens after the start, of two rows whose encoder reads equally many tokens."""
     config = CONFIGS[name]
-    flat = tree.flatten(weights(config, torch.float32))
-    if type(config) is bart.Config:  # with a tied head and small weights it writes one token again and again
-        flat = {path: 6 * t if path.endswith("_proj") else t for path, t in flat.items()}
-        flat |= {path: t - 1 for path, t in flat.items() if path.endswith("norm_bias")}
-    params = tree.unflatten(flat)
+    params = lively(config)
     P.save_pretrained(tmp_path, config, params)
     architecture = transformers.AutoConfig.from_pretrained(tmp_path).architectures[0]
     model = getattr(transformers, architecture).from_pretrained(tmp_path, attn_implementation="eager").eval()

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 from .checks import check_request, learned_positions
 from .compile_choice import choose, roomy, steps_of
 from .decoder_traits import Decodes
-from .images import text_model
+from .pairs import begun, decoding_model, sources_of, with_sources
 from .prompts import Prefilled, activations, empty_caches, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, stack_samplings
@@ -91,16 +91,20 @@ def serve(
         raise ValueError(
             'compile is a compiled step, which has no layer_fn and not kernel="invariant": leave compile out, or these.'
         )
+    sources = sources_of(params, config, requests, capacity, {"kv_dtype": kv_dtype, "compile": compile})
+    text_params, text = decoding_model(params, config)
+    read = config if sources is None else text
     check = functools.partial(
-        check_request, config=config, tokenizer=tokenizer, capacity=capacity, learned=learned_positions(config)
+        check_request, config=read, tokenizer=tokenizer, capacity=capacity, learned=learned_positions(read)
     )
     known = isinstance(requests, Sequence)
     for row, request in enumerate(requests if known else ()):
         check(row, request)
-    text_params, text = text_model(params, config)
     dtype, device = activations(params, dtype)
-    empty = empty_caches(params, config, capacity, dtype=dtype, kv_dtype=kv_dtype)
+    empty = empty_caches(params, read, capacity, dtype=dtype, kv_dtype=kv_dtype)
     state = empty_state(text, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    if sources is not None:
+        state, compile = replace(state, cache=sources.with_memory(state.cache)), "none"
     counted = requests if isinstance(requests, Sequence) and not any(r.images for r in requests) else ()
     choice = choose(compile, text_params, text, state.cache, steps_of(counted, slots), options)
     step, places = choice.step, list[Answer | None]([None] * slots)
@@ -121,7 +125,11 @@ def serve(
             if answers:
                 prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
                 images = [answer.request.images for answer in answers]
-                chunks = prefilled(params, config, prompts, lengths, empty=empty, chunk=chunk, images=images, **options)
+                if sources is None:
+                    how: dict[str, Any] = {"empty": empty, "chunk": chunk, "images": images}
+                    chunks = prefilled(params, config, prompts, lengths, **how, **options)
+                else:
+                    chunks = sources.encoded([answer.request for answer in answers], **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
         if admission is not None:
             try:
@@ -201,9 +209,13 @@ def generate(
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
     images: Sequence[Sequence[Tensor]] | None = None,
+    beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Generations:
     """A continuation of each prompt (token ids), with a cache and continuous batching.
+
+    Of a model of an encoder and a decoder the prompts are what the encoder reads (Whisper's are frames [S, 5 bins] of
+    `fnmodels.inputs.frame_rows`), and the answer is what the decoder writes.
 
     max_new: tokens generated at most, one number or one per prompt. sampling: by default temperature 1; its fields are
         numbers or tensors [prompts].
@@ -213,6 +225,8 @@ def generate(
     slots: answers that are generated at once; by default all, at most 32.
     images: for each prompt its images, floats [C, H, W] as the tower reads them, in the order of the prompt's image
         tokens, one token for each feature; params and config are those of the whole model.
+    beginnings: for each prompt the token ids with which the decoder begins, of a model with an encoder; by default
+        decoder_start_token_id and, where config.json has one, forced_bos_token_id. No answer repeats them.
     options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
         logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
         answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see `serve`; those of
@@ -220,7 +234,8 @@ def generate(
 
     Equal prompts, and a beginning that prompts share, are computed once. The result says how steps ran (`compile`).
     """
-    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
+    own = begun(config, prompts, beginnings)
+    made = with_sources(config, requests_of(own, max_new, sampling, seeds, stop_ids, stop_texts, images), prompts)
     return collect(_served(params, config, made, slots, **options), len(made))
 
 
@@ -236,10 +251,12 @@ def stream(
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
     images: Sequence[Sequence[Tensor]] | None = None,
+    beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Iterator[tuple[int, int, float]]:
     """(row of the prompt, token, logp) of each token as it is drawn; arguments as for `generate`."""
-    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts, images)
+    own = begun(config, prompts, beginnings)
+    made = with_sources(config, requests_of(own, max_new, sampling, seeds, stop_ids, stop_texts, images), prompts)
     return ((event.row, event.token, event.logp) for event in _served(params, config, made, slots, **options))
 
 

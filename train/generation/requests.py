@@ -20,7 +20,8 @@ class Request:
     prompt: token ids, at least one. max_new: tokens generated at most. sampling: with numbers as fields. seed, draw:
     what the noise depends on beside the step: requests with both equal draw with the same noise. stop_ids: tokens after
     which it ends. stop_texts: texts that end it, which needs a tokenizer. images: floats [C, H, W] as the tower reads
-    them, in the order of the prompt's image tokens, one token for each feature.
+    them, in the order of the prompt's image tokens, one token for each feature. source: of a model with an encoder,
+    what that reads, ids or vectors [S, ...]; prompt is then what the decoder begins with.
     """
 
     prompt: Sequence[int]
@@ -31,6 +32,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     images: Sequence[Tensor] = field(default=(), compare=False)
+    source: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(self.images))  # read twice: also of a tensor and of an iterator
