@@ -1,6 +1,7 @@
 """What tests of vision-language models share: references, gradients by our paths, files both ways, documents."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.inputs.images import patches_of
 from fnmodels.models.common import storage
 from params.checkpoint.tensor_map import missing_prefix, published_names, stored_leaves
 from tests.support.cases import generic
@@ -173,4 +175,88 @@ def qwen_logits(
     logits: Tensor = fnmodels.forward(
         params["text"], inputs, masks, freqs, config=config.text, edits=edits, kernel="math"
     )
+    return logits, segment_ids
+
+
+Pixels = Callable[[Sequence[Tensor]], dict[str, Tensor]]
+
+
+def stacked(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Images of one size."""
+    return {"pixel_values": torch.stack(list(images))}
+
+
+def padded(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Images [n, 3, H, W] with zeros at the right and below, and their sizes, as Pixtral's tower takes them."""
+    sizes = [tuple(image.shape[1:]) for image in images]
+    square = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for one, image in zip(square, images, strict=True):
+        one[:, : image.shape[1], : image.shape[2]] = image
+    return {"pixel_values": square, "image_sizes": torch.tensor(sizes)}
+
+
+def naflex(images: Sequence[Tensor], patch: int) -> dict[str, Tensor]:
+    """Padded rows of patches [n, patches, p p 3], as SigLIP 2's tower takes them."""
+    cells = [patches_of(image, patch, channels_last=True) for image in images]
+    most = max(one.shape[0] * one.shape[1] for one in cells)
+    pixels, mask = torch.zeros(len(cells), most, cells[0].shape[-1]), torch.zeros(len(cells), most, dtype=torch.int64)
+    for i, one in enumerate(cells):
+        pixels[i, : one.shape[0] * one.shape[1]], mask[i, : one.shape[0] * one.shape[1]] = one.flatten(0, 1), 1
+    shapes = torch.tensor([one.shape[:2] for one in cells])
+    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def pixels_for(config: Any) -> Pixels:
+    """How transformers' model with this tower takes images."""
+    tower = config.vision
+    if getattr(tower, "naflex", False):
+        return functools.partial(naflex, patch=tower.patch_size)
+    if getattr(tower, "bucketed", False):
+        return lambda images: {"pixel_values": torch.stack(list(images))[None]}
+    return padded if tower.model_type == "pixtral" else stacked
+
+
+def alone(
+    model: Any, documents: Sequence[Sequence[Any]], image_token: int, side: int, *, pixels: Pixels = stacked
+) -> Tensor:
+    """[tokens, V]: every document alone, one after the other."""
+    out = []
+    for text, images in zip(*documents_with_grids(documents, image_token, side), strict=True):
+        out.append(model(input_ids=text[None], use_cache=False, **(pixels(images) if images else {})).logits[0])
+    return torch.cat(out)
+
+
+def cell_logits(
+    family: Any,
+    config: Any,
+    documents: Sequence[Sequence[Any]],
+    image_token: int,
+    params: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(logits [2, 60, V], segment ids) of a model whose features are cells: four documents, two in each row.
+
+    reverse: a planted bug, the patches of a cell, or with one patch the cells, in the opposite order.
+    """
+    side = family.cell_side(config)
+    texts, images = documents_with_grids(documents, image_token, side * config.vision.patch_size)
+    tokens, segment_ids = rows_of((texts[:2], texts[2:]), 60)
+    flat = [image for own in images for image in own]
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
+    batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
+    (weights, tower), run = (params["vision"], config.vision), fnmodels.forward
+    if hasattr(family, "tower"):
+        (weights, tower), run = family.tower(params, config), fnmodels.hidden
+    names = family.taps(config) if hasattr(family, "taps") else ()
+    x = run(weights, *batch, config=tower, taps=names)
+    x, tapped = x if names else (x, {})
+    where = family.cells(at, image_ids, side)
+    where = where.flip(int(side > 1)) if reverse else where
+    features, *_ = family.features_of(params, x, tapped, where, config=config)
+    own = fnmodels.positions_from_segments(segment_ids)
+    inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=own, segment_ids=segment_ids)
+    places = family.image_places(tokens, image_token, torch.ones(features.shape[:2], dtype=torch.bool))
+    inputs = family.with_images(params, inputs, features, places, config=config)
+    logits: Tensor = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, kernel="math")
     return logits, segment_ids

@@ -1,5 +1,6 @@
 """SigLIP's vision tower (arXiv 2303.15343) and SigLIP 2's with images of any shape (NaFlex, arXiv 2502.14786).
 
+Idefics 3's and SmolVLM's has positions by fractions of the image, and no head.
 `forward` returns the hidden states [B, S, D] after the last norm, `features` one row per image: attention of a learned
 query to the image's patches, and an MLP.
 """
@@ -27,7 +28,8 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 
-MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model")
+_BUCKETED = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # the last two in published files
+MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model", *_BUCKETED[:2])
 TRAITS = Traits(
     inputs="patches",
     causal=False,
@@ -38,11 +40,15 @@ TRAITS = Traits(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(vision.VisionConfig):
-    """Sizes and switches. naflex: SigLIP 2's: patches [p, p, C], a table that is resampled with antialiasing."""
+    """Sizes and switches. naflex: SigLIP 2's: patches [p, p, C], a table that is resampled with antialiasing.
+
+    bucketed: Idefics 3's: a patch has the entry of the table's grid in which it begins.
+    """
 
     hidden_act: str = "gelu_pytorch_tanh"
     vision_use_head: bool = True
     naflex: bool = False
+    bucketed: bool = False
 
     @property
     def channels_last(self) -> bool:
@@ -58,19 +64,28 @@ class Config(vision.VisionConfig):
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, activation="gelu_pytorch_tanh")
+        bucketed = values.get("model_type") in _BUCKETED
+        sizes, patch = ((1152, 3072, 12, 16), 32) if bucketed else ((768, 3072, 12, 12), 16)
+        known, act = (*MODEL_TYPES, *_BUCKETED), "gelu_pytorch_tanh"
+        usual = vision.vision_fields(fields, known, eps=1e-6, activation=act, sizes=sizes, patch=patch)
+        if bucketed:
+            usual["model_type"] = f"{usual['model_type'].removesuffix('_vision')}_vision"
         naflex = usual["model_type"] == "siglip2_vision_model"
         if naflex:
             count = fields.integer("num_patches", 256)
             if math.isqrt(count) ** 2 != count:
                 raise ConfigError(f"{fields.where}: 'num_patches' is {count}, but must be a square.")
             usual["image_size"] = math.isqrt(count) * usual["patch_size"]
-        config = Config(**usual, vision_use_head=fields.boolean("vision_use_head", True), naflex=naflex)
-        object.__setattr__(config, "extra", fields.finish())
+        head = not bucketed and fields.boolean("vision_use_head", True)
+        config = Config(**usual, vision_use_head=head, naflex=naflex, bucketed=bucketed)
+        # the sizes that files of SmolVLM have are the processor's
+        object.__setattr__(config, "extra", fields.finish(("size", "max_image_size") if bucketed else ()))
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
+        if self.bucketed:
+            return vision.vision_to_hf(self, "SmolVLMVision" if "smol" in self.model_type else "Idefics3Vision")
         if not self.naflex:
             return vision.vision_to_hf(self, "SiglipVision", "vision_use_head")
         sizes = {"num_patches": self.side**2, "image_size": None}
@@ -104,7 +119,7 @@ def _outside_of_layers(leaf: Leaf) -> Leaf:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}."""
-    at, D = "vision_model.", config.hidden_size
+    at, D = "" if config.bucketed else "vision_model.", config.hidden_size
     names: dict[str, Stored] = {"embed_positions": f"{at}embeddings.position_embedding.weight"}
     names |= vision.weight_and_bias("patch_proj", f"{at}embeddings.patch_embedding")
     names |= vision.layer_names(config, f"{at}encoder.layers.", text_tower.CLIP_LAYER)
@@ -123,6 +138,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
     """The entries of the position table that each patch reads; see `position_table.table_inputs`."""
     resample = position_table.bilinear_antialias if config.naflex else position_table.bicubic
+    resample = position_table.by_fraction if config.bucketed else resample
     return position_table.table_inputs(config, positions, resample=resample, placed=0)
 
 

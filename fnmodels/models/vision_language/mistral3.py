@@ -69,12 +69,8 @@ class Config:
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_layer", -1, [-1])
         text = vision_language.text_config(outer, "mistral", _MISTRAL)
-        # transformers 4 reads the inner field, whose default is false; 5 the outer one, whose default is true
-        old = str(values.get("transformers_version", "5")).startswith("4.")
-        outer_tied = outer.boolean("tie_word_embeddings", True)
-        tied = text.tie_word_embeddings if old else outer_tied
         config = Config(
-            text=vision_language.with_tie(text, tied),
+            text=vision_language.with_tie(text, vision_language.tied_head(outer, text, True)),
             vision=pixtral.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "pixtral")),
             image_token=outer.integer("image_token_index", outer.take("image_token_id", 10), low=0),
             merge=outer.integer("spatial_merge_size", 2),

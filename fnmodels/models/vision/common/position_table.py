@@ -47,6 +47,17 @@ def bicubic_antialias(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, 
     return _antialias(index, count, side, weight)
 
 
+def by_fraction(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As `bicubic`, but the one entry in whose cell of the table's grid the patch begins (Idefics 3, arXiv 2408.12637).
+
+    In fp32 as the published model, which rounds at the borders of cells.
+    """
+    begin = (index.float() * (1.0 / count.float())).clamp(max=1.0 - 1e-6)
+    borders = torch.arange(1 / side, 1.0, 1 / side, device=index.device)
+    entries = torch.bucketize(begin, borders, right=True)[..., None].clamp(max=side - 1)
+    return entries, torch.ones_like(entries, dtype=torch.float64)
+
+
 def _antialias(index: Tensor, count: Tensor, side: int, weight: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Every entry is a tap, with the weight of its distance in steps of the coarser grid."""
     scale = (side / count.double())[..., None]

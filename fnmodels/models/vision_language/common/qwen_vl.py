@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.image_places import gather_cells
 from fnmodels.inputs.image_sizes import fit_area
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.registry import family_for
@@ -25,6 +24,7 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
 from . import image_prompts, vision_language
+from .vision_language import joined
 
 EPS = 1e-6  # of Qwen3-VL's LayerNorms before mergers, fixed in the reference
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")  # kept for saving
@@ -97,10 +97,6 @@ def merged(weights: Tree, x: Tensor) -> Tensor:
     """Features [..., width] of cells x [..., D of all patches of the cell]."""
     return linear(F.gelu(linear(x, weights["up"], weights["up_bias"])), weights["out"], weights["out_bias"])
 
-
-def joined(x: Tensor, places: Tensor) -> Tensor:
-    """[1, cells, D of all patches of the cell] of hidden states x [rows, slots, D]; places: of `cells`."""
-    return gather_cells(x, places).flatten(1)[None]
 
 
 def normed_merger_leaves(config: Any, width: int, *, joined_first: bool = False) -> dict[str, Leaf]:

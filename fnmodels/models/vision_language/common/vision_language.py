@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.image_places import place
+from fnmodels.inputs.image_places import gather_cells, place
 from fnmodels.models.common.config_json import Fields, is_bookkeeping
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import families, family_for, family_of
@@ -116,6 +116,21 @@ def nested_names(config: Any, *, text: str, vision: str) -> dict[str, Stored]:
     return with_prefix(inner, "text", "") | with_prefix(
         family_of(config.vision).hf_names(config.vision), "vision", vision
     )
+
+
+def joined(x: Tensor, places: Tensor) -> Tensor:
+    """[1, cells, D of all patches of the cell] of hidden states x [rows, slots, D]; places: of `cells`.
+
+    Row by row within a cell: what published models call pixel shuffle or unshuffle.
+    """
+    return gather_cells(x, places).flatten(1)[None]
+
+
+def tied_head(outer: Fields, text: Any, default: bool) -> bool:
+    """Whether the head is tied: transformers 5 reads the outer field, whose default is given, and 4 the text's."""
+    old = str(outer.values.get("transformers_version", "5")).startswith("4.")
+    said = outer.boolean("tie_word_embeddings", default)
+    return bool(text.tie_word_embeddings) if old else said
 
 
 def mlp_names(biases: bool) -> dict[str, str]:
