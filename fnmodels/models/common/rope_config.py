@@ -78,6 +78,12 @@ def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields,
     return Fields({**fields.values, **named}, fields.where), tuple(sections), interleaved or not sections
 
 
+def sections_to_hf(config: Any) -> dict[str, Any]:
+    """The rope object of a config whose positions have three axes: the inverse of `split_sections`."""
+    own = {"mrope_section": list(config.mrope_section), "mrope_interleaved": config.mrope_interleaved}
+    return rope_to_hf(config.rope) | own
+
+
 def ropes_by_layer_type(
     fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
 ) -> dict[str, Rope]:

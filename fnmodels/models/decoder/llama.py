@@ -15,7 +15,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
-from fnmodels.models.common.rope_config import rope_to_hf, split_sections
+from fnmodels.models.common.rope_config import sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
@@ -107,8 +107,7 @@ class Config(decoder.BaseConfig):
         if self.model_type == "smollm3":
             own["no_rope_layers"] = [int(kind.rotates) for kind in parsed(self.layer_kinds)]
         if self.mrope_section:
-            own["rope_parameters"] = rope_to_hf(self.rope) | {"mrope_section": list(self.mrope_section)}
-            own["rope_parameters"]["mrope_interleaved"] = self.mrope_interleaved
+            own["rope_parameters"] = sections_to_hf(self)
         return decoder.decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", *names, **own)
 
 

@@ -17,6 +17,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.rope_config import sections_to_hf, split_sections
 from fnmodels.models.common.spec import (
     decoder_leaves,
     head_norms,
@@ -57,6 +58,9 @@ class Config(decoder.BaseConfig):
     clip_qkv: float | None = None
     sliding_window: int | None = None
     max_position_embeddings: int = 32768
+    # rotary frequencies of time, height and width, which are one for text: of Qwen3-VL's text models
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = True
     model_type: str = field(default="qwen3_moe", compare=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +75,9 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         kv_heads, experts, chosen, inner = _DEFAULTS[model_type]
+        sections, interleaved = tuple[int, ...](), True
+        if model_type == "qwen3_moe":
+            fields, sections, interleaved = split_sections(fields)
         olmoe, second = model_type == "olmoe", model_type == "qwen2_moe"
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096 if olmoe else 32768, kv_heads=kv_heads)
         experts, chosen = mixture.experts_from_hf(fields, experts, chosen, usual["num_hidden_layers"])
@@ -96,6 +103,8 @@ class Config(decoder.BaseConfig):
             clip_qkv=fields.number("clip_qkv") if olmoe and fields.take("clip_qkv", None) is not None else None,
             sliding_window=window,
             layer_kinds=layer_kinds,
+            mrope_section=sections,
+            mrope_interleaved=interleaved,
         )
         return decoder.finished(config, fields)
 
@@ -111,6 +120,8 @@ class Config(decoder.BaseConfig):
         if second:
             names.append("shared_expert_intermediate_size")
             own["layer_types"] = decoder.layer_types(slides)
+        if self.mrope_section:
+            own["rope_parameters"] = sections_to_hf(self)
         return decoder.decoder_to_hf(self, f"{self.model_type.title().replace('_', '')}ForCausalLM", *names, **own)
 
 

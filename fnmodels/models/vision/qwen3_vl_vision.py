@@ -22,7 +22,7 @@ from fnmodels.tree import Tree
 
 # Model types, and what the names of their classes begin with.
 _CLASSES = {"qwen3_vl_vision": "Qwen3VLVision", "qwen3_5_vision": "Qwen3_5Vision"}
-_CLASSES |= {"qwen3_5_moe_vision": "Qwen3_5MoeVision"}
+_CLASSES |= {"qwen3_vl_moe_vision": "Qwen3VLMoeVision", "qwen3_5_moe_vision": "Qwen3_5MoeVision"}
 MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(inputs="patches", causal=False)
 
@@ -61,7 +61,7 @@ class Config(qwen_tower.QwenTowerConfig):
         if math.isqrt(count) ** 2 != count:
             raise ConfigError(f"{fields.where}: 'num_position_embeddings' is {count}, but must be a square.")
         usual["image_size"] = math.isqrt(count) * usual["patch_size"]
-        deep = [8, 16, 24] if usual["model_type"] == "qwen3_vl_vision" else []
+        deep = [8, 16, 24] if usual["model_type"].startswith("qwen3_vl") else []
         layers = qwen_tower.layer_list(fields, "deepstack_visual_indexes", deep)
         width = fields.integer("out_hidden_size", 3584)
         config = Config(**usual, out_hidden_size=width, deepstack=tuple(layers))

@@ -1,4 +1,6 @@
-"""Qwen2.5-VL (arXiv 2502.13923): cells of 2 x 2 patches among the tokens of Qwen 2, with positions of three axes.
+"""Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923): cells of 2 x 2 patches among the tokens of Qwen 2.
+
+Positions have three axes. The two have towers of their own, and norms like them before the merger.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
@@ -25,17 +27,22 @@ from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.spec import norm
-from fnmodels.models.vision import qwen2_5_vl_vision
+from fnmodels.models.common.spec import layer_norm_leaves, norm
+from fnmodels.models.vision import qwen2_5_vl_vision, qwen2_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import qwen_vl, vision_language
 from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
-from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.norm import layer_norm, rms_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("qwen2_5_vl",)
+# The class of the model, and the family of its tower.
+_TYPES: dict[str, tuple[str, Any]] = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", qwen2_vl_vision),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl_vision),
+}
+MODEL_TYPES = tuple(_TYPES)
 # Names that transformers has in memory, and files that were saved from there.
 TRAITS = Traits(
     resaved={r"model\.language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"},
@@ -55,8 +62,19 @@ def _preset(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any
 
 
 _3B = {"intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936}
+_2B = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
 _7B = {"intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+def _second(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any]:
+    """A preset of Qwen2-VL, whose tower has one size."""
+    values = _preset(layers, tied, hidden, **sizes)
+    text = values["text_config"] | {"max_position_embeddings": 32768}
+    return values | {"model_type": "qwen2_vl", "text_config": text, "vision_config": {"hidden_size": hidden}}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2-vl-2b": _second(28, True, 1536, intermediate_size=8960, **_2B),
+    "qwen2-vl-7b": _second(28, False, 3584, **_7B),
+    "qwen2-vl-72b": _second(80, False, 8192),
     "qwen2.5-vl-3b": _preset(36, True, 2048, **_3B),
     "qwen2.5-vl-7b": _preset(28, False, 3584, **_7B),
     "qwen2.5-vl-32b": _preset(64, False, 5120, intermediate_size=27648, num_attention_heads=40),
@@ -69,7 +87,7 @@ class Config:
     """The parts. image_token: the id of the tokens that features replace."""
 
     text: Any
-    vision: qwen2_5_vl_vision.Config
+    vision: Any
     image_token: int
     # kept for saving only
     model_type: str = field(default="qwen2_5_vl", compare=False)
@@ -82,13 +100,14 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", MODEL_TYPES)
-        tower = qwen_vl.tower_values(outer, "qwen2_5_vl_vision")
+        model_type = outer.choice("model_type", MODEL_TYPES)
+        tower = qwen_vl.tower_values(outer, f"{model_type}_vision")
         inner = qwen_vl.text_values(outer)
         config = Config(
-            text=qwen_vl.text_config(outer, inner, "qwen2_5_vl_text", "qwen2", defaults=_TEXT),
-            vision=qwen2_5_vl_vision.Config.from_hf(tower),
+            text=qwen_vl.text_config(outer, inner, f"{model_type}_text", "qwen2", defaults=_TEXT),
+            vision=_TYPES[model_type][1].Config.from_hf(tower),
             image_token=outer.integer("image_token_id", 151655, low=0),
+            model_type=model_type,
         )
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
@@ -97,8 +116,8 @@ class Config:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
-            "Qwen2_5_VLForConditionalGeneration",
-            text_config=qwen_vl.text_to_hf(self.text, "qwen2_5_vl_text"),
+            _TYPES[self.model_type][0],
+            text_config=qwen_vl.text_to_hf(self.text, f"{self.model_type}_text"),
             image_token_id=self.image_token,
             tie_word_embeddings=self.text.tie_word_embeddings,
         )
@@ -106,15 +125,21 @@ class Config:
 
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and "merger"."""
-    merger = {"norm": norm(config.vision.hidden_size, "embed")}
+    narrow = config.vision.hidden_size
+    merger = layer_norm_leaves("norm", narrow, "embed") if _has_layer_norms(config) else {"norm": norm(narrow, "embed")}
     merger |= qwen_vl.merger_leaves(config.vision, config.text.hidden_size)
     return two_towers.towers_spec(config) | {"merger": merger}
+
+
+def _has_layer_norms(config: Config) -> bool:
+    return isinstance(config.vision, qwen2_vl_vision.Config)
 
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.", vision="visual.")
-    names["merger.norm"] = "visual.merger.ln_q.weight"
+    norms = vision.weight_and_bias("merger.norm", "visual.merger.ln_q")
+    names |= norms if _has_layer_norms(config) else {"merger.norm": norms["merger.norm"]}
     for ours, theirs in (("up", 0), ("out", 2)):
         names |= vision.weight_and_bias(f"merger.{ours}", f"visual.merger.mlp.{theirs}")
     return names
@@ -126,5 +151,8 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
     """
     weights = params["merger"]
-    normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
+    if "norm_bias" in weights:
+        normed = layer_norm(x, weights["norm"], weights["norm_bias"], eps=qwen_vl.EPS)
+    else:
+        normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
     return qwen_vl.merged(weights, qwen_vl.joined(normed, places))

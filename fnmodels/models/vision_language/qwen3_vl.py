@@ -1,5 +1,6 @@
 """Qwen3-VL (arXiv 2511.21631): cells of 2 x 2 patches among the tokens of Qwen 3, with positions of three axes.
 
+The text model is dense or, of qwen3_vl_moe, a mixture of experts.
 Outputs of earlier layers of the tower are added to the first layers of the text model (DeepStack, arXiv 2406.04334).
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
@@ -26,19 +27,29 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.moe import transposed_experts
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import qwen_vl, vision_language
 from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import cell_side, with_images  # noqa: F401
+from fnmodels import tree
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("qwen3_vl",)
 _TEXT: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
 _TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
 _TEXT |= {"rope_theta": 5e5, "mrope_section": [24, 20, 20]}
+_MOE: dict[str, Any] = _TEXT | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408}
+_MOE |= {"num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": True}
+# The family of the text, the fields that text_config leaves out where they equal the defaults, the model's class.
+_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3_vl": ("qwen3", _TEXT, "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_moe", _MOE, "Qwen3VLMoeForConditionalGeneration"),
+}
+MODEL_TYPES = tuple(_TYPES)
 
 
 def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes: int) -> dict[str, Any]:
@@ -49,10 +60,15 @@ def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes
 
 
 _SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+_A3B = {"num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8}
+_A22B = _A3B | {"num_attention_heads": 64, "moe_intermediate_size": 1536, "intermediate_size": 12288}
+_A3B = _A3B | {"num_attention_heads": 32, "moe_intermediate_size": 768}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": _preset(28, True, _SMALL, 2048, intermediate_size=6144, num_attention_heads=16),
     "qwen3-vl-4b": _preset(36, True, _SMALL, 2560, intermediate_size=9728),
     "qwen3-vl-8b": _preset(36, False, {}, 4096, intermediate_size=12288),
+    "qwen3-vl-30b-a3b": _preset(48, False, {}, 2048, **_A3B) | {"model_type": "qwen3_vl_moe"},
+    "qwen3-vl-235b-a22b": _preset(94, False, {}, 4096, **_A22B) | {"model_type": "qwen3_vl_moe"},
 }
 
 
@@ -79,14 +95,20 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", MODEL_TYPES)
+        model_type = outer.choice("model_type", MODEL_TYPES)
+        plain, defaults, _ = _TYPES[model_type]
         inner = qwen_vl.text_values(outer)
         Fields(inner, f"{outer.where}, text_config").expect("use_sliding_window", False)
-        tower = qwen_vl.tower_values(outer, "qwen3_vl_vision")
+        if model_type == "qwen3_vl_moe":  # whose text says true where transformers 5 saves it, and nothing reads it
+            inner["tie_word_embeddings"] = outer.boolean("tie_word_embeddings", False)
+        if "num_local_experts" in inner:  # as transformers 5 calls what files call num_experts
+            defaults = {name: value for name, value in defaults.items() if name != "num_experts"}
+        tower = qwen_vl.tower_values(outer, f"{model_type}_vision")
         config = Config(
-            text=qwen_vl.text_config(outer, inner, "qwen3_vl_text", "qwen3", defaults=_TEXT),
+            text=qwen_vl.text_config(outer, inner, f"{model_type}_text", plain, defaults=defaults),
             vision=qwen3_vl_vision.Config.from_hf(tower),
             image_token=outer.integer("image_token_id", 151655, low=0),
+            model_type=model_type,
         )
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
@@ -96,8 +118,8 @@ class Config:
         slides = ("sliding_window", "use_sliding_window", "layer_types")
         return vision_language.to_hf(
             self,
-            "Qwen3VLForConditionalGeneration",
-            text_config=qwen_vl.text_to_hf(self.text, "qwen3_vl_text", *slides),
+            _TYPES[self.model_type][2],
+            text_config=qwen_vl.text_to_hf(self.text, f"{self.model_type}_text", *slides),
             image_token_id=self.image_token,
             tie_word_embeddings=self.text.tie_word_embeddings,
         )
@@ -115,6 +137,12 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
+    for path in tree.flatten(two_towers.towers_spec(config)):
+        where, _, leaf = path.rpartition(".")
+        if where.endswith(".experts") and leaf == "down_proj":  # [E, in, out] in files, gate and up in one
+            there = f"model.language_model.{where.removeprefix('text.')}"
+            wide, inner = config.text.hidden_size, config.text.moe_intermediate_size
+            names |= transposed_experts(where, there, wide, inner, in_turn=False)
     names |= qwen_vl.normed_merger_names("merger", "model.visual.merger")
     for i in range(len(config.vision.deepstack)):
         names |= qwen_vl.normed_merger_names(f"deepstack.{i}", f"model.visual.deepstack_merger_list.{i}")
