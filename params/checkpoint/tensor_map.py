@@ -124,7 +124,8 @@ def published_names(
         for pattern, replacement in patterns.items() if name not in expected else ():
             if match := re.fullmatch(pattern, prefix + name):
                 other = match.expand(replacement).removeprefix(prefix)
-                return other if other in expected and other not in on_disk else name
+                if other in expected and other not in on_disk:
+                    return other
         return name
 
     return [published(name) for name in on_disk]

@@ -10,6 +10,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from tests.fnmodels.models import test_vision
+from tests.support import wrappers
 from tests.support.cases import Case, is_routed, richest
 from tests.support.image_texts import ImageCase, image_cases
 from tests.support.oracle import model_of, params_of
@@ -43,7 +44,7 @@ def test_names_of_memory_are_explained() -> None:
 def test_wrappers_in_memory(case: ImageCase) -> None:
     """By the names of files, and, where experts are no part, by those that the model has in memory."""
     model, wanted = case.reference(), tree.flatten(case.params())
-    states = [revert_weight_conversion(model, model.state_dict())]
+    states = [wrappers.as_published(model, dict(revert_weight_conversion(model, model.state_dict())))]
     states += [] if is_routed(case.config.text) else [model.state_dict()]
     for state in states:
         params = tree.flatten(P.from_tensors(case.config, state.items()))

@@ -15,15 +15,26 @@ import fnmodels
 import params as P
 import train
 from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
-from fnmodels.inputs.image_places import image_places
+from fnmodels.inputs.image_places import cells, image_places
 from fnmodels.models.common.registry import family_for, model_type_of
-from fnmodels.models.vision_language import gemma3, gemma4, llama4, llava, mistral3, qwen2_5_vl, qwen3_5, qwen3_vl
+from fnmodels.models.vision_language import (
+    gemma3,
+    gemma4,
+    llama4,
+    llava,
+    mistral3,
+    pixel_shuffle,
+    qwen2_5_vl,
+    qwen3_5,
+    qwen3_vl,
+)
 from tests.fnmodels.models import (
     test_gemma3,
     test_gemma4,
     test_llama4,
     test_llava,
     test_mistral3,
+    test_pixel_shuffle,
     test_qwen2_5_vl,
     test_qwen3_5,
     test_qwen3_vl,
@@ -142,9 +153,7 @@ def answer_loss(params: Any, batch: dict[str, Tensor], *, config: Any, family: A
     features, *later = image_features(params, batch, config, family)
     where = {name: batch[name] for name in ("positions", "segment_ids")}
     inputs, masks, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
-    patches = (batch["image_ids"] > 0) & (batch["patch_positions"][..., 0] >= 0)
-    slots = patches if family is llava else features.new_ones(features.shape[:2]) > 0
-    places = image_places(batch["tokens"], config.image_token, slots)
+    places = image_places(batch["tokens"], config.image_token, features.new_ones(features.shape[:2]) > 0)
     inputs = family.with_images(params, inputs, features, places, config=config)
     if family in (gemma3, gemma4):
         masks = family.image_masks(config.text if family is gemma3 else config, *where.values(), places)
@@ -153,20 +162,19 @@ def answer_loss(params: Any, batch: dict[str, Tensor], *, config: Any, family: A
     return train.cross_entropy(logits, batch["labels"])
 
 
-def image_features(params: Any, batch: dict[str, Tensor], config: Any, family: Any) -> list[Tensor]:
-    """Those that replace embeddings, then those that Qwen3-VL adds to later layers. Cells have 2 x 2 patches."""
-    patches, at = batch["patches"], {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
-    if family is llava:
-        seen, tower = llava.tower(params, config)
-        return [llava.project(params, fnmodels.hidden(seen, *fnmodels.prepare(tower, patches, **at), config=tower))]
-    prepared, cells = fnmodels.prepare(config.vision, patches, **at), family.cells(*at.values(), 2)
-    if family is qwen3_vl:
-        taps = qwen3_vl.taps(config)
-        x, tapped = fnmodels.hidden(params["vision"], *prepared, config=config.vision, taps=taps)
-        return qwen3_vl.project(params, x, tapped, cells, config=config)
-    x = fnmodels.forward(params["vision"], *prepared, config=config.vision)
-    more = {"config": config} if family in (gemma3, gemma4, mistral3) else {}
-    return [family.project(params, x, cells, **more)]
+def image_features(params: Any, batch: dict[str, Tensor], config: Any, family: Any) -> tuple[Tensor, ...]:
+    """Those that replace embeddings, then those that Qwen3-VL adds to later layers."""
+    at = {"positions": batch["patch_positions"], "segment_ids": batch["image_ids"]}
+    (weights, tower), run = (params["vision"], config.vision), fnmodels.forward
+    if hasattr(family, "tower"):
+        (weights, tower), run = family.tower(params, config), fnmodels.hidden
+    names = family.taps(config) if hasattr(family, "taps") else ()
+    x = run(weights, *fnmodels.prepare(tower, batch["patches"], **at), config=tower, taps=names)
+    x, tapped = x if names else (x, {})
+    found: tuple[Tensor, ...] = family.features_of(
+        params, x, tapped, cells(*at.values(), family.cell_side(config)), config=config
+    )
+    return found
 
 
 # {name: (family, its config.json)}. The last layer of LLaVA's tower is not read.
@@ -177,6 +185,8 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama4_images": (llama4, test_llama4.VALUES),
     "llava": (llava, test_llava.VARIANTS["llama"]),
     "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
+    "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
+    "qwen2_vl": (qwen2_5_vl, test_qwen2_5_vl.VARIANTS["qwen2_vl"]),
     "qwen2_5_vl": (qwen2_5_vl, test_qwen2_5_vl.VALUES),
     "qwen3_vl": (qwen3_vl, test_qwen3_vl.VALUES),
     "qwen3_5_images": (qwen3_5, test_qwen3_5.values_of("qwen3_5")),
@@ -187,7 +197,7 @@ def reader_setting(name: str) -> Setting:
     """A text model that reads images: two documents in each row, with images of several sizes where it takes them."""
     family, values = READERS[name]
     config = family.Config.from_hf(values | {"text_config": values["text_config"] | {"vocab_size": 64}})
-    square, side = family in (gemma3, llama4, llava), 6 if family is llava else 8
+    square, side = family in (gemma3, llama4, llava, pixel_shuffle), 6 if family is llava else 8
     made = []
     for sizes in (((2, 3), (3, 2)), ((1, 4), (2, 2))):
         one, other = ((3, 3), (3, 3)) if square else sizes

@@ -47,13 +47,19 @@ class ImageCase:
         return self.tests._params() if hasattr(self.tests, "CONFIG") else self.tests._params(self.label)
 
 
-def image_cases() -> list[ImageCase]:
-    """Found by the folder of the families; the configs are those of tests/fnmodels/models/test_FAMILY.py."""
+def image_cases(*, every: bool = False) -> list[ImageCase]:
+    """Found by the folder of the families; the configs are those of tests/fnmodels/models/test_FAMILY.py.
+
+    Where these name STRUCTURES, labels of configs whose text or images are read in another way, those alone, unless
+    `every` is asked for.
+    """
     found = []
     for name in (module.name for module in pkgutil.iter_modules(vision_language.__path__) if not module.ispkg):
         family = importlib.import_module(f"fnmodels.models.vision_language.{name}")
         tests = importlib.import_module(f"tests.fnmodels.models.test_{name}")
         for label, config in _configs(tests, family, name).items():
+            if not every and label not in getattr(tests, "STRUCTURES", (label,)):
+                continue
             shown = label if label.startswith(name) else f"{name}_{label}"
             found.append(ImageCase(shown, family, config, tests, label))
     return found

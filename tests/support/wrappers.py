@@ -27,9 +27,9 @@ def perturbed(model: Any) -> Any:
     return model
 
 
-def as_published(model: Any) -> dict[str, Tensor]:
+def as_published(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """`on_disk`, with Qwen3-VL's experts as published files have them: transformers does not transpose them back."""
-    state = on_disk(model)
+    state = on_disk(model) if state is None else state
     if model.config.model_type != "qwen3_vl_moe":
         return state
     return {name: value.mT.contiguous() if ".experts." in name else value for name, value in state.items()}

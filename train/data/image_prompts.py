@@ -54,6 +54,11 @@ class ImagePrompts:
     @staticmethod
     def of(folder: Path, config: Any, tokenizer: Tokenizer) -> "ImagePrompts":
         """The reader of a checkpoint folder. UserError without settings of pictures, or with some that it has not."""
+        if not hasattr(family_of(config), "read_image"):
+            raise UserError(
+                f"pictures for {config.model_type} are not read from files yet: pass its images as tensors, sized and "
+                "normalized, to train.generate"
+            )
         file = next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
         if file is None:
             raise UserError(f"{folder} has no {' and no '.join(FILES)}, which say how the model's pictures are read")

@@ -13,7 +13,7 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.spec import joint_head_norms
+from fnmodels.models.common.spec import norm
 from fnmodels.models.common.vision import attention_masks, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import plain_mlp, project_out, rms_norm, split_heads
@@ -50,11 +50,6 @@ class Config(vision.VisionConfig):
     layer_scale: float = 0.1
     final_norm: bool = False
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """As many as query heads."""
-        return self.num_attention_heads
-
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
@@ -75,7 +70,7 @@ class Config(vision.VisionConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        own = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
+        own: dict[str, Any] = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
         own |= {"use_mean_pooling": not self.final_norm, "layer_scale_init_value": self.layer_scale}
         sizes = {name: [getattr(self, name)] * 2 for name in ("image_size", "patch_size")}
         return vision.vision_to_hf(self, "InternVLVision", "attention_bias", **own, **sizes)
@@ -87,7 +82,8 @@ def spec(config: Config) -> Tree:
     tree: Tree = {"class_token": vision.vector(D, std, 1, 1), **vision.patch_leaves(config)}
     tree["embed_positions"] = vision.vector(D, std, 1, 1 + config.side**2, axis="position")
     layer = vision.vision_layer(config, qkv_bias=config.attention_bias, scale=config.layer_scale)
-    layer["attention"] |= joint_head_norms(config) if config.qk_norm else {}
+    heads = {name: norm(D, "heads", unit=config.head_dim) for name in ("q_norm", "k_norm")}
+    layer["attention"] |= heads if config.qk_norm else {}
     if config.rms:
         layer = {name: leaf for name, leaf in layer.items() if not name.endswith("layernorm_bias")}
     tree["layers"] = [layer for _ in range(config.num_hidden_layers)]
@@ -120,7 +116,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     q, k, v = linears(_normed(layer, "input_layernorm", x, config), weights, "qkv")
     if config.qk_norm:
         q, k = rms_norm(q, weights["q_norm"], eps=EPS), rms_norm(k, weights["k_norm"], eps=EPS)
-    mixed = ctx.attend(*(split_heads(t, config.head_dim) for t in (q, k, v)), mask, scale=config.head_dim**-0.5)
+    q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed) * layer["attention_scale"]))
     normed = _normed(layer, "post_attention_layernorm", x, config)
     y = plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.shown)

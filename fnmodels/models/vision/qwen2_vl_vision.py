@@ -26,7 +26,7 @@ _LAYER |= {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(qwen_tower.QwenTowerConfig):
-    """Sizes and switches. out_hidden_size: the text's width, which files call hidden_size, and the tower's embed_dim."""
+    """Sizes and switches. out_hidden_size: the text's width. Files call it hidden_size, and hidden_size embed_dim."""
 
     hidden_act: str = "quick_gelu"
     out_hidden_size: int = 3584
@@ -40,7 +40,9 @@ class Config(qwen_tower.QwenTowerConfig):
         inner = {name: value for name, value in values.items() if name not in ("embed_dim", "mlp_ratio")}
         inner |= {"hidden_size": narrow, "intermediate_size": narrow * ratio}
         sizes = (1280, 5120, 32, 16)
-        fields, usual = qwen_tower.tower_fields(Fields(inner), MODEL_TYPES, sizes=sizes, patch=14, activation="quick_gelu")
+        fields, usual = qwen_tower.tower_fields(
+            Fields(inner), MODEL_TYPES, sizes=sizes, patch=14, activation="quick_gelu"
+        )
         config = Config(**usual, out_hidden_size=wide)
         object.__setattr__(config, "extra", fields.finish())
         return config

@@ -1,6 +1,6 @@
-"""Mistral Small 3.1 and 3.2, Ministral 3: Pixtral's patches, merged in cells, among the tokens of a text model.
+"""Mistral Small 3.1 and 3.2, Ministral 3, LightOnOCR: Pixtral's patches, merged in cells, among a text's tokens.
 
-Row breaks between an image's tokens are ordinary tokens of the text.
+Row breaks between an image's tokens are ordinary tokens of the text; LightOnOCR (LightOn, 2025), with Qwen 3, has none.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -22,6 +22,7 @@ from fnmodels.inputs.image_sizes import fit_edge
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm, weight
+from fnmodels.models.common.storage import renamed
 from fnmodels.models.vision import pixtral
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -32,7 +33,6 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("mistral3",)
 TRAITS = Traits(resaved=vision_language.IN_MEMORY, in_memory=vision_language.MODULES)
 features_of = vision_language.features_by_config
 # Fields that text_config leaves out where they equal the defaults.
@@ -42,6 +42,12 @@ _SMALL: dict[str, Any] = {"vocab_size": 131072, "hidden_size": 5120, "intermedia
 _SMALL |= {"num_hidden_layers": 40, "rope_theta": 1e9, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 _PIXTRAL = {"image_size": 1540, "patch_size": 14, "hidden_act": "silu"}
 
+# The family of the text, the fields that it leaves out, and the model's class.
+_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mistral3": ("mistral", _MISTRAL, "Mistral3ForConditionalGeneration"),
+    "lighton_ocr": ("qwen3", {}, "LightOnOcrForConditionalGeneration"),
+}
+MODEL_TYPES = tuple(_TYPES)
 PRESETS: dict[str, dict[str, Any]] = {
     "mistral-small-3.1-24b": {"model_type": "mistral3", "tie_word_embeddings": False, "vision_config": _PIXTRAL}
     | {"text_config": {"model_type": "mistral", "sliding_window": None} | _SMALL}
@@ -65,32 +71,31 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", MODEL_TYPES)
+        model_type = outer.choice("model_type", MODEL_TYPES)
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_layer", -1, [-1])
-        text = vision_language.text_config(outer, "mistral", _MISTRAL)
+        text = vision_language.text_config(outer, *_TYPES[model_type][:2])
+        tower = two_towers.tower_fields(outer, "vision_config", "pixtral")
+        image = ("image_token_id", 151655) if model_type == "lighton_ocr" else ("image_token_index", 10)
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, True)),
-            vision=pixtral.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "pixtral")),
-            image_token=outer.integer("image_token_index", outer.take("image_token_id", 10), low=0),
+            vision=pixtral.Config.from_hf(tower),
+            image_token=outer.integer(image[0], outer.take("image_token_id", image[1]), low=0),
             merge=outer.integer("spatial_merge_size", 2),
             projector_bias=outer.boolean("multimodal_projector_bias", False),
+            model_type=model_type,
         )
         object.__setattr__(config, "extra", vision_language.kept(outer))
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        return vision_language.to_hf(
-            self,
-            "Mistral3ForConditionalGeneration",
-            image_token_index=self.image_token,
-            spatial_merge_size=self.merge,
-            vision_feature_layer=-1,
-            multimodal_projector_bias=self.projector_bias,
-            projector_hidden_act="gelu",
-            tie_word_embeddings=self.text.tie_word_embeddings,
-        )
+        old = {"image_token_index": self.image_token, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
+        old |= {"multimodal_projector_bias": self.projector_bias}
+        own = {"image_token_id": self.image_token} if self.model_type == "lighton_ocr" else old
+        tied = self.text.tie_word_embeddings
+        more = {"spatial_merge_size": self.merge, "tie_word_embeddings": tied}
+        return vision_language.to_hf(self, _TYPES[self.model_type][2], **own, **more)
 
 
 def spec(config: Config) -> Tree:
@@ -106,10 +111,17 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
-    names, at = vision_language.part_names(config, text="language_model.", vision="vision_tower."), "projector"
+    if config.model_type == "lighton_ocr":
+        names = vision_language.nested_names(config, text="model.language_model.", vision="model.vision_encoder.")
+    else:
+        names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
     for path, name in (("norm", "norm"), ("merge", "patch_merger.merging_layer")):
-        names[f"{at}.{path}"] = f"multi_modal_projector.{name}.weight"
-    return names | vision_language.mlp_names(config.projector_bias)
+        names[f"projector.{path}"] = f"multi_modal_projector.{name}.weight"
+    names |= vision_language.mlp_names(config.projector_bias)
+    if config.model_type == "lighton_ocr":
+        there = r"model.vision_projection."
+        names = {path: renamed(name, r"^multi_modal_projector\.", there) for path, name in names.items()}
+    return names
 
 
 def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Tensor:
@@ -134,4 +146,6 @@ def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Co
     edge = image_prompts.number(settings, "size", "longest_edge", 1540, most=5000)
     found = image_prompts.resized(image, fit_edge(image, cell, edge), settings)
     row = name(config.image_token) * (found.shape[2] // cell)
+    if config.model_type == "lighton_ocr":
+        return [found], row * (found.shape[1] // cell)
     return [found], "[IMG_BREAK]".join([row] * (found.shape[1] // cell)) + "[IMG_END]"

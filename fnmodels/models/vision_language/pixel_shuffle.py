@@ -14,7 +14,6 @@ inputs = pixel_shuffle.with_images(params, inputs, features, places, config=conf
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +57,7 @@ class _Type:
     text: str = "model.language_model."
     vision: str = "model.vision_tower."
     tied: bool = True
-    text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    tower_defaults: Mapping[str, Any] = field(default_factory=dict)
+    text_defaults: dict[str, Any] = field(default_factory=dict)
     merge: tuple[str, int] = ("downsample_factor", 2)
     inner: tuple[str, int] = ("", 0)
     gated: bool = False
@@ -70,14 +68,11 @@ class _Type:
 _AT = "multi_modal_projector."
 _MLP = {"up": f"model.{_AT}linear_1", "out": f"model.{_AT}linear_2"}
 _OLD = {"up": f"{_AT}linear_1", "out": f"{_AT}linear_2"}  # of models whose files are older than the "model."
-_OLD_PARTS = {"text": "language_model.", "vision": "vision_tower."}
+_OLD_PARTS: dict[str, Any] = {"text": "language_model.", "vision": "vision_tower."}
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-_SO400M = {"hidden_size": 1152, "patch_size": 14, "image_size": 384, "num_hidden_layers": 26}
-_SO400M |= {"intermediate_size": 4304, "num_attention_heads": 14, "vision_use_head": False}
-_C2V = {"hidden_size": 1152, "intermediate_size": 3072, "image_size": 512, "num_hidden_layers": 27}
 _IDEFICS: dict[str, Any] = {"names": {"out": "model.connector.modality_projection.proj"}, "text": "model.text_model."}
 _IDEFICS |= {"vision": "model.vision_model.", "token": ("image_token_id", 128257), "merge": ("scale_factor", 2)}
-_IDEFICS |= {"tied": False, "text_defaults": _LLAMA | {"rms_norm_eps": 1e-5}}
+_IDEFICS |= {"tied": False, "text_defaults": _LLAMA}
 _TYPES = {
     "deepseek_vl": _Type(
         "DeepseekVLForConditionalGeneration",
@@ -96,7 +91,6 @@ _TYPES = {
         {"norm": f"{_AT}layernorm"} | _OLD,
         ("image_token_index", 255036),
         **_OLD_PARTS,
-        tower_defaults=_SO400M,
         inner=("alignment_intermediate_size", 0),
         gated=True,
         norm=("adapter_layer_norm_eps", 1e-6),
@@ -108,7 +102,6 @@ _TYPES = {
         "siglip_vision_model",
         _MLP,
         ("image_token_id", 255036),
-        tower_defaults=_C2V,
         inner=("alignment_intermediate_size", 36864),
         gated=True,
     ),
@@ -140,7 +133,9 @@ TRAITS = Traits(
     resaved={
         r"(model\.vision_(?:tower|model))\.((?!vision_model\.).*)": r"\1.vision_model.\2",
         **vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
+        **vision_language.IN_MEMORY,
     },
+    in_memory={r"^(model\.vision_(?:tower|model)\.)vision_model\.": r"\1", **vision_language.MODULES},
 )
 
 
@@ -178,7 +173,7 @@ class Config:
             outer.expect("tie_embedding", outer.boolean("tie_word_embeddings", True))
         text = vision_language.text_config(outer, own.text_type, own.text_defaults)
         text = vision_language.with_tie(text, vision_language.tied_head(outer, text, own.tied))
-        tower = own.tower_defaults | two_towers.tower_fields(outer, "vision_config", own.tower_type)
+        tower = two_towers.tower_fields(outer, "vision_config", own.tower_type)
         width = (text.hidden_size if own.inner[1] == 0 else own.inner[1]) if "up" in own.names else 0
         merge = _from_ratio(outer) if model_type == "internvl" else own.merge[1]
         has_norm = outer.boolean("projector_use_layernorm", True) if model_type == "lfm2_vl" else own.norm[1] > 0
@@ -200,7 +195,7 @@ class Config:
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         own = _TYPES[self.model_type]
-        fields = {own.token[0]: self.image_token, own.merge[0]: self.merge, own.inner[0]: self.inner}
+        fields: dict[str, Any] = {own.token[0]: self.image_token, own.merge[0]: self.merge, own.inner[0]: self.inner}
         fields[own.norm[0]] = self.norm_eps
         if self.model_type == "internvl":
             del fields[own.merge[0]]
@@ -213,9 +208,9 @@ class Config:
 
 
 # What processors read: sizes of the sequences of tiles, and the like.
-_PROCESSOR = ("image_seq_length", "max_splits_per_img", "image_seq_len", "do_image_splitting", "encoder_patch_size")
+_PROCESSOR: tuple[str, ...] = ("image_seq_length", "max_splits_per_img", "image_seq_len", "do_image_splitting")
 _PROCESSOR += ("max_image_tokens", "min_image_tokens", "max_num_patches", "max_pixels_tolerance", "tile_size")
-_PROCESSOR += ("max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail")
+_PROCESSOR += ("encoder_patch_size", "max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail")
 
 
 def _from_ratio(outer: Fields) -> int:

@@ -64,6 +64,8 @@ def _preset(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any
 _3B = {"intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936}
 _2B = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
 _7B = {"intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+
+
 def _second(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any]:
     """A preset of Qwen2-VL, whose tower has one size."""
     values = _preset(layers, tied, hidden, **sizes)
@@ -155,4 +157,4 @@ def project(params: Tree, x: Tensor, places: Tensor, /) -> Tensor:
         normed = layer_norm(x, weights["norm"], weights["norm_bias"], eps=qwen_vl.EPS)
     else:
         normed = rms_norm(x, weights["norm"], eps=qwen2_5_vl_vision.EPS)
-    return qwen_vl.merged(weights, qwen_vl.joined(normed, places))
+    return qwen_vl.merged(weights, vision_language.joined(normed, places))

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
@@ -34,7 +35,6 @@ from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import qwen_vl, vision_language
 from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import cell_side, with_images  # noqa: F401
-from fnmodels import tree
 from fnmodels.options import Edit
 from fnmodels.tree import Tree
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fnmodels
 from fnmodels import tree
@@ -27,14 +27,16 @@ VARIANTS = {
     "mistral3": VALUES | {"tie_word_embeddings": False},
     "mistral3_bias": VALUES | {"multimodal_projector_bias": True},
 }
+_OCR = {"model_type": "lighton_ocr", "image_token_id": IMAGE, "vision_config": _VISION}
+VARIANTS["lighton_ocr"] = _OCR | {"text_config": _TEXT | {"model_type": "qwen3"}}
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
 
 
 @functools.cache
 def _reference(name: str) -> Any:
-    config = Mistral3Config(**VARIANTS[name])
+    config = AutoConfig.for_model(**VARIANTS[name])
     config._attn_implementation = "eager"
-    return wrappers.perturbed(Mistral3ForConditionalGeneration(config))
+    return wrappers.perturbed(AutoModelForImageTextToText.from_config(config))
 
 
 def _config(name: str) -> mistral3.Config:
@@ -89,8 +91,8 @@ def test_packed_documents_with_images_equal_transformers_alone(name: str) -> Non
         assert (wrong[segment_ids > 0] - wanted).abs().max() > 1e-2
 
 
-def test_gradients_equal_transformers() -> None:
-    name = "mistral3_bias"
+@pytest.mark.parametrize("name", ["mistral3_bias", "lighton_ocr"])
+def test_gradients_equal_transformers(name: str) -> None:
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params(name))
     logits, segment_ids = _ours(params, _config(name))
     logits[segment_ids > 0].square().sum().backward()

@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "idefics3": _values("idefics3", _TEXT, _SIGLIP | {"model_type": "idefics3_vision"}),
     "smolvlm": _values("smolvlm", _TEXT, _SIGLIP | {"model_type": "smolvlm_vision"}, tie_word_embeddings=True),
 }
+STRUCTURES = ("internvl", "lfm2_vl")  # for the tests of all readers of images, to which the others are like these
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 

@@ -32,7 +32,8 @@ VARIANTS = {
     "qwen2_vl": VALUES
     | {"model_type": "qwen2_vl", "vision_config": _SECOND, "text_config": _TEXT | {"model_type": "qwen2_vl_text"}},
 }
-CONFIG = qwen2_5_vl.Config.from_hf(VALUES)
+FIRST = qwen2_5_vl.Config.from_hf(VALUES)
+STRUCTURES = ("qwen2_5_vl",)  # for the tests of all readers of images
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 # Per document: numbers of text tokens, and between them the (rows, columns) of images in cells of 2 x 2 patches.
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
@@ -90,13 +91,13 @@ def test_published_files_are_read() -> None:
     text |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}, "vision_token_id": 56}
     tower = _VISION | {"in_chans": 3, "spatial_patch_size": 4}
     values = {name: value for name, value in VALUES.items() if name != "text_config"} | text
-    assert qwen2_5_vl.Config.from_hf(values | {"vision_config": tower | {"model_type": "qwen2_5_vl"}}) == CONFIG
+    assert qwen2_5_vl.Config.from_hf(values | {"vision_config": tower | {"model_type": "qwen2_5_vl"}}) == FIRST
 
 
 def test_windows_are_counted_from_the_corner_of_each_image() -> None:
     images = [torch.randn(6, 16, 24), torch.randn(6, 8, 16)]
-    patches, at, image_ids = fnmodels.inputs.patch_rows(images, CONFIG.vision, length=40)
-    found = fnmodels.prepare(CONFIG.vision, patches, positions=at, segment_ids=image_ids)[1]["window"].dense()[0, 0]
+    patches, at, image_ids = fnmodels.inputs.patch_rows(images, FIRST.vision, length=40)
+    found = fnmodels.prepare(FIRST.vision, patches, positions=at, segment_ids=image_ids)[1]["window"].dense()[0, 0]
     seen = sorted(found.sum(-1).tolist())
     assert seen == [0] * 8 + [8] * 16 + [16] * 16  # 4 x 4 and 4 x 2 patches; 2 x 4
 

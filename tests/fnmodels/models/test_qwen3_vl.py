@@ -33,7 +33,7 @@ VARIANTS = {
     | {"model_type": "qwen3_vl_moe", "text_config": _TEXT | _MOE}
     | {"vision_config": _VISION | {"model_type": "qwen3_vl_moe_vision"}},
 }
-CONFIG = qwen3_vl.Config.from_hf(VALUES)
+FIRST = qwen3_vl.Config.from_hf(VALUES)
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 # Per document: numbers of text tokens, and between them the (rows, columns) of images in cells of 2 x 2 patches.
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
@@ -93,7 +93,7 @@ def test_published_files_are_read() -> None:
     text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [3, 2, 1]}
     assert (
         qwen3_vl.Config.from_hf(VALUES | {"vision_config": _VISION | {"model_type": "qwen3_vl"}, "text_config": text})
-        == CONFIG
+        == FIRST
     )
 
 

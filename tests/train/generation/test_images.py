@@ -23,7 +23,7 @@ CASES = tuple(image_cases())
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 NEW = 6
 GREEDY = train.Sampling(temperature=0.0)
-SQUARE = ("gemma3", "llama4", "llava")  # whose towers read images of one size
+SQUARE = ("gemma3", "llama4", "llava", "pixel_shuffle")  # whose towers read images of one size, but for NaFlex
 # Numbers of text tokens, and the (rows, columns) of images in features.
 PROMPTS: tuple[list[Any], ...] = (
     [(2, 3), 3, (1, 4), 4],
@@ -51,10 +51,14 @@ def prompts_of(case: ImageCase) -> tuple[list[list[int]], list[list[Tensor]]]:
             if isinstance(part, int):
                 prompts[-1] += torch.randint(1, 40, (part,), generator=generator).tolist()
                 continue
-            rows, columns = (3, 3) if case.name.startswith(SQUARE) else part
+            rows, columns = (3, 3) if is_square(case) else part
             prompts[-1] += [case.config.image_token] * (rows * columns)
             images[-1].append(torch.randn(channels, rows * side, columns * side, generator=generator))
     return prompts, images
+
+
+def is_square(case: ImageCase) -> bool:
+    return case.name.startswith(SQUARE) and not getattr(case.config.vision, "naflex", False)
 
 
 def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -66,6 +70,8 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict
         found = {}
     if not images:
         return found
+    if case.name.startswith("pixel_shuffle"):
+        return wrappers.pixels_for(case.config)(images)
     if case.name.startswith("qwen"):
         grids = torch.tensor([(1, image.shape[1] // patch, image.shape[2] // patch) for image in images])
         cells = torch.cat([wrappers.merged_patches(image, patch) for image in images])
@@ -79,11 +85,7 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict
             pixels[i, : len(grid)], places[i, : len(grid)] = one.flatten(0, 1), grid.flip(-1)
         return found | {"pixel_values": pixels, "image_position_ids": places}
     if case.name.startswith("mistral3"):
-        sizes = [tuple(image.shape[1:]) for image in images]
-        square = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
-        for one, image in zip(square, images, strict=True):
-            one[:, : image.shape[1], : image.shape[2]] = image
-        return {"pixel_values": square, "image_sizes": torch.tensor(sizes)}
+        return wrappers.padded(images)
     return found | {"pixel_values": torch.stack(list(images))}
 
 
@@ -141,7 +143,7 @@ def ours(case: ImageCase, **how: Any) -> list[list[int]]:
     return train.generate(case.params(), case.config, prompts, **how).tokens
 
 
-@every_case
+@pytest.mark.parametrize("case", image_cases(every=True), ids=str)
 def test_greedy_tokens_equal_transformers(case: ImageCase) -> None:
     """All at once; and in two slots with chunks of a few tokens, which end within images where these are causal."""
     assert ours(case) == theirs(case)

@@ -98,7 +98,6 @@ def merged(weights: Tree, x: Tensor) -> Tensor:
     return linear(F.gelu(linear(x, weights["up"], weights["up_bias"])), weights["out"], weights["out_bias"])
 
 
-
 def normed_merger_leaves(config: Any, width: int, *, joined_first: bool = False) -> dict[str, Leaf]:
     """`merger_leaves` and the leaves of Qwen3-VL's LayerNorm before it, of patches or, joined_first, of whole cells."""
     size = config.hidden_size * (config.merge**2 if joined_first else 1)
