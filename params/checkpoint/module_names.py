@@ -1,6 +1,7 @@
 """Where transformers' modules in memory hold the parameters: adapters and state dicts name them so, not as files do."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from fnmodels import tree
@@ -22,10 +23,13 @@ def module_names(config: Any) -> dict[str, Stored]:
     leaves = tree.flatten(family.spec(config))
     patterns = {**traits_of(family).in_memory, **function_of(family, "in_memory")(config)}
     found: dict[str, Stored] = {}
+    turned = traits_of(family).turned_in_memory
     for path, stored in names.items():
         found[path] = _stacked(path, stored, leaves)
         for pattern, replacement in patterns.items():
             found[path] = renamed(found[path], pattern, replacement)
+        if turned and isinstance(one := found[path], TensorSlice) and one.batched:
+            found[path] = replace(one, transposed=False)
         if "{leaf}" in (name := disk_names(found[path])[0]):
             found[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
     first = {name.partition(".")[0] for stored in found.values() for name in disk_names(stored)}

@@ -220,6 +220,7 @@ class Traits:
     # {pattern in a published name: what transformers' module in memory has there}, each replaced once, in this order.
     # "{leaf}": the last part of the parameter's path without "_proj" or "_bias", where files fuse what modules do not
     in_memory: Mapping[str, str] = field(default_factory=dict)
+    turned_in_memory: bool = False  # whether transformers' modules hold experts upright that files have transposed
     says_transposed: bool = False  # whether transformers' module of its experts says so, by which PEFT orients adapters
 
     def __new__(cls, *values: Any, **named: Any) -> Self:

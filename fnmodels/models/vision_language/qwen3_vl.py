@@ -28,6 +28,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.moe import transposed_experts
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.models.vision.common import two_towers
@@ -50,6 +51,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_vl_moe": ("qwen3_moe", _MOE, "Qwen3VLMoeForConditionalGeneration"),
 }
 MODEL_TYPES = tuple(_TYPES)
+TRAITS = Traits(turned_in_memory=True)
 
 
 def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes: int) -> dict[str, Any]:
