@@ -131,7 +131,8 @@ def test_every_program_has_a_script_which_is_what_texts_name() -> None:
     mains = [path for package in ("train", "params") for path in (ROOT / package).rglob("*.py") if _is_program(path)]
     modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in mains}
     served = {place.split(":")[0] for place in scripts.values()}
-    served |= {"train.__main__", "train.simulate.__main__", "params.compare.__main__"}  # of a package's own script
+    served |= {"train.__main__", "params.compare.__main__"}  # of a package's own script
+    served |= {"train.simulate.__main__", "train.eval.__main__"}
     served |= {"train.data.encoder", "train.data.chat_renderer"}  # processes that ours start
     assert modules - served == {"params.new_family"}  # which is for a checkout
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):

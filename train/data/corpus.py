@@ -57,24 +57,25 @@ def read_corpus(data: Path | None = None, *, without: Path | None = None, strict
     Each record of a .jsonl or .parquet file is a document (train.data.records). UserError where no document is left,
     and with `strict` also for a file or record that would be skipped.
     """
+    root, files, source = files_of(data, without)
+    return corpus_from_records(read_files(files, root), source, strict=strict)
+
+
+def files_of(data: Path | None, without: Path | None = None) -> tuple[Path, list[Path], str]:
+    """(their common folder, the files, what they are called) of data as `read_corpus` takes it. UserError."""
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            path
-            for path in files_under(root)
-            if path.suffix == ".py" and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)
-        ]
-        source = f"the standard library's folder {root}"
-    elif data.is_file():
-        root, files, source = data.parent, [data], str(data)
-    elif data.is_dir():
-        root, files, source = data, files_under(data), f"the folder {data}"
-        files = [path for path in files if without is None or not is_below(path, without)]
-    elif data.exists():
+        library = [path for path in files_under(root) if path.suffix == ".py"]
+        files = [path for path in library if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+        return root, files, f"the standard library's folder {root}"
+    if data.is_file():
+        return data.parent, [data], str(data)
+    if data.is_dir():
+        files = [path for path in files_under(data) if without is None or not is_below(path, without)]
+        return data, files, f"the folder {data}"
+    if data.exists():
         raise UserError(f"--data {data}: it is neither a regular file nor a folder")
-    else:
-        raise UserError(f"--data {data}: there is no such file or folder")
-    return corpus_from_records(read_files(files, root), source, strict=strict)
+    raise UserError(f"--data {data}: there is no such file or folder")
 
 
 def corpus_from_records(named_records: Iterable[tuple[str, Record]], source: str, *, strict: bool) -> Corpus:

@@ -2,6 +2,7 @@
 
 scoring       log-probabilities of continuations      generate   samples a continuation, without a cache
 text_ids      texts as ids: contexts, continuations, windows
+perplexity    loss, perplexity and bits per byte of texts      command    python -m train.eval
 harness       a checkpoint as a model of EleutherAI's evaluation harness (extra `eval`)
 pretrained    the tokenizer and end-of-text id of a checkpoint folder
 """

@@ -18,14 +18,13 @@ from tqdm import tqdm
 
 from fnmodels.errors import UserError
 from fnmodels.options import Kernel
-from params.io.files import read_json
 from train.data.chat import Template, read_template, render, special_tokens
 from train.generation.loops import serve
 from train.generation.requests import Event, Request, capacity_of, collect
 from train.generation.sampling import Sampling
 from train.generation.stop import text_of
 
-from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
+from .pretrained import begin_id, check_vocabulary, end_ids, load_model, load_tokenizer
 from .scoring import ROW_TOKENS, score_continuations
 from .text_ids import ContextPair, TextIds
 
@@ -60,13 +59,9 @@ class Checkpoint(LM):
         self._tokenizer = load_tokenizer(self.folder)
         self.config, self.params = load_model(self.folder, merge=True, dtype=dtype, device=device)
         check_vocabulary(self._tokenizer, self.config.vocab_size, self.folder)
-        ends = end_ids(self.folder)
-        # The begin-of-text token, else the end-of-text token, of tokenizer_config.json, else of config.json.
-        named = special_tokens(self.folder)
-        begin, end = (self._tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
-        other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
-        first = next((token for token in (begin, end, other, *ends) if token is not None), None)
-        self._ids = TextIds(self.folder, self._tokenizer, first, add_special_tokens, as_harness)
+        begin = begin_id(self.folder, self._tokenizer)
+        self._ids = TextIds(self.folder, self._tokenizer, begin, add_special_tokens, as_harness)
+        ends, end = end_ids(self.folder), self._tokenizer.token_to_id(special_tokens(self.folder).get("eos_token", ""))
         self.ends = ends if end is None else (end, *ends)
         self.batch_tokens, self.kernel = batch_tokens, kernel
 

@@ -102,6 +102,14 @@ def answer_end_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return ends if end is None or end in ends else (end, *ends)
 
 
+def begin_id(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """What begins a text: the token of tokenizer_config.json or config.json for its begin, else that for its end."""
+    named = special_tokens(folder)
+    begin, end = (tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
+    other = read_json(weights_folder(folder) / "config.json").get("bos_token_id")
+    return next((token for token in (begin, end, other, *end_ids(folder)) if token is not None), None)
+
+
 # fields of generation_config.json that do not change what is generated here, or are read elsewhere
 _NEUTRAL = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens"}
 _NEUTRAL |= {"transformers_version", "use_cache", "return_dict_in_generate", "cache_implementation", "output_scores"}

@@ -1,0 +1,77 @@
+"""python -m train.eval CHECKPOINT --data TEXT: loss, perplexity and bits per byte of texts under a checkpoint."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from fnmodels.errors import UserError
+from fnmodels.files import write_text
+from params.checkpoint.hub import local_folder
+from train.command_line import Parser, program_name, run_command
+from train.data.corpus import files_of, read_files
+
+from .perplexity import Evaluator, TextScore, texts_of
+from .scoring import ROW_TOKENS
+
+DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("auto", "sdpa", "math", "blocks", "flex", "varlen", "invariant")
+
+
+def _name() -> str:
+    return program_name("fnmodels-eval", "train.eval")
+
+
+def parser() -> Parser:
+    flags = Parser(prog=_name(), description="Loss, perplexity and bits per byte of texts under a checkpoint.")
+    flags.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, one of Hugging Face, adapters"
+    )
+    flags.add_argument(
+        "--data", type=Path, required=True, metavar="PATH", help="a text, jsonl or Parquet file, or a folder of them"
+    )
+    flags.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
+    flags.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
+    flags.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; by default the CPU")
+    flags.add_argument("--kernel", choices=KERNELS, default="auto", help="of attention")
+    flags.add_argument("--batch-tokens", type=int, default=ROW_TOKENS, metavar="N", help="tokens computed at once")
+    flags.add_argument("--out", type=Path, metavar="FILE", help="write a line of JSON for each document")
+    return flags
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    for name in ("limit", "batch_tokens"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    folder = local_folder(arguments.checkpoint)
+    evaluator = Evaluator(folder, dtype, arguments.device, arguments.batch_tokens, arguments.kernel)
+    root, files, source = files_of(arguments.data)
+    skipped: list[str] = []
+    texts = islice(texts_of(read_files(files, root), skipped), arguments.limit)
+    total, count, lines = TextScore(0.0, 0, 0), 0, list[str]()
+    for name, score in evaluator.scores(texts):
+        total, count = total + score, count + 1
+        own = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+        lines.append(json.dumps({"document": name, **asdict(score), **own}))
+    for reason in skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
+    if not total.tokens:
+        raise UserError(f"no text in {source}")
+    print(f"documents      {count:,}" + (f" ({len(skipped):,} skipped)" if skipped else ""))
+    print(f"tokens         {total.tokens:,} of {total.bytes:,} bytes")
+    print(f"loss           {total.loss:.4f} nats per token")
+    print(f"perplexity     {total.perplexity:.3f} per token")
+    print(f"bits per byte  {total.bits_per_byte:.4f}")
+    if arguments.out is not None:
+        write_text(arguments.out, "\n".join(lines) + "\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(_name(), parser, evaluate, argv, needs=("tokenizers",))

@@ -1,0 +1,92 @@
+"""How well a checkpoint predicts texts: loss, perplexity and bits per byte of each document and of all."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from fnmodels.errors import UserError
+from fnmodels.options import Kernel
+from train.data.records import Record
+
+from .pretrained import begin_id, check_vocabulary, load_model, load_tokenizer
+from .scoring import ROW_TOKENS, score_continuations
+from .text_ids import TextIds
+
+DOCUMENTS = 64  # scored at once: packed into common rows
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """The cross entropy of a text, or of several.
+
+    Attributes:
+        nats: The negative log-probability of all tokens, each behind as many others as the model reads.
+        tokens: How many tokens were predicted: all of the text, none of those in front of it.
+        bytes: The size of the text in UTF-8.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    def __add__(self, other: "TextScore") -> "TextScore":
+        return TextScore(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A checkpoint with its tokenizer, ready to score texts. batch_tokens, kernel: see `score_continuations`."""
+
+    folder: Path
+    dtype: torch.dtype | None = None
+    device: str | None = None
+    batch_tokens: int = ROW_TOKENS
+    kernel: Kernel = "auto"
+
+    def scores(self, texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, TextScore]]:
+        """(name, score) of each (name, text), in their order, without texts that have no token.
+
+        A text longer than the model reads is cut into windows: a token has as much context as fits.
+        """
+        tokenizer = load_tokenizer(self.folder)
+        config, params = load_model(self.folder, merge=True, dtype=self.dtype, device=self.device)
+        check_vocabulary(tokenizer, config.vocab_size, self.folder)
+        ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer))
+        remaining = iter(texts)
+        while some := list(islice(remaining, DOCUMENTS)):
+            windows = [ids.windows(text, config.max_position_embeddings) for _, text in some]
+            pairs = [pair for own in windows for pair in own]
+            logps = iter(score_continuations(params, config, pairs, batch_tokens=self.batch_tokens, kernel=self.kernel))
+            for (name, text), own in zip(some, windows, strict=True):
+                nats = -sum(logp for logp, _ in islice(logps, len(own)))
+                if own:
+                    yield name, TextScore(nats, sum(len(targets) for _, targets in own), len(text.encode()))
+
+
+def texts_of(records: Iterable[tuple[str, Record]], skipped: list[str]) -> Iterator[tuple[str, str]]:
+    """(name, text) of (file, record); what cannot be read is appended to `skipped`. UserError for a conversation."""
+    for file, record in records:
+        name = f"{file}, {record.place}" if record.place else file
+        if record.messages is not None:
+            raise UserError(f"{name} is a conversation, and texts are scored: give records with a field 'text'")
+        if record.text is None:
+            skipped.append(f"{name} ({record.fault})")
+        else:
+            yield name, record.text
