@@ -25,7 +25,7 @@ from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rota
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("gpt2",)
+MODEL_TYPES = ("gpt2", "gpt-sw3")
 TRAITS = Traits(
     leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),  # mask buffers in older files
 )

@@ -1,4 +1,5 @@
-"""Llama 2 to 3.3 (arXiv 2307.09288, 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3, Seed-OSS.
+"""Llama 2 to 3.3 (arXiv 2307.09288, 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3, Seed-OSS, EXAONE 3, InternLM 3,
+IQuest-Coder, Code World Model.
 
 A pre-norm decoder with grouped-query attention, half-layout rotary embedding and a gated MLP. Members differ in biases,
 query and key norms (Qwen 3), sliding-window layers, and layers without rotary embedding (NoPE; SmolLM 3).
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import Fields, renamed
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
@@ -21,6 +22,7 @@ from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
+MODEL_TYPES += ("exaone", "internlm3", "iquestcoder", "cwm")
 TRAITS = Traits(
     kinds=("full", "sliding", "full_nope", "sliding_nope"),
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
@@ -28,11 +30,43 @@ TRAITS = Traits(
 
 # num_key_value_heads where the field is absent; null means as many as query heads.
 _KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "seed_oss": 8}
+_KV_HEADS |= {"exaone": 8, "internlm3": 2, "iquestcoder": 8, "cwm": 8}
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_ARCHITECTURES |= {"smollm3": "SmolLM3", "seed_oss": "SeedOss"}
-_POSITIONS = {"llama": 2048, "mistral": 131072, "ministral": 131072, "seed_oss": 524288}
+_ARCHITECTURES |= {"smollm3": "SmolLM3", "seed_oss": "SeedOss", "exaone": "Exaone", "internlm3": "InternLM3"}
+_ARCHITECTURES |= {"iquestcoder": "IQuestCoder", "cwm": "Cwm"}
+_POSITIONS = {"llama": 2048, "mistral": 131072, "ministral": 131072, "seed_oss": 524288, "exaone": 4096}
+_POSITIONS |= {"iquestcoder": 131072, "cwm": 131072}
+_THETA = {"smollm3": 2e6, "exaone": 5e5, "cwm": 1e6}
+_HEAD_DIM = {"qwen3": 128, "internlm3": 128, "iquestcoder": 128, "cwm": 128}
+_EPS = dict.fromkeys(("exaone", "internlm3", "iquestcoder", "cwm"), 1e-5)
 # Model types with the field attention_bias, and with the field mlp_bias.
-_ATTENTION_BIAS, _MLP_BIAS = ("llama", "qwen3", "smollm3", "seed_oss"), ("llama", "smollm3", "seed_oss")
+_ATTENTION_BIAS = ("llama", "qwen3", "smollm3", "seed_oss", "exaone", "internlm3", "iquestcoder")
+_MLP_BIAS = ("llama", "smollm3", "seed_oss", "exaone", "internlm3", "iquestcoder", "cwm")
+_NO_WINDOW = ("llama", "seed_oss", "exaone", "internlm3", "iquestcoder")
+# Their files' names of fields.
+_RENAMED = {
+    "exaone": {
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    },
+    "internlm3": {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+}
+# The parts of names on disk that differ in EXAONE's files.
+_EXAONE_ON_DISK = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.layers.": "transformer.h.",
+    "model.norm.": "transformer.ln_f.",
+    ".self_attn.": ".attn.attention.",
+    ".o_proj.": ".out_proj.",
+    ".input_layernorm.": ".ln_1.",
+    ".post_attention_layernorm.": ".ln_2.",
+    ".gate_proj.": ".c_fc_0.",
+    ".up_proj.": ".c_fc_1.",
+    ".down_proj.": ".c_proj.",
+}
+_CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CWM_ROPE |= {"original_max_position_embeddings": 8192, "rope_theta": 1e6}
 
 
 @dataclass(frozen=True)
@@ -54,29 +88,34 @@ class Config(decoder.BaseConfig):
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
+        fields = renamed(fields, _RENAMED.get(model_type, {}))
+        if model_type == "cwm" and not any(fields.take(name, None) for name in ("rope_parameters", "rope_scaling")):
+            fields = Fields({**fields.values, "rope_parameters": _CWM_ROPE}, fields.where)
         sections, interleaved = tuple[int, ...](), True
         if model_type in ("qwen2", "qwen3"):
             fields, sections, interleaved = split_sections(fields, interleaved=model_type == "qwen3")
         usual = decoder.base_fields(
             fields,
             MODEL_TYPES,
-            theta=2e6 if model_type == "smollm3" else 1e4,
+            theta=_THETA.get(model_type, 1e4),
             max_positions=_POSITIONS.get(model_type, 32768),
             tied=model_type == "smollm3",
             kv_heads=_KV_HEADS.get(model_type, 0),
-            head_dim=128 if model_type == "qwen3" or (model_type == "seed_oss" and "head_dim" not in values) else 0,
+            head_dim=128 if model_type == "seed_oss" and "head_dim" not in values else _HEAD_DIM.get(model_type, 0),
         )
         fields.expect("activation", "swiglu")  # in Falcon 3's files, in addition to hidden_act
         seed = model_type == "seed_oss"
         has_bias = model_type in _ATTENTION_BIAS and fields.boolean("attention_bias", seed)
-        if model_type in ("mistral", "ministral"):
+        if model_type in ("mistral", "ministral", "cwm"):
             fields.expect("attention_bias", False)
+        if model_type == "internlm3":  # transformers has one switch for both, and no published model differs
+            fields.expect("mlp_bias", has_bias)
         if model_type not in _MLP_BIAS:
             fields.expect("mlp_bias", False)
         window, layer_kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
         config = Config(
             **usual,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.number("rms_norm_eps", _EPS.get(model_type, 1e-6)),
             qkv_bias=has_bias or model_type == "qwen2",
             o_bias=fields.boolean("attention_out_bias", False) if seed else has_bias,
             mlp_bias=model_type in _MLP_BIAS and fields.boolean("mlp_bias", False),
@@ -97,10 +136,10 @@ class Config(decoder.BaseConfig):
             own["attention_out_bias"] = self.o_bias
         if self.model_type in _MLP_BIAS:
             names.append("mlp_bias")
-        if self.model_type not in ("llama", "seed_oss"):
+        if self.model_type not in _NO_WINDOW:
             names.append("sliding_window")
         slides = [kind.slides for kind in parsed(self.layer_kinds)]
-        if self.model_type in ("ministral", "qwen2", "qwen3", "smollm3"):
+        if self.model_type in ("ministral", "qwen2", "qwen3", "smollm3", "cwm"):
             own["layer_types"] = decoder.layer_types(slides)
         if self.model_type in ("qwen2", "qwen3", "smollm3"):
             own["use_sliding_window"] = any(slides)
@@ -113,9 +152,13 @@ class Config(decoder.BaseConfig):
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
     """(sliding window, the kind of each layer), from explicit lists or the rule of the model type."""
-    if model_type in ("llama", "seed_oss"):
+    if model_type in _NO_WINDOW:
+        fields.expect("use_sliding_window", False)
         return None, ("full",) * layers
-    window = fields.integer("sliding_window", 0, low=0) or None
+    window = fields.integer("sliding_window", 8192 if model_type == "cwm" else 0, low=0) or None
+    if model_type == "cwm":
+        slides = decoder.sliding_layers(fields, [i % 4 != 0 for i in range(layers)])
+        return window if any(slides) else None, tuple("sliding" if s else "full" for s in slides)
     if model_type in ("mistral", "ministral"):  # absent: 4096, as in the first release; null: none
         window = 4096 if "sliding_window" not in fields.values else window
         slides = [window is not None] * layers
@@ -145,6 +188,14 @@ def spec(config: Config) -> Tree:
     attention |= head_norms(config) if config.qk_norm else {}
     layer = layer_leaves(config.hidden_size, attention, usual_mlp(config, biases=config.mlp_bias))
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    names = decoder.hf_names(config)
+    for ours, theirs in _EXAONE_ON_DISK.items() if config.model_type == "exaone" else ():
+        names = {path: name.replace(ours, theirs) for path, name in names.items()}
+    return names
 
 
 @with_context
