@@ -95,7 +95,9 @@ def read_config(
             )
         _check_dtype(reading)
         _check_tokens(reading)
-        _check_architectures(reading, to_hf(with_lm_head(config)).get("architectures"))
+        named = to_hf(with_lm_head(config)).get("architectures")
+        classes = traits_of(family_of(config)).classes
+        _check_architectures(reading, named and [*named, *filter(None, [classes.get(str(model_type))])])
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values

@@ -98,7 +98,7 @@ def variants() -> dict[str, dict[str, Any]]:
             "seed_oss", attention_bias=False, attention_out_bias=True, mlp_bias=True, **undropped, **ids
         ),
         "exaone": _other("exaone", attention_bias=True, **ids),
-        "internlm3": _other("internlm3", head_dim=12, attention_bias=True, mlp_bias=True, **ids),
+        "internlm3": _other("internlm3", head_dim=12, **ids),
         "iquestcoder": _other("iquestcoder", head_dim=10, mlp_bias=True, **ids),
         "cwm": _other("cwm", head_dim=12, sliding_window=5, **ids),
     }

@@ -221,6 +221,8 @@ class Traits:
     # "{leaf}": the last part of the parameter's path without "_proj" or "_bias", where files fuse what modules do not
     in_memory: Mapping[str, str] = field(default_factory=dict)
     turned_in_memory: bool = False  # whether transformers' modules hold experts upright that files have transposed
+    # {model type: the class that transformers writes in its config.json, beside that of published files}
+    classes: Mapping[str, str] = field(default_factory=dict)
     says_transposed: bool = False  # whether transformers' module of its experts says so, by which PEFT orients adapters
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -245,7 +247,7 @@ class Traits:
 
 _VALUES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
-    **dict.fromkeys(("optional", "unread", "resaved", "in_memory"), (Mapping, "a dict")),
+    **dict.fromkeys(("optional", "unread", "resaved", "in_memory", "classes"), (Mapping, "a dict")),
     **dict.fromkeys(("inputs", "weights"), (str, "a string")),
     "router": (RouterDtypes | None, "a RouterDtypes, or None"),
 }

@@ -26,6 +26,7 @@ MODEL_TYPES += ("exaone", "internlm3", "iquestcoder", "cwm")
 TRAITS = Traits(
     kinds=("full", "sliding", "full_nope", "sliding_nope"),
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
+    classes=dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "LlamaForCausalLM"),
 )
 
 # num_key_value_heads where the field is absent; null means as many as query heads.
@@ -65,6 +66,7 @@ _EXAONE_ON_DISK = {
     ".up_proj.": ".c_fc_1.",
     ".down_proj.": ".c_proj.",
 }
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CWM_ROPE |= {"original_max_position_embeddings": 8192, "rope_theta": 1e6}
 
@@ -89,7 +91,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         fields = renamed(fields, _RENAMED.get(model_type, {}))
-        if model_type == "cwm" and not any(fields.take(name, None) for name in ("rope_parameters", "rope_scaling")):
+        if model_type == "cwm" and not any(fields.take(name, None) for name in _ROPE):
             fields = Fields({**fields.values, "rope_parameters": _CWM_ROPE}, fields.where)
         sections, interleaved = tuple[int, ...](), True
         if model_type in ("qwen2", "qwen3"):
