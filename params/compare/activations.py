@@ -30,6 +30,7 @@ _SUBLAYERS = (
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
     {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
+    {"attention": "self_attn", "mlp": "fc2"},  # OPT
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
     {"attention": "self_attention", "mlp": "mlp"},  # Falcon
     {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet

@@ -21,8 +21,10 @@ from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
-MODEL_TYPES += ("exaone", "internlm3", "iquestcoder", "cwm")
+MODEL_TYPES = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss"),
+    *("exaone", "internlm3", "iquestcoder", "cwm"),
+)
 TRAITS = Traits(
     kinds=("full", "sliding", "full_nope", "sliding_nope"),
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files

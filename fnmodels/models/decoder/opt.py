@@ -1,0 +1,167 @@
+"""OPT (Meta; arXiv 2205.01068), also of Galactica (arXiv 2211.09085).
+
+Learned positions, of which a document's first token reads row 2, LayerNorms and a ReLU MLP. OPT 350M has its norms
+after the sublayers and none at the end, and embeddings narrower than the layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.models.common import decoder
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds, older  # noqa: F401
+from fnmodels.models.common.family import Traits
+from fnmodels.models.common.spec import (
+    decoder_leaves,
+    embedding,
+    layer_leaves,
+    plain_mlp_leaves,
+    usual_attention,
+    weight,
+)
+from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
+from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops.linear import linear
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("opt",)
+TRAITS = Traits(kinds=("full_nope",))
+_NAMES = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
+_FIRST = 2  # the row of the first position
+_ON_DISK = {
+    "model.": "model.decoder.",
+    "model.decoder.norm.": "model.decoder.final_layer_norm.",
+    ".o_proj.": ".out_proj.",
+    ".input_layernorm.": ".self_attn_layer_norm.",
+    ".post_attention_layernorm.": ".final_layer_norm.",
+    ".mlp.up_proj.": ".fc1.",
+    ".mlp.down_proj.": ".fc2.",
+}
+
+
+@dataclass(frozen=True)
+class Config(older.OlderConfig):
+    """Sizes and switches. embedding_size: the width of the embedding and of the head; 0: that of the layers."""
+
+    tie_word_embeddings: bool = True
+    hidden_act: str = "relu"
+    max_position_embeddings: int = 2048
+    embedding_size: int = 0
+    norm_first: bool = True
+    last_norm: bool = True
+    biases: bool = True
+    norm_weights: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.embedding_size:
+            object.__setattr__(self, "embedding_size", self.hidden_size)
+        if self.last_norm and not self.norm_first:
+            raise ConfigError("last_norm is for a model with norms before the sublayers.")
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields, usual = older.older_fields(
+            values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="relu", inner=lambda hidden: 3072
+        )
+        first = fields.boolean("do_layer_norm_before", True)
+        config = Config(
+            **usual,
+            embedding_size=fields.integer("word_embed_proj_dim", usual["hidden_size"]),
+            norm_first=first,
+            last_norm=first and not fields.boolean("_remove_final_layer_norm", False),
+            biases=fields.boolean("enable_bias", True),
+            norm_weights=fields.boolean("layer_norm_elementwise_affine", True),
+        )
+        return decoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json under the names of published files."""
+        own: dict[str, Any] = {"do_layer_norm_before": self.norm_first, "word_embed_proj_dim": self.embedding_size}
+        own |= {"_remove_final_layer_norm": self.norm_first and not self.last_norm}
+        own |= {"enable_bias": self.biases, "layer_norm_elementwise_affine": self.norm_weights, "layer_norm_eps": None}
+        return older.older_to_hf(self, "OPTForCausalLM", _NAMES, **own)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, E, std = config.hidden_size, config.embedding_size, config.initializer_range
+    attention = usual_attention(config, qkv_bias=config.biases, o_bias=config.biases)
+    mlp = plain_mlp_leaves(D, config.intermediate_size, std=std, biases=config.biases)
+    layer = layer_leaves(D, attention, mlp, norm_bias=True)
+    tree = decoder_leaves(config, [_with_norms(layer, config.norm_weights) for _ in config.layer_kinds], norm_bias=True)
+    tree = _with_norms(tree, config.last_norm and config.norm_weights)
+    tree = {"embed_positions": older.position_table(config, _FIRST)} | tree
+    if E == D:
+        return tree
+    tree["embed_tokens"] = embedding(config.vocab_size, E, std, size_axis="narrow_embed")
+    if "lm_head" in tree:
+        tree["lm_head"] = weight((config.vocab_size, E), ("vocab", "narrow_embed"), std)
+    if "score" in tree:
+        tree["score"] = weight((config.num_labels, E), ("label", "narrow_embed"), std)
+    between = {"project_in": weight((D, E), ("embed", "narrow_embed"), std)}
+    return tree | between | {"project_out": weight((E, D), ("narrow_embed", "embed"), std)}
+
+
+def _with_norms(leaves: Tree, kept: bool) -> Tree:
+    """The leaves, without those of LayerNorms unless they are kept."""
+    return leaves if kept else {name: leaf for name, leaf in leaves.items() if "norm" not in name}
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    names = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    for ours, theirs in _ON_DISK.items():
+        names = {path: name.replace(ours, theirs, 1) for path, name in names.items()}
+    return names
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]: token or given embeddings in the layers' width, plus learned positions."""
+    x = embed_tokens(params["embed_tokens"], inputs)
+    x = linear(x, params["project_in"]) if "project_in" in params and x.shape[-1] == config.embedding_size else x
+    return older.placed(params, inputs, x, first=_FIRST)
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    scale = config.head_dim**-0.5
+    if config.norm_first:
+        return older.layer_norm_layer(layer, x, mask, ctx, config=config, scale=scale)
+    weights = layer["attention"]
+    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    mixed = ctx.attend(q, k, v, mask, scale=scale)
+    x = ctx.tap("middle", _norm(layer, "input_layernorm", x + ctx.tap("attention", project_out(weights, mixed))))
+    fed = plain_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
+    return _norm(layer, "post_attention_layernorm", x + ctx.tap("mlp", fed))
+
+
+def _norm(owner: Tree, name: str, x: Tensor) -> Tensor:
+    return layer_norm(x, owner.get(name), owner.get(f"{name}_bias"), eps=1e-5)
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm where there is one, and head: logits [B, S, V]."""
+    x = _norm(params, "norm", x) if config.last_norm else x
+    return decoder.project(params, linear(x, params["project_out"]) if "project_out" in params else x, config)
+
+
+_SIZES = ("hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
+PRESETS = {
+    name: {"model_type": "opt", "vocab_size": 50272, **dict(zip(_SIZES, sizes, strict=True)), **rest}
+    for name, *sizes, rest in (
+        ("opt-125m", 768, 3072, 12, 12, {}),
+        ("opt-350m", 1024, 4096, 24, 16, {"do_layer_norm_before": False, "word_embed_proj_dim": 512}),
+        ("opt-1.3b", 2048, 8192, 24, 32, {}),
+        ("opt-2.7b", 2560, 10240, 32, 32, {}),
+        ("opt-6.7b", 4096, 16384, 32, 32, {}),
+        ("opt-13b", 5120, 20480, 40, 40, {}),
+        ("opt-30b", 7168, 28672, 48, 56, {}),
+        ("opt-66b", 9216, 36864, 64, 72, {}),
+    )
+}

@@ -1,0 +1,54 @@
+"""Tiny configurations of OPT and its published sizes."""
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "ffn_dim": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# transformers 5.24 makes its mask without positions, so that packed documents see each other.
+SEPARATE = {"packed": "documents see each other"}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    narrow = {"do_layer_norm_before": False, "word_embed_proj_dim": 20}
+    bare = {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
+    return {"opt": TINY, "opt_narrow": TINY | narrow, "opt_bare": TINY | bare}
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published model, in the published dialect."""
+    own = {"_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu"}
+    own |= {"architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2, "dropout": 0.1}
+    own |= {"do_layer_norm_before": True, "eos_token_id": 2, "ffn_dim": 36864, "hidden_size": 9216, "init_std": 0.02}
+    own |= {"layerdrop": 0.0, "max_position_embeddings": 2048, "num_attention_heads": 72, "num_hidden_layers": 64}
+    own |= {"pad_token_id": 1, "prefix": "</s>", "use_cache": True, "vocab_size": 50272, "word_embed_proj_dim": 9216}
+    return {"opt_66b": {"model_type": "opt"} | own}
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published model: its number of parameters}."""
+    return {"opt_66b": 65_719_701_504}
+
+
+# Parameter counts of the presets.
+TOTALS: dict[str, int | str] = {
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "opt-66b": 65_719_701_504,
+}
