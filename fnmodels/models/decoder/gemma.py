@@ -3,7 +3,7 @@
 RMSNorms multiply by 1 + weight, and the embedding is scaled by sqrt(D). Gemma 2 has norms before and after each
 sublayer, soft-capped scores and logits, and a sliding window in every second layer. Gemma 3 has query and key norms
 instead of soft-caps, five sliding layers per full one, and a rotary table for each kind. EmbeddingGemma is
-bidirectional.
+bidirectional. VaultGemma (arXiv 2510.15001) is Gemma 2 without the norms after the sublayers.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
-from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
+from fnmodels.models.common.decoder import kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
@@ -27,11 +27,11 @@ from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
+MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 TRAITS = Traits(kinds=("full", "sliding"))
 
 _GELU = "gelu_pytorch_tanh"
-_ARCHITECTURES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}
+_ARCHITECTURES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3", "vaultgemma": "VaultGemma"}
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Config(decoder.BaseConfig):
             rope=rope,
             local_rope=local,
             **fields.plain(rms_norm_eps=1e-6, attention_bias=False),
-            sandwich=not first,
+            sandwich=model_type in ("gemma2", "gemma3_text"),
             qk_norm=third,
             query_scalar=float(head_dim) if first else fields.number("query_pre_attn_scalar", 256),
-            attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0) if model_type == "gemma2" else None,
-            final_softcap=None if first else _softcap(fields, "final_logit_softcapping", None if third else 30.0),
+            attention_softcap=decoder.softcap(fields, "attn_logit_softcapping", 50.0) if model_type in ("gemma2", "vaultgemma") else None,
+            final_softcap=None if first else decoder.softcap(fields, "final_logit_softcapping", None if third else 30.0),
             hidden_act=activation,
             sliding_window=None if first else fields.integer("sliding_window", 4096),
             bidirectional=third and fields.boolean("use_bidirectional_attention", False),
@@ -122,13 +122,6 @@ class Config(decoder.BaseConfig):
         return decoder.decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
 
 
-def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A soft-cap: `default` if the field is absent, none for an explicit null."""
-    if fields.take(name, None) is None:
-        return None if name in fields.values else default
-    return fields.number(name)
-
-
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]; norms are initialized to 0, since 1 is added to them."""
     D, biased = config.hidden_size, config.attention_bias
@@ -138,6 +131,14 @@ def spec(config: Config) -> Tree:
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich else []
     layer = {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": usual_mlp(config)}
     return decoder_leaves(config, [layer for _ in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    names = decoder.hf_names(config)
+    if config.model_type != "vaultgemma":
+        return names
+    return {path: n.replace("post_attention_layernorm", "pre_feedforward_layernorm") for path, n in names.items()}
 
 
 freqs_cis = decoder.freqs_cis_by_window

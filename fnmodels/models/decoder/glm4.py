@@ -1,7 +1,8 @@
-"""GLM-4-0414: GLM-4-9B, GLM-4-32B and GLM-Z1 (Zhipu AI, April 2025).
+"""GLM-4 9B (arXiv 2406.12793), GLM-4-0414: GLM-4-9B, GLM-4-32B and GLM-Z1 (Zhipu AI, April 2025).
 
 A decoder with norms before and after each sublayer, and interleaved rotary embedding of the first half of each head. On
-disk gate and up are fused, and `post_attention_layernorm` is the norm before the MLP.
+disk gate and up are fused, and `post_attention_layernorm` is the norm before the MLP. The first GLM-4 has no norms
+after the sublayers.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("glm4",)
+MODEL_TYPES = ("glm4", "glm")
 
+_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 _PARTIAL = 0.5  # the default of partial_rotary_factor
 
 
@@ -30,6 +32,7 @@ class Config(decoder.BaseConfig):
     rope: Rope = Rope(partial=_PARTIAL)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of q, k and v
+    sandwich: bool = True  # norms after the sublayers as well
     max_position_embeddings: int = 32768
 
     @staticmethod
@@ -40,12 +43,14 @@ class Config(decoder.BaseConfig):
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, **defaults),
             **fields.plain(rms_norm_eps=1.5625e-7, attention_bias=True),
+            sandwich=values.get("model_type") == "glm4",
         )
         return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        return decoder.decoder_to_hf(self, "Glm4ForCausalLM", "rms_norm_eps", "attention_bias", "hidden_act")
+        name = "Glm4ForCausalLM" if self.sandwich else "GlmForCausalLM"
+        return decoder.decoder_to_hf(self, name, "rms_norm_eps", "attention_bias", "hidden_act")
 
 
 def spec(config: Config) -> Tree:
@@ -59,6 +64,7 @@ def spec(config: Config) -> Tree:
         "mlp": usual_mlp(config),
         "post_mlp_layernorm": one,
     }
+    layer = layer if config.sandwich else {name: leaf for name, leaf in layer.items() if name not in _AFTER}
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
@@ -78,8 +84,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
     q, k = apply_rotary_interleaved(q, freqs), apply_rotary_interleaved(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    attended = rms_norm(project_out(weights, mixed), layer["post_self_attn_layernorm"], eps=eps)
+    attended = project_out(weights, mixed)
+    attended = rms_norm(attended, layer["post_self_attn_layernorm"], eps=eps) if config.sandwich else attended
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap)
-    return x + ctx.tap("mlp", rms_norm(fed, layer["post_mlp_layernorm"], eps=eps))
+    return x + ctx.tap("mlp", rms_norm(fed, layer["post_mlp_layernorm"], eps=eps) if config.sandwich else fed)

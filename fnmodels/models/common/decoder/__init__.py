@@ -10,7 +10,7 @@ parameters        the parameters of usual layers and their names on disk
 """
 
 from .config import BaseConfig, SizesConfig, check_decoder, check_sizes, check_width
-from .config_json import base_fields, decoder_sizes, decoder_to_hf, expressible, finished, text_part
+from .config_json import base_fields, decoder_sizes, decoder_to_hf, expressible, finished, softcap, text_part
 from .embed_and_head import (
     classify,
     embed,
@@ -37,7 +37,7 @@ from .masks_and_tables import attention_masks, freqs_cis, freqs_cis_by_window, f
 from .parameters import decoder_name, fused, hf_names, spec
 
 __all__ = ["SizesConfig", "BaseConfig", "check_decoder", "check_sizes", "check_width"]
-__all__ += ["base_fields", "finished", "decoder_sizes", "text_part", "decoder_to_hf", "expressible"]
+__all__ += ["base_fields", "finished", "decoder_sizes", "text_part", "decoder_to_hf", "expressible", "softcap"]
 __all__ += ["kinds", "sliding_layers", "one_window", "sliding_pattern", "patterned_layers"]
 __all__ += ["listed_kinds", "layer_types", "rotating_layers"]
 __all__ += ["attention_masks", "freqs_cis", "freqs_cis_by_window", "freqs_cis_with_temperature"]

@@ -103,6 +103,13 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     return inner
 
 
+def softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A soft-cap: `default` if the field is absent, none for an explicit null."""
+    if fields.take(name, None) is None:
+        return None if name in fields.values else default
+    return fields.number(name)
+
+
 _DECODER_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "initializer_range"),
