@@ -56,8 +56,8 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tapped["embed"] = args[0] if args else kwargs["hidden_states"]
 
-    # Granite multiplies what a sublayer returns.
-    multiplier = getattr(model.config, "residual_multiplier", 1.0)
+    # Granite and MiniCPM 3 multiply what a sublayer returns.
+    multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output

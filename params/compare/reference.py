@@ -54,7 +54,7 @@ def layers_of(model: Any) -> Any:
     """The reference's list of layers, or None if its modules have unknown names."""
     # Llama 4's text model names a base that only the model with a vision tower has
     base = model.model if model.base_model is model else model.base_model
-    base = getattr(base, "encoder", getattr(base, "transformer", base))
+    base = next((getattr(base, name) for name in ("encoder", "transformer", "decoder") if hasattr(base, name)), base)
     if hasattr(base, "layer"):
         return base.layer
     return getattr(base, "layers", getattr(base, "h", None))

@@ -31,6 +31,7 @@ CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case:
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook
+    "opt": ("attention.q",),  # scaled before the attention function there
     "gpt2": ("attention.q",),  # scaled by the layer's number there, and in the attention function here
     "gpt_oss": ("attention.scores",),  # its softmax reads their difference to the largest, sinks included
     "deepseek_v32": ("q_a_layernorm",),  # the indexer computes it again here, for its own choice
@@ -42,12 +43,14 @@ NOWHERE = ("middle", "counts", "expert_indices", "choices", "attention.state")  
 _INLINE = tuple(f"attention.{name}" for name in ("q", "k", "v", "scores", "pattern"))
 UNREACHED = {
     "falcon": _INLINE,  # its module computes attention itself
+    "gpt_neo": (*_INLINE, "attention.z"),
     "mpnet": (*_INLINE, "attention.z"),
     "granitemoehybrid": ("mlp",),  # a sum of two modules, multiplied
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
     # files name the modules of these norms otherwise
     "nomic_bert": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "olmo_hybrid": ("input_layernorm", "post_attention_layernorm"),
+    "opt": ("input_layernorm", "post_attention_layernorm", "final.norm", "hidden"),
 }
 
 

@@ -32,7 +32,8 @@ MLPS = ("mlp", "feed_forward", "ffn", "intermediate", "output", "mixer", "shared
 SPARSE = (*MLPS, "block_sparse_moe", "moe")
 SHARED = ("shared_expert", "shared_experts")
 ROUTERS = ("gate", "router", "router.layer", "router.proj")
-LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "c_proj", "Wo", "w2", "lin2", "output_linear")
+LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj", "Wo", "w2", "lin2", "output_linear")
+IN_LAYER = {"activation_fn": "mlp.pre", "fc2": "mlp.neurons"}  # OPT's MLP is no module of its own
 
 
 class KeepsDoubles(TorchFunctionMode):
@@ -175,6 +176,8 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
             found |= {tap: Site(module, tap) for tap in ATTENTION}
         elif first in MIXERS and last in LAST_OF_MIXER:
             found.setdefault("attention.z", Site(module, "input"))
+        elif path in IN_LAYER:
+            found[IN_LAYER[path]] = Site(module, "input")
         elif first in MLPS and (not sparse or hasattr(layer, "experts")) and "." not in last:
             if type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
                 found["mlp.pre"] = Site(module, "input")
@@ -197,7 +200,7 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
 def _factor(layer: Any, tap: str) -> float:
     """What the layer multiplies the output of a sublayer by before it is added."""
     named = {"attention": "attn_out_multiplier", "mamba": "ssm_out_multiplier"}.get(tap, "")
-    return float(getattr(layer, named, getattr(layer, "residual_multiplier", 1.0)))
+    return float(getattr(layer, named, getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))))
 
 
 def _attends(module: Any) -> bool:

@@ -63,9 +63,7 @@ def variants() -> dict[str, dict[str, Any]]:
             final_logit_softcapping=None,
             attention_bias=True,
         ),
-        "vaultgemma": _gemma(
-            "vaultgemma", sliding_window=5, attn_logit_softcapping=1.5, final_logit_softcapping=2.5
-        ),
+        "vaultgemma": _gemma("vaultgemma", sliding_window=5, attn_logit_softcapping=1.5, final_logit_softcapping=2.5),
         "gemma3_text": _third(query_pre_attn_scalar=20, final_logit_softcapping=3.0),
         "gemma3_text_plain": _third(query_pre_attn_scalar=12, attention_bias=True),
         "gemma3_text_bidirectional": _third(query_pre_attn_scalar=12, use_bidirectional_attention=True),

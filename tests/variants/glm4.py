@@ -91,5 +91,5 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
 
 # Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
-    "glm4": {"rope_parameters..partial_rotary_factor"},
+    **dict.fromkeys(("glm", "glm4"), {"rope_parameters..partial_rotary_factor"}),
 }

@@ -11,7 +11,7 @@ TINY: dict[str, Any] = {
     "num_heads": 4,
     "attention_types": [[["global", "local"], 1]],
     "window_size": 6,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "layer_norm_epsilon": 1e-2,
     "classifier_dropout": 0.0,
     "bos_token_id": 1,

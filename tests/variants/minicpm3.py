@@ -22,6 +22,8 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+REFUSED = {"minicpm3": {"head_dim", "num_attention_heads"}, "youtu": {"head_dim", "num_attention_heads"}}
+
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
@@ -46,8 +48,8 @@ def published() -> dict[str, dict[str, Any]]:
 
 def sizes() -> dict[str, int]:
     """{name of a published model: its number of parameters}."""
-    return {"minicpm3_4b": 4_000_000_000, "youtu_llm_2b": 2_000_000_000}
+    return {"minicpm3_4b": 4_073_875_968, "youtu_llm_2b": 1_961_560_064}
 
 
 # Parameter counts of the presets.
-TOTALS: dict[str, int | str] = {"minicpm3-4b": 4_000_000_000, "youtu-llm-2b": 2_000_000_000}
+TOTALS: dict[str, int | str] = {"minicpm3-4b": 4_073_875_968, "youtu-llm-2b": 1_961_560_064}

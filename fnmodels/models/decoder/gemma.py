@@ -96,8 +96,12 @@ class Config(decoder.BaseConfig):
             sandwich=model_type in ("gemma2", "gemma3_text"),
             qk_norm=third,
             query_scalar=float(head_dim) if first else fields.number("query_pre_attn_scalar", 256),
-            attention_softcap=decoder.softcap(fields, "attn_logit_softcapping", 50.0) if model_type in ("gemma2", "vaultgemma") else None,
-            final_softcap=None if first else decoder.softcap(fields, "final_logit_softcapping", None if third else 30.0),
+            attention_softcap=decoder.softcap(fields, "attn_logit_softcapping", 50.0)
+            if model_type in ("gemma2", "vaultgemma")
+            else None,
+            final_softcap=None
+            if first
+            else decoder.softcap(fields, "final_logit_softcapping", None if third else 30.0),
             hidden_act=activation,
             sliding_window=None if first else fields.integer("sliding_window", 4096),
             bidirectional=third and fields.boolean("use_bidirectional_attention", False),

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds, older  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import embed_placed as embed  # noqa: F401
+from fnmodels.models.common.decoder.older import no_freqs as freqs_cis  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -43,7 +44,7 @@ _UNUSED = (
 
 
 @dataclass(frozen=True)
-class Config(older.OlderConfig):
+class Config(older.PlacedConfig):
     """Sizes and switches."""
 
     tie_word_embeddings: bool = True
@@ -59,6 +60,7 @@ class Config(older.OlderConfig):
         )
         if fields.boolean("multi_query", True):
             usual["num_key_value_heads"] = 1
+        fields.expect("num_key_value_heads", usual["num_key_value_heads"])  # of `multi_query`, in transformers' files
         config = Config(**usual, **fields.plain(scale_attn_weights=True))
         return decoder.finished(config, fields, _UNUSED)
 

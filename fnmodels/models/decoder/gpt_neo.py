@@ -13,8 +13,9 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import shown
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds, older  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import embed_placed as embed  # noqa: F401
+from fnmodels.models.common.decoder.older import no_freqs as freqs_cis  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.tree import Tree, flatten
@@ -42,7 +43,7 @@ _ON_DISK = {
 
 
 @dataclass(frozen=True)
-class Config(older.OlderConfig):
+class Config(older.PlacedConfig):
     """Sizes and switches."""
 
     tie_word_embeddings: bool = True

@@ -1,7 +1,7 @@
 """Jais 2 (Inception, MBZUAI; 2025): Llama's attention between LayerNorms, and a squared ReLU MLP without a gate."""
 
+import functools
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +52,7 @@ def spec(config: Config) -> Tree:
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
-    rotate, scale = partial(apply_rotary, table=freqs), config.head_dim**-0.5
+    rotate, scale = functools.partial(apply_rotary, table=freqs), config.head_dim**-0.5
     return older.layer_norm_layer(layer, x, mask, ctx, config=config, scale=scale, rotate=rotate)
 
 

@@ -70,9 +70,10 @@ class Config(decoder.BaseConfig):
             fields.expect("rope_interleave", False)
         absent = {name: value for name, value in usual.items() if values.get(name) is None}
         fields = Fields({**values, **absent}, fields.where)
-        ranks: dict[str, Any] = {"q_rank": 768, "nope_dim": 64} if first else {"q_rank": 1536, "nope_dim": 128}
+        ranks: dict[str, Any] = {"q_rank": 1536, "nope_dim": 128, "kv_heads": 16}
+        ranks = {"q_rank": 768, "nope_dim": 64, "kv_heads": 40} if first else ranks
         positions = 32768 if first else 131072
-        sizes = mla.latent_from_hf(fields, max_positions=positions, kv_heads=heads, rope_head=True, **ranks)
+        sizes = mla.latent_from_hf(fields, max_positions=positions, rope_head=True, **ranks)
         if first:
             layers = sizes["num_hidden_layers"]
             sizes |= {"rope_interleave": False, "mlp_bias": fields.boolean("mlp_bias", False)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops import apply_rotary, embed_tokens, plain_mlp, project_out, project_qkv, rms_norm
 from fnmodels.ops.invariant.rows import elementwise
@@ -64,15 +64,12 @@ def hf_names(config: Config) -> dict[str, str]:
     return {path: n.replace(".up_proj.", ".fc1.").replace(".down_proj.", ".fc2.") for path, n in names.items()}
 
 
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, H/2, 2]} of the negative angles."""
-    tables = decoder.freqs_cis(config, positions, length=length)
-    return {kind: torch.stack((table[..., 0], -table[..., 1]), -1) for kind, table in tables.items()}
-
-
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]: token or given embeddings, normed."""
-    return rms_norm(embed_tokens(params["embed_tokens"], inputs), None, eps=config.rms_norm_eps)
+    """x [B, S, D]: token or given embeddings, normed, and zeros for padding."""
+    x = embed_tokens(params["embed_tokens"], inputs)
+    if isinstance(inputs, dict) and "valid" in inputs:  # the gradient of a norm of NaN would be NaN
+        x = torch.where(inputs["valid"][..., None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return rms_norm(x, None, eps=config.rms_norm_eps)
 
 
 @with_context
@@ -80,7 +77,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     """One layer: x [B, S, D] -> x."""
     weights, eps = layer["attention"], config.rms_norm_eps
     q, k, v = project_qkv(weights, rms_norm(x, None, eps=eps), head_dim=config.head_dim)
-    q, k = (rms_norm(apply_rotary(t, freqs), None, eps=eps) for t in (q, k))
+    # Halves that are exchanged turn the other way; the scores do not depend on the order of dimensions.
+    q, k = (rms_norm(apply_rotary(t.roll(config.head_dim // 2, -1), freqs), None, eps=eps) for t in (q, k))
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     fed = plain_mlp(layer["mlp"], rms_norm(x, None, eps=eps), activation=config.hidden_act, tap=ctx.tap)

@@ -12,7 +12,8 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds, older  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
+from fnmodels.models.common.decoder.older import no_freqs as freqs_cis  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import (
     decoder_leaves,
@@ -43,7 +44,7 @@ _ON_DISK = {
 
 
 @dataclass(frozen=True)
-class Config(older.OlderConfig):
+class Config(older.PlacedConfig):
     """Sizes and switches. embedding_size: the width of the embedding and of the head; 0: that of the layers."""
 
     tie_word_embeddings: bool = True
@@ -136,18 +137,19 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     weights = layer["attention"]
     q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
     mixed = ctx.attend(q, k, v, mask, scale=scale)
-    x = ctx.tap("middle", _norm(layer, "input_layernorm", x + ctx.tap("attention", project_out(weights, mixed))))
+    x = x + ctx.tap("attention", project_out(weights, mixed))
+    x = ctx.tap("middle", _norm(layer, "input_layernorm", x, config))
     fed = plain_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
-    return _norm(layer, "post_attention_layernorm", x + ctx.tap("mlp", fed))
+    return _norm(layer, "post_attention_layernorm", x + ctx.tap("mlp", fed), config)
 
 
-def _norm(owner: Tree, name: str, x: Tensor) -> Tensor:
-    return layer_norm(x, owner.get(name), owner.get(f"{name}_bias"), eps=1e-5)
+def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:
+    return layer_norm(x, owner.get(name), owner.get(f"{name}_bias"), eps=config.layer_norm_eps)
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm where there is one, and head: logits [B, S, V]."""
-    x = _norm(params, "norm", x) if config.last_norm else x
+    x = _norm(params, "norm", x, config) if config.last_norm else x
     return decoder.project(params, linear(x, params["project_out"]) if "project_out" in params else x, config)
 
 

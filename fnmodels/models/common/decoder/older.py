@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.ops import ACTIVATIONS, layer_norm, look_up, plain_mlp, project_out, project_qkv
 from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops.rotary import Rope, no_rotation
 from fnmodels.tree import Tree
 
 from ..config_json import LAYERS_LIMIT, Fields
@@ -46,6 +47,18 @@ class OlderConfig(BaseConfig):
         check_width(self)
 
 
+@dataclass(frozen=True)
+class PlacedConfig(OlderConfig):
+    """Of a model with positions that are added to the embeddings, and no rope."""
+
+    rope: Rope = field(default=Rope(), init=False, compare=False, repr=False)
+
+
+def no_freqs(config: BaseConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 [B, S, 0, 2]}: no rotary embedding, since `embed` adds the positions."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), no_rotation(positions))
+
+
 def older_fields(
     values: Mapping[str, Any],
     model_types: Sequence[str],
@@ -60,6 +73,8 @@ def older_fields(
 
     names: {name in the file: common name}. inner: the width of the MLP where the file has none.
     """
+    for name in (*(name for name, ours in names.items() if ours == "num_hidden_layers"), "num_hidden_layers"):
+        Fields(values).integer(name, 1, high=LAYERS_LIMIT)
     fields = renamed_fields(Fields(values), names)
     fields.expect("is_encoder_decoder", False)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
