@@ -91,5 +91,5 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
 
 # Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
-    **dict.fromkeys(("glm", "glm4"), {"rope_parameters..partial_rotary_factor"}),
+    **{key: {"rope_parameters..partial_rotary_factor"} for key in ("glm", "glm4")},
 }
