@@ -36,7 +36,8 @@ from train.data.image_prompts import ImagePrompts
 from train.data.latents import read_latents
 from train.data.pictures import Pixels, read_picture
 from train.eval import pretrained
-from train.job import initial_model, metrics_log, run, run_folder, settings
+from train.job import metrics_log, run, run_folder, settings
+from train.job.tasks import initial_model
 from train.job.tasks.captions import with_files
 
 from .writers import PARAMS, SMALL, cache_in

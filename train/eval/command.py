@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from fnmodels.errors import UserError
-from fnmodels.files import write_text
 from params.checkpoint.hub import local_folder
 from train.command_line import Parser, program_name, run_command
 from train.data.corpus import files_of, read_files
@@ -69,7 +68,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     print(f"perplexity     {total.perplexity:.3f} per token")
     print(f"bits per byte  {total.bits_per_byte:.4f}")
     if arguments.out is not None:
-        write_text(arguments.out, "\n".join(lines) + "\n")
+        arguments.out.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 settings        every setting as one frozen dataclass; setting_types, lora_flag, mesh_flags: their values
 tasks/          what is trained: data, losses, evaluation and model card; task: what the loop asks of them
-blueprint       model and losses, of which each process makes its programs; initial_model: new, loaded, with adapters
+blueprint       model and losses, of which each process makes its programs
 recipe          the optimizer, the options of the step and the dtype that the settings name
 run             the one loop; heldout: held-out loss; flops: tokens per second and MFU; profile: a chrome trace
 run_folder      the lock and the files of a run; metrics_log: metrics.jsonl; report, progress, pictures: its output

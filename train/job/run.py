@@ -43,7 +43,6 @@ from .settings import (
     fixed_settings,
     flag,
     from_json,
-    model_sizes,
     read_toml,
     types_of,
 )
@@ -169,9 +168,10 @@ def choose_settings(
         check_unchanged(path, overrides, before, changeable(type(defaults)))
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in overrides.items()})
-    for name in model_sizes(type(defaults)):
-        if settings.init and name in overrides:
-            raise UserError(f"{overrides[name][1]} is for a new model, and --init {settings.init} names a checkpoint")
+    reason, replaced = settings.replaced
+    for name in replaced:
+        if name in overrides:
+            raise UserError(f"{overrides[name][1]} {reason}")
     settings = without_unused(settings, overrides)
     check_machine(settings)
     return resolved(settings)

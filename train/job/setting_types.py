@@ -1,6 +1,7 @@
 """Types of settings: how a value is parsed from a flag or a TOML file, and which values are valid."""
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Callable
@@ -82,6 +83,40 @@ def _is_text(value: Any) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
+FIELDS_FORM = "fields of config.json as num_experts=8,layer_types=[...], where null leaves a field out"
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """The value of --set: names and JSON values, separated by commas; a word without quotes is a text.
+
+    Raises:
+        ValueError: The text has another form, or a name stands twice.
+    """
+    decoder, values, rest = json.JSONDecoder(), dict[str, Any](), text
+    while rest:
+        name, equals, rest = rest.partition("=")
+        try:
+            value, end = decoder.raw_decode(rest)
+        except json.JSONDecodeError:
+            value = rest.partition(",")[0]
+            end = len(value) if re.fullmatch(r"[\w./+-]+", value) else 0
+        name = name.strip()
+        if not (name.isidentifier() and equals and end) or name in values or rest[end : end + 1] not in ("", ","):
+            raise ValueError(FIELDS_FORM)
+        values[name], rest = value, rest[end + 1 :]
+    if not values or text.endswith(","):
+        raise ValueError(FIELDS_FORM)
+    return values
+
+
+def are_fields(value: object) -> bool:
+    """Whether `value` is a text as --set takes it."""
+    try:
+        return type(value) is str and bool(parse_fields(value))
+    except ValueError:
+        return False
+
+
 REMAT = SettingType(
     "one of none, full, selective, every:N with a whole number N from 1, budget:SIZE with a size such as 2GiB",
     "none|full|selective|every:N|budget:SIZE",
@@ -101,4 +136,5 @@ NAMES = SettingType(
 DATA = SettingType("a path", "PATH[:WEIGHT],...", str, STRING.accepts)
 FILE = SettingType("a path", "FILE", str, STRING.accepts)
 CHECKPOINT = SettingType("a path", "CHECKPOINT", str, STRING.accepts)
+FIELDS = SettingType(FIELDS_FORM, "NAME=VALUE,...", str, are_fields)
 LORA = SettingType(LORA_FORM, "r=R,...", str, is_lora)

@@ -25,6 +25,7 @@ from .setting_types import (
     BETAS,
     CHECKPOINT,
     DATA,
+    FIELDS,
     FILE,
     FRACTION,
     FRACTION_BELOW_1,
@@ -52,7 +53,7 @@ def _group(name: str) -> Callable[..., Any]:
     return setting
 
 
-text, model, training, logging, saving = map(_group, GROUPS)
+text, new_model, training, logging, saving = map(_group, GROUPS)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,13 @@ class RunSettings:
         raise NotImplementedError
 
     @property
+    def replaced(self) -> tuple[str, tuple[str, ...]]:
+        """What makes settings of a new model void, as a sentence, and their names."""
+        if self.init is None:
+            return "", ()
+        return f"is for a new model, and --init {self.init} names a checkpoint", model_sizes(type(self))
+
+    @property
     def one_process(self) -> str | None:
         """Why one process must train it, as a sentence; None: a mesh can too."""
         return None
@@ -183,12 +191,21 @@ class Settings(RunSettings):
     )
     row_length: int = text(512, integer(2), "tokens per row, at most the model's positions")
     batch_rows: int = text(4, integer(1), "rows per batch, over all processes")
-    vocab_size: int = model(4096, integer(257), "maximal size of the new tokenizer's vocabulary")
-    hidden_size: int = model(192, integer(1), "width of the residual stream")
-    intermediate_size: int = model(512, integer(1), "width of the MLP")
-    num_hidden_layers: int = model(4, integer(1), "number of layers")
-    num_attention_heads: int = model(4, integer(1), "number of query heads")
-    num_key_value_heads: int = model(2, integer(1), "number of key and value heads")
+    vocab_size: int = new_model(4096, integer(257), "maximal size of the new tokenizer's vocabulary")
+    hidden_size: int = new_model(192, integer(1), "width of the residual stream")
+    intermediate_size: int = new_model(512, integer(1), "width of the MLP")
+    num_hidden_layers: int = new_model(4, integer(1), "number of layers")
+    num_attention_heads: int = new_model(4, integer(1), "number of query heads")
+    num_key_value_heads: int = new_model(2, integer(1), "number of key and value heads")
+    model: str = new_model("llama", STRING, "the type of the new model: qwen3, mixtral, ... (docs/models.md)")
+    preset: str | None = new_model(
+        None, STRING, "a published size by name (fnmodels.presets()), in place of a type and sizes"
+    )
+    set: str | None = new_model(
+        None,
+        FIELDS,
+        "fields of the new model's config.json, such as num_experts=8,layer_types=[...]; null leaves a field out",
+    )
     label_smoothing: float = training(
         0.0, FRACTION_BELOW_1, "label smoothing: fraction of each target spread over the vocabulary, in training only"
     )
@@ -220,6 +237,12 @@ class Settings(RunSettings):
     @property
     def rows(self) -> tuple[str, int]:
         return "batch_rows", self.batch_rows
+
+    @property
+    def replaced(self) -> tuple[str, tuple[str, ...]]:
+        if self.init is None and self.preset is not None:
+            return f"is for a new type, and --preset {self.preset} has its own: use --set", ("model", *SIZES)
+        return super().replaced
 
     @property
     def one_process(self) -> str | None:
@@ -254,6 +277,7 @@ def model_sizes(kind: type[RunSettings]) -> tuple[str, ...]:
 
 
 SETTING_TYPES, CHANGEABLE, MODEL_SIZES = types_of(Settings), changeable(Settings), model_sizes(Settings)
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 # {flag of parallelism beside --mesh: (mesh dimension, type or None for a switch, help)}. Like the mesh, they do not
 # affect the results of a run.
@@ -356,7 +380,7 @@ def to_toml(settings: RunSettings) -> str:
     kind, lines = type(settings), []
     for name in sorted_by_group(kind):
         value = getattr(settings, name)
-        unused = value is None or name in FLAG_ONLY or (settings.init and name in model_sizes(kind))
+        unused = value is None or name in FLAG_ONLY or name in settings.replaced[1]
         # JSON of these values is valid TOML, but for one character that only TOML must escape.
         text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")

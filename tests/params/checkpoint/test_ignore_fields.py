@@ -14,8 +14,8 @@ from tests.fnmodels.models.test_llava import VARIANTS
 from tests.support.cases import cases, generic_params
 from tests.train.job.test_finetune import letters
 from train.cli import main as train
-from train.job import initial_model
 from train.job.settings import Settings
+from train.job.tasks import initial_model
 
 LLAMA = next(case for case in cases() if case.name == "llama").config
 

@@ -18,7 +18,7 @@ from tests.train.job.test_run import TINY, rows, same, stop_after, train
 from train.data import cache, sources, tokenized, tokenizer
 from train.data.chat import Template
 from train.data.rows import all_rows
-from train.job import initial_model
+from train.job.tasks import initial_model
 
 
 @pytest.fixture(autouse=True)

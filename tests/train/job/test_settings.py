@@ -58,7 +58,7 @@ def test_every_default_is_a_value_that_may_be_given():
         ("stepz = 3", "there is no setting 'stepz'; the nearest is steps"),
         ("xyzzy = 3", "there is no setting 'xyzzy'"),
         ("save-every = 3", "the nearest is save_every"),
-        ("[model]\nsteps = 3", "there is no setting 'model': settings stand outside of tables"),
+        ("[sizes]\nsteps = 3", "there is no setting 'sizes': settings stand outside of tables"),
         ("steps = 0", "steps is 0, which is not a whole number from 1"),
         ("steps = 2.5", "steps is 2.5, which is not a whole number from 1"),
         ("steps = true", "steps is True, which is not a whole number from 1"),

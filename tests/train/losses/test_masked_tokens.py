@@ -12,8 +12,8 @@ import train
 from fnmodels.errors import UserError
 from tests.support.cases import positions_of, segments
 from tests.variants.bert import TINY
-from train.job import initial_model
 from train.job.settings import Settings
+from train.job.tasks import initial_model
 
 ROWS = segments((-50, 400, 350), (800,))
 

@@ -30,11 +30,10 @@ from train.data import mixture, sources, tokenized
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
 from train.generation.text import complete
-from train.job import heldout, initial_model, report, run_folder
+from train.job import heldout, report, run_folder
 from train.job.blueprint import Blueprint
 from train.job.flops import flops_per_token
 from train.job.heldout import SumOf
-from train.job.initial_model import InitialModel
 from train.job.mesh_flags import MeshSetup, check_shards
 from train.job.metrics_log import Row, six_digits, step_metrics
 from train.job.model_card import name_of
@@ -45,6 +44,10 @@ from train.job.task import Card, Json, Weights
 from train.loss import Balance, LossFn
 from train.losses.next_token import next_token_loss
 from train.parallel.context.api import resolved_order
+
+from . import initial_model
+from .initial_model import InitialModel
+from .new_model import new_config
 
 DATA = "text"
 
@@ -206,9 +209,9 @@ def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
 def provisional_config(settings: Settings, mesh_setup: MeshSetup) -> DecoderConfig:
     """The new model's config with a placeholder vocabulary, divisible by the mesh: its size depends on the text."""
     hidden_size, heads = settings.hidden_size, settings.num_attention_heads
-    if hidden_size % heads:
+    if settings.preset is None and settings.set is None and hidden_size % heads:
         raise UserError(f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}")
-    return initial_model.new_config(settings, mesh_setup.mesh.world * 64, {})
+    return new_config(settings, mesh_setup.mesh.world * 64, {})
 
 
 def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: MeshSetup) -> LanguageModel:

@@ -5,7 +5,7 @@ from typing import Any
 
 from train.data.examples import KINDS
 from train.job.setting_types import CHECKPOINT, FILE, NUMBER, POSITIVE, choice, integer
-from train.job.settings import RunSettings, model, text, training
+from train.job.settings import RunSettings, new_model, text, training
 
 
 def _default(name: str, value: Any) -> Any:
@@ -57,10 +57,10 @@ class FlowSettings(ExampleSettings):
         None, integer(1), "of a folder of pictures: pixels of a side of a token, an even number (2)"
     )
     samples: int | None = text(None, integer(1), "of a folder of pictures: drawn pictures of each class (4)")
-    layers: int = model(2, integer(1), "double layers of a new model")
-    single_layers: int = model(2, integer(1), "single layers of a new model")
-    heads: int = model(4, integer(1), "heads of a new model")
-    head_dim: int = model(32, integer(1), "width of a head of a new model, a multiple of 32")
+    layers: int = new_model(2, integer(1), "double layers of a new model")
+    single_layers: int = new_model(2, integer(1), "single layers of a new model")
+    heads: int = new_model(4, integer(1), "heads of a new model")
+    head_dim: int = new_model(32, integer(1), "width of a head of a new model, a multiple of 32")
     guidance: float = training(1.0, NUMBER, "the guidance that a model with this input is given")
 
     @property

@@ -27,9 +27,10 @@ from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.eval import pretrained
+from train.job import lora_flag
+from train.job.settings import Settings
 
-from . import lora_flag
-from .settings import MODEL_SIZES, Settings
+from .new_model import new_config
 
 Json = dict[str, Any]
 
@@ -206,18 +207,3 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
         ),
         lambda path: Tokenizer.from_str(read_text(path)),
     )
-
-
-def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> DecoderConfig:
-    """The config of a new model for a tokenizer of `vocab_size` tokens."""
-    values: Json = {
-        **{name: getattr(settings, name) for name in MODEL_SIZES},
-        "model_type": "llama",
-        "vocab_size": -(-vocab_size // 64) * 64,  # padded, so that any usual mesh divides it
-        "max_position_embeddings": settings.row_length,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        **special_ids,
-    }
-    config: DecoderConfig = fnmodels.family_for("llama").Config.from_hf(values)
-    return config

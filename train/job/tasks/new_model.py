@@ -1,0 +1,57 @@
+"""The Config of a new model: of any model type or preset, with fields of config.json set by name."""
+
+from typing import Any
+
+import fnmodels
+from fnmodels.errors import CheckpointError, UserError
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.registry import families, to_hf
+from train.command_line import suggestion
+from train.job.setting_types import parse_fields
+from train.job.settings import SIZES, Settings
+
+
+def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> DecoderConfig:
+    """The Config of a new model for a tokenizer of `vocab_size` tokens.
+
+    Raises:
+        UserError: No such model type or preset, one that does not predict next tokens, or fields that do not fit.
+    """
+    values = _published(settings.preset) if settings.preset else _sized(settings)
+    # padded, so that any usual mesh divides it
+    values |= {"vocab_size": -(-vocab_size // 64) * 64, **special_ids}
+    changes = parse_fields(settings.set) if settings.set else {}
+    values = {name: value for name, value in (values | changes).items() if changes.get(name, value) is not None}
+    what = f"--preset {settings.preset}" if settings.preset else f"--model {settings.model}"
+    family = fnmodels.family_for(values["model_type"])
+    if not traits_of(family).causal or traits_of(family).inputs != "tokens":
+        raise UserError(f"{what}: this job trains next-token prediction of text, which this is no model for")
+    try:
+        config: DecoderConfig = family.Config.from_hf(values)
+    except CheckpointError as error:
+        text = str(error).removeprefix("config.json").lstrip(": ").rstrip(".")
+        raise UserError(f"{what}: {text} (--set NAME=VALUE sets a field, NAME=null leaves it out)") from error
+    return config
+
+
+def _published(preset: str) -> dict[str, Any]:
+    """config.json of a preset, without the ids of its tokenizer."""
+    names = fnmodels.presets()
+    if preset not in names:
+        raise UserError(f"--preset {preset}: there is no such preset{suggestion(preset, names)}")
+    values: dict[str, Any] = to_hf(fnmodels.preset(preset))
+    return {name: value for name, value in values.items() if not name.endswith("_token_id")}
+
+
+def _sized(settings: Settings) -> dict[str, Any]:
+    """config.json of a model type with the sizes of the settings."""
+    if settings.model not in families():
+        near = suggestion(settings.model, families())
+        raise UserError(f"--model {settings.model}: there is no such model type{near}")
+    return {
+        **{name: getattr(settings, name) for name in SIZES},
+        "model_type": settings.model,
+        "max_position_embeddings": settings.row_length,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
