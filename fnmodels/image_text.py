@@ -39,6 +39,21 @@ class ImageFeatures:
     grids: Tensor
 
 
+@dataclass(frozen=True)
+class TiledImage:
+    """A picture as tiles of one size, which a model puts together again and ends each row of with a newline.
+
+    tiles: floats [1 + n, C, side, side], the whole picture and then its tiles, row by row; size: (height, width) of the
+    picture in pixels, by which features of padding are left out. A picture of the whole one alone has no tiles.
+    """
+
+    tiles: Tensor
+    size: tuple[int, int]
+
+
+Image = Tensor | TiledImage
+
+
 def check_reads_images(config: Any) -> None:
     """TypeError for a model that reads no images among its tokens."""
     if text_config(config) is config:
@@ -48,10 +63,25 @@ def check_reads_images(config: Any) -> None:
         )
 
 
-def image_grid(image: Tensor, *, config: Any) -> tuple[int, int, int]:
-    """(1, rows, columns) of the features of an image [C, H, W]. ValueError for sizes without whole cells."""
+def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
+    """(1, rows, columns) of the features of an image [C, H, W]. ValueError for sizes without whole cells.
+
+    Those of a `TiledImage` are one row: newlines are among them.
+    """
     check_reads_images(config)
     family: Any = family_of(config)
+    if isinstance(image, TiledImage) != hasattr(family, "arranged"):
+        expected = "a fnmodels.image_text.TiledImage" if hasattr(family, "arranged") else "a tensor [C, H, W]"
+        raise TypeError(f"An image of {config.model_type} is {expected}, not a {type(image).__name__}.")
+    if isinstance(image, TiledImage):
+        for tile in image.tiles:
+            _expect_image(tile, family, config)
+        return 1, 1, family.feature_count(len(image.tiles), image.size, config=config)
+    return _expect_image(image, family, config)
+
+
+def _expect_image(image: Tensor, family: Any, config: Any) -> tuple[int, int, int]:
+    """(1, rows, columns) of the cells of an image. ValueError for sizes without whole cells."""
     side = config.vision.patch_size * family.cell_side(config)
     channels, frames = config.vision.num_channels, getattr(config.vision, "frames", 1)
     if not isinstance(image, Tensor):
@@ -66,7 +96,7 @@ def image_grid(image: Tensor, *, config: Any) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def image_features(params: Tree, images: Sequence[Tensor], *, config: Any, kernel: Any = "auto") -> ImageFeatures:
+def image_features(params: Tree, images: Sequence[Image], *, config: Any, kernel: Any = "auto") -> ImageFeatures:
     """The features of images, floats [C, H, W] as the tower reads them; each is computed alone.
 
     params, config: of the whole model. A model whose patches have two frames takes a picture, which stands still, or
@@ -74,20 +104,32 @@ def image_features(params: Tree, images: Sequence[Tensor], *, config: Any, kerne
     """
     grids = torch.tensor([image_grid(image, config=config) for image in images]).reshape(-1, 3)
     family: Any = family_of(config)
+    found: list[tuple[Tensor, ...]] = []
+    for image in images:
+        if isinstance(image, TiledImage):
+            tiles = [_features(params, tile, family, config, kernel)[0] for tile in image.tiles]
+            found.append((family.arranged(params, torch.cat(tiles, 1), image.size, config=config),))
+        else:
+            found.append(_features(params, image, family, config, kernel))
+    return ImageFeatures(tuple(torch.cat(own, 1) for own in zip(*found, strict=True)), grids)
+
+
+def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any) -> tuple[Tensor, ...]:
+    """Those of one image or tile, which the tower reads alone."""
     weights, tower, run = params["vision"], config.vision, forward
     if hasattr(family, "tower"):  # cut behind a layer, so without the last norm
         (weights, tower), run = family.tower(params, config), hidden
     like, names = next(iter(tree.leaves(weights))), family.taps(config) if hasattr(family, "taps") else ()
-    found = []
-    for image in images:
-        image = image.to(like.device, like.dtype)
-        image = image.repeat_interleave(config.vision.num_channels // image.shape[0], 0)
-        patches, at, ids = patch_rows([image], tower)
-        batch = prepare(tower, patches, positions=at, segment_ids=ids)
-        x = run(weights, *batch, config=tower, taps=names, kernel=kernel)
-        x, tapped = x if names else (x, {})
-        found.append(family.features_of(params, x, tapped, cells(at, ids, family.cell_side(config)), config=config))
-    return ImageFeatures(tuple(torch.cat(own, 1) for own in zip(*found, strict=True)), grids)
+    image = image.to(like.device, like.dtype)
+    image = image.repeat_interleave(config.vision.num_channels // image.shape[0], 0)
+    patches, at, ids = patch_rows([image], tower)
+    batch = prepare(tower, patches, positions=at, segment_ids=ids)
+    x = run(weights, *batch, config=tower, taps=names, kernel=kernel)
+    x, tapped = x if names else (x, {})
+    found: tuple[Tensor, ...] = family.features_of(
+        params, x, tapped, cells(at, ids, family.cell_side(config)), config=config
+    )
+    return found
 
 
 def with_features(

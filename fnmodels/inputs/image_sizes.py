@@ -1,6 +1,7 @@
 """The sizes to which vision-language models resize images, Gemma 3's crops and Llama 4's tiles; see `images`."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,30 @@ def canvas(image: Tensor, side: int, most: int) -> tuple[int, int]:
     larger = scales[scales >= 1]
     best = larger.min() if len(larger) else scales.max()
     return min((pair for pair, scale in zip(every, scales, strict=True) if scale == best), key=math.prod)
+
+
+def best_canvas(size: tuple[int, int], canvases: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The one of `canvases` (height, width) on which a picture of `size` keeps most pixels: LLaVA-NeXT's.
+
+    Of several that keep as many, the one with the least room beside the picture.
+    """
+    best, kept = canvases[0], (0, -math.inf)
+    for height, width in canvases:
+        scale = min(width / size[1], height / size[0])
+        pixels = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        if (pixels, pixels - width * height) > kept:
+            best, kept = (height, width), (pixels, pixels - width * height)
+    return best
+
+
+def without_padding(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, slice]:
+    """The (rows, columns) of a canvas of features on which a picture of `size` (height, width) lies in the middle."""
+    height, width = size
+    if width / height > columns / rows:
+        pad = (rows - int(round(height * (columns / width), 7))) // 2
+        return slice(pad, rows - pad), slice(0, columns)
+    pad = (columns - int(round(width * (rows / height), 7))) // 2
+    return slice(0, rows), slice(pad, columns - pad)
 
 
 def _sides(image: Tensor) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from fnmodels.models.vision_language import (
     gemma4,
     llama4,
     llava,
+    llava_next,
     mistral3,
     pixel_shuffle,
     qwen2_5_vl,
@@ -33,6 +34,7 @@ from tests.fnmodels.models import (
     test_gemma4,
     test_llama4,
     test_llava,
+    test_llava_next,
     test_mistral3,
     test_pixel_shuffle,
     test_qwen2_5_vl,
@@ -153,6 +155,9 @@ def answer_loss(params: Any, batch: dict[str, Tensor], *, config: Any, family: A
     features, *later = image_features(params, batch, config, family)
     where = {name: batch[name] for name in ("positions", "segment_ids")}
     inputs, masks, freqs_cis = fnmodels.prepare(config.text, batch["tokens"], **where)
+    if hasattr(family, "arranged"):  # pictures without tiles: the whole one, and a newline
+        pictures = features.split(config.vision.side**2, 1)
+        features = torch.cat([family.arranged(params, one, (1, 1), config=config) for one in pictures], 1)
     places = image_places(batch["tokens"], config.image_token, features.new_ones(features.shape[:2]) > 0)
     inputs = family.with_images(params, inputs, features, places, config=config)
     if family in (gemma3, gemma4):
@@ -184,6 +189,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma4_e": (gemma4, test_gemma4.VARIANTS["gemma4_e"]),
     "llama4_images": (llama4, test_llama4.VALUES),
     "llava": (llava, test_llava.VARIANTS["llama"]),
+    "llava_next": (llava_next, test_llava_next.VARIANTS["llava_onevision"]),
     "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "qwen2_vl": (qwen2_5_vl, test_qwen2_5_vl.VARIANTS["qwen2_vl"]),
@@ -201,11 +207,16 @@ def reader_setting(name: str) -> Setting:
     made = []
     for sizes in (((2, 3), (3, 2)), ((1, 4), (2, 2))):
         one, other = ((3, 3), (3, 3)) if square else sizes
+        if hasattr(family, "arranged"):
+            one = other = (1, config.vision.side**2 + 1)
         documents = [[2, one, 3], [4, other, 1]] if one == (1, 4) else [[1, one, 2], [5, other]]
         texts, images = wrappers.documents_with_grids(documents, config.image_token, side)
         tokens, own = wrappers.rows_of((texts,), 30)
         tokens = tokens + len(made) * (tokens < 40)  # else both rows have the same words
         flat = [image for several in images for image in several]
+        if hasattr(family, "arranged"):
+            side = config.vision.image_size
+            flat = [torch.randn(3, side, side, generator=torch.Generator().manual_seed(i)) for i in range(len(flat))]
         frames = getattr(config.vision, "frames", 1)
         flat = [image.repeat_interleave(frames, 0) for image in flat]
         patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
@@ -288,7 +299,7 @@ TWO_TOWERS = ("images", "siglip", *READERS)
 CLIP = 0.01  # below the norms
 # Parameters of towers that the losses do not read.
 UNREAD: dict[str, str | tuple[str, ...]] = {"dinov2_registers": "mask_token", "dinov3": "mask_token"}
-UNREAD |= {"clip_vision": "norm", "llava": ("vision.layers.2", "vision.norm")}
+UNREAD |= {"clip_vision": "norm", "llava": ("vision.layers.2", "vision.norm"), "llava_next": "vision.norm"}
 UNREAD |= {"siglip_vision": "pooler", "siglip2_vision": "pooler"}
 
 

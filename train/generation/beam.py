@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.dtypes import upcast
 from fnmodels.options import ForwardKwargs
@@ -41,7 +42,7 @@ def beam_search(
     chunk: int = 512,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
-    images: Sequence[Tensor] = (),
+    images: Sequence[Image] = (),
     **options: Unpack[ForwardKwargs],
 ) -> list[Hypothesis]:
     """Beam search: at most `beams` answers to a prompt (token ids), the best first.

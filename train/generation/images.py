@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
-from fnmodels.image_text import ImageFeatures, check_reads_images, image_features, image_grid, with_features
+from fnmodels.image_text import Image, ImageFeatures, check_reads_images, image_features, image_grid, with_features
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.options import Edit, ForwardKwargs
 from fnmodels.preparation import positions_of_images
@@ -33,7 +33,7 @@ def text_model(params: Tree, config: Any) -> tuple[Tree, Any]:
     return params["text"], text
 
 
-def check_images(row: int, prompt: Sequence[int], images: Sequence[Tensor], config: Any) -> None:
+def check_images(row: int, prompt: Sequence[int], images: Sequence[Image], config: Any) -> None:
     """ValueError that names the request whose images are not those of its prompt. TypeError for a model of text."""
     if images:
         check_reads_images(config)
@@ -51,7 +51,7 @@ def check_images(row: int, prompt: Sequence[int], images: Sequence[Tensor], conf
         )
 
 
-def positions_less(images: Sequence[Tensor], config: Any) -> int:
+def positions_less(images: Sequence[Image], config: Any) -> int:
     """How many positions a prompt has less than tokens: of three axes, an image takes those of its longer side."""
     if not hasattr(family_of(config), "image_positions"):
         return 0
@@ -132,7 +132,11 @@ class Reader:
 
 
 def reader_of(
-    params: Tree, config: Any, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[Tensor]], kernel: Any
+    params: Tree,
+    config: Any,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[Image]],
+    kernel: Any,
 ) -> tuple[Reader, list[PromptKey]]:
     """(the reader, rows of ids) of prompts and the images of each; an image that several have is computed once."""
     unique = {id(image): image for image in chain.from_iterable(images)}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.cache import DecodingStep
+from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.options import ForwardKwargs, is_invariant
@@ -208,7 +209,7 @@ def generate(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
-    images: Sequence[Sequence[Tensor]] | None = None,
+    images: Sequence[Sequence[Image]] | None = None,
     beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Generations:
@@ -250,7 +251,7 @@ def stream(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     slots: int | None = None,
-    images: Sequence[Sequence[Tensor]] | None = None,
+    images: Sequence[Sequence[Image]] | None = None,
     beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Iterator[tuple[int, int, float]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
+from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.options import ForwardKwargs
@@ -63,7 +64,7 @@ def prefilled(
     *,
     empty: Callable[[int], Cache],
     chunk: int,
-    images: Sequence[Sequence[Tensor]] | None = None,
+    images: Sequence[Sequence[Image]] | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[None, None, Prefilled]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.

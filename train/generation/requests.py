@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.image_text import Image
+
 from .decoder_traits import Decodes
 from .sampling import Sampling, check_sampling
 from .stop import StopText, TextStream
@@ -31,7 +33,7 @@ class Request:
     draw: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
-    images: Sequence[Tensor] = field(default=(), compare=False)
+    images: Sequence[Image] = field(default=(), compare=False)
     source: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ def requests_of(
     seeds: int | Sequence[int],
     stop_ids: Sequence[int],
     stop_texts: Sequence[str],
-    images: Sequence[Sequence[Tensor]] | None = None,
+    images: Sequence[Sequence[Image]] | None = None,
 ) -> list[Request]:
     """One request per prompt; see `generate`. ValueError for a sequence of another length than the prompts, and where
     there is no sequence, or something else than integers."""

@@ -16,6 +16,7 @@ import fnmodels
 from fnmodels import Cache, mtp
 from fnmodels.cache.rows import is_recurrent
 from fnmodels.cache.step import logits_at, plan_step, step_on
+from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
@@ -49,7 +50,7 @@ def speculate(
     tokenizer: Decodes | None = None,
     chunk: int = 512,
     kv_dtype: torch.dtype | None = None,
-    images: Sequence[Sequence[Tensor]] | None = None,
+    images: Sequence[Sequence[Image]] | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Generations, float]:
     """(what `generate` returns for the same arguments, the share of drafted tokens that were right).

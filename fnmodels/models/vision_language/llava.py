@@ -1,5 +1,6 @@
 """LLaVA 1.5 (arXiv 2310.03744): CLIP's patches through a two-layer MLP into the embeddings of any text model.
 
+VipLLaVA (arXiv 2312.00784) concatenates the patches of several layers, with a LayerNorm before the MLP.
 The parameters are {"text", "vision", "projector"}. The last layers and norms of the tower that the config's feature
 layer does not reach are kept, since files hold them.
 
@@ -12,26 +13,34 @@ logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=confi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
+from fnmodels.errors import UnsupportedError
+from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.images import center_crop, shortest_edge
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.spec import layer_norm_leaves
+from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import clip_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
 from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
-from fnmodels.run_params import with_run
+from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("llava",)
+# The class of the model, and what `vision_feature_layer` is by default.
+_TYPES: dict[str, tuple[str, Any]] = {
+    "llava": ("LlavaForConditionalGeneration", -2),
+    "vipllava": ("VipLlavaForConditionalGeneration", [-2, -5, -8, -11, 6]),
+}
+MODEL_TYPES = tuple(_TYPES)
+tower, taps = vision_language.cut_tower, vision_language.layer_taps
 TRAITS = Traits(
     leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes the tower without the component that published files have.
@@ -53,16 +62,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The parts. image_token: the id of the tokens that features replace. feature_layers: layers of the tower that run.
+    """The parts. image_token: the id of the tokens that features replace. projector_bias: whether the MLP has biases.
 
-    projector_bias: whether the projector has biases.
+    feature_layers: after how many layers of the tower the hidden states are read. norm_eps: of the norm before the MLP,
+    0: there is none.
     """
 
     text: Any
     vision: clip_vision.Config
     image_token: int
-    feature_layers: int
+    feature_layers: tuple[int, ...]
     projector_bias: bool = True
+    norm_eps: float = 0.0
     # kept for saving only
     model_type: str = field(default="llava", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -71,7 +82,7 @@ class Config:
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        outer.choice("model_type", MODEL_TYPES)
+        model_type = outer.choice("model_type", MODEL_TYPES)
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_select_strategy", "default")
         outer.expect("tie_word_embeddings", False, True)  # true is transformers 4's default, which reads the text's
@@ -81,12 +92,17 @@ class Config:
         if text.tie_word_embeddings:
             raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
         vision = clip_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "clip_vision_model"))
+        vip, layers = model_type == "vipllava", outer.take("vision_feature_layer", _TYPES[model_type][1])
+        if vip and "vision_feature_layers" in values:  # in older files
+            layers = outer.take("vision_feature_layers")
         config = Config(
             text=text,
             vision=vision,
             image_token=outer.integer("image_token_index", 32000, low=0),
-            feature_layers=_feature_layers(outer.take("vision_feature_layer", -2), vision.num_hidden_layers),
-            projector_bias=outer.boolean("multimodal_projector_bias", True),
+            feature_layers=vision_language.feature_layers(layers, vision.num_hidden_layers),
+            projector_bias=vip or outer.boolean("multimodal_projector_bias", True),
+            norm_eps=outer.number("projector_layernorm_eps", 1e-5) if vip else 0.0,
+            model_type=model_type,
         )
         # image_seq_length is for the processor
         object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length",)))
@@ -94,52 +110,39 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        layers = self.vision.num_hidden_layers
-        return vision_language.to_hf(
-            self,
-            "LlavaForConditionalGeneration",
-            image_token_index=self.image_token,
-            image_seq_length=self.vision.side**2,
-            vision_feature_layer=self.feature_layers - layers - 1,
-            vision_feature_select_strategy="default",
-            multimodal_projector_bias=self.projector_bias,
-            projector_hidden_act="gelu",
-            tie_word_embeddings=False,
-        )
-
-
-def _feature_layers(index: Any, layers: int) -> int:
-    """How many layers of the tower run for hidden state `index`, where 0 is the embeddings and -1 the last layer's."""
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise UnsupportedError(f"'vision_feature_layer' is {index!r}; only one layer is supported.")
-    if not -layers - 1 <= index <= layers:
-        raise ConfigError(f"'vision_feature_layer' is {index}, but the tower has {layers} layers.")
-    return index if index >= 0 else layers + 1 + index
+        layers = [count - self.vision.num_hidden_layers - 1 for count in self.feature_layers]
+        own: dict[str, Any] = {"image_token_index": self.image_token, "image_seq_length": self.vision.side**2}
+        own |= {"vision_feature_layer": layers if len(layers) > 1 else layers[0], "projector_hidden_act": "gelu"}
+        if self.model_type == "vipllava":
+            own["projector_layernorm_eps"] = self.norm_eps
+        else:
+            own |= {"vision_feature_select_strategy": "default", "multimodal_projector_bias": self.projector_bias}
+        return vision_language.to_hf(self, _TYPES[self.model_type][0], **own, tie_word_embeddings=False)
 
 
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and the projector's weights [out, in]."""
-    narrow, wide, std = config.vision.hidden_size, config.text.hidden_size, config.text.initializer_range
-    projector = vision_language.mlp_leaves(narrow, wide, std, biases=config.projector_bias)
+    narrow, wide = config.vision.hidden_size * len(config.feature_layers), config.text.hidden_size
+    projector = vision_language.mlp_leaves(narrow, wide, config.text.initializer_range, biases=config.projector_bias)
+    projector |= layer_norm_leaves("norm", narrow, "embed") if config.norm_eps else {}
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
 def hf_names(config: Config) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
-    return names | vision_language.mlp_names(config.projector_bias)
+    norms = weight_and_bias("projector.norm", "multi_modal_projector.projector_layernorm")
+    return names | vision_language.mlp_names(config.projector_bias) | (norms if config.norm_eps else {})
 
 
-def tower(params: Tree, config: Config) -> tuple[Tree, clip_vision.Config]:
-    """(params, Config) of the tower up to the feature layer, for `fnmodels.hidden`."""
-    layers = config.feature_layers
-    seen = {**params["vision"], "layers": params["vision"]["layers"][:layers]}
-    return with_run(params, seen), replace(config.vision, num_hidden_layers=layers)
+def project(params: Tree, x: Tensor, /, *, norm_eps: float = 1e-5) -> Tensor:
+    """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D].
 
-
-def project(params: Tree, x: Tensor, /) -> Tensor:
-    """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
-    return vision_language.mlp(params["projector"], x)
+    x: of all `config.feature_layers`, concatenated. norm_eps: that of the config, where the projector has a norm.
+    """
+    weights = params["projector"]
+    x = layer_norm(x, weights["norm"], weights["norm_bias"], eps=norm_eps) if "norm" in weights else x
+    return vision_language.mlp(weights, x)
 
 
 def cell_side(config: Config) -> int:
@@ -151,7 +154,8 @@ def features_of(
     params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
 ) -> tuple[Tensor, ...]:
     """`project` as `fnmodels.image_text` calls it, as a tuple whose first features replace embeddings."""
-    return (project(params, gather_cells(x, places)[None, :, 0]),)
+    x = vision_language.of_layers(x, tapped, config)
+    return (project(params, gather_cells(x, places)[None, :, 0], norm_eps=config.norm_eps),)
 
 
 def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
 
 import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.inputs.image_places import place
 from fnmodels.models.vision_language import llava
+from fnmodels.models.vision_language.common import vision_language
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 
@@ -29,15 +30,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"text_config": _TEXT | {"model_type": "qwen2", "head_dim": 6, "tie_word_embeddings": False}}
     | {"vision_feature_layer": 1, "multimodal_projector_bias": False},
 }
+VARIANTS["vipllava"] = {name: value for name, value in _OUTER.items() if name != "image_seq_length"} | {
+    "model_type": "vipllava",
+    "text_config": _TEXT | {"model_type": "llama"},
+    "vision_feature_layer": [-2, 1, -1],
+    "projector_layernorm_eps": 2e-2,
+}
+STRUCTURES = ("llama", "qwen2")  # for the tests of all readers of images
 # Per document, the numbers of text tokens before, between and after its images.
 DOCUMENTS = ((2, 3), (5, 1, 4), (3,), (0, 2))
 
 
 @functools.cache
 def _reference(name: str) -> Any:
-    config = LlavaConfig(**VARIANTS[name])
+    config = AutoConfig.for_model(**VARIANTS[name])
     config._attn_implementation = "eager"
-    return wrappers.perturbed(LlavaForConditionalGeneration(config))
+    return wrappers.perturbed(AutoModelForImageTextToText.from_config(config))
 
 
 def _config(name: str) -> llava.Config:
@@ -74,14 +82,16 @@ def _ours(name: str, params: Any, *, shift: int = 0) -> tuple[Tensor, Tensor]:
     tokens, segment_ids, images = _batch()
     patches, positions, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=25)  # two images in a row
     seen, tower = llava.tower(params, config)
-    x = fnmodels.hidden(
-        seen, *fnmodels.prepare(tower, patches, positions=positions, segment_ids=image_ids), config=tower
-    )
+    batch, names = fnmodels.prepare(tower, patches, positions=positions, segment_ids=image_ids), llava.taps(config)
+    x = fnmodels.hidden(seen, *batch, config=tower, taps=names)
+    x = vision_language.of_layers(*x, config) if names else x
     places = llava.image_places(tokens, config.image_token, (image_ids > 0) & (positions[..., 0] >= 0))
     places[..., 1] += shift * (places[..., 1] > 1)
     own = fnmodels.positions_from_segments(segment_ids)
     inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=own, segment_ids=segment_ids)
-    inputs = llava.with_images(params, inputs, llava.project(params, x), places, config=config)
+    inputs = llava.with_images(
+        params, inputs, llava.project(params, x, norm_eps=config.norm_eps), places, config=config
+    )
     logits: Tensor = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, kernel="math")
     return logits, segment_ids
 
@@ -105,15 +115,16 @@ def test_packed_documents_with_images_equal_transformers_alone(name: str) -> Non
     assert (wrong - wanted).abs().max() > 1e-2
 
 
-def test_gradients_equal_transformers() -> None:
+@pytest.mark.parametrize("name", ["llama", "vipllava"])
+def test_gradients_equal_transformers(name: str) -> None:
     """Of every parameter; 0 for those of the tower behind its feature layer."""
-    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params("llama"))
-    logits, segment_ids = _ours("llama", params)
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params(name))
+    logits, segment_ids = _ours(name, params)
     logits[segment_ids > 0].square().sum().backward()
-    model = _reference("llama")
+    model = _reference(name)
     model.zero_grad()
     _theirs(model).square().sum().backward()
-    wrappers.assert_gradients(model, _config("llama"), params)
+    wrappers.assert_gradients(model, _config(name), params)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

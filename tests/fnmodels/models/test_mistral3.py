@@ -29,6 +29,7 @@ VARIANTS = {
 }
 _OCR = {"model_type": "lighton_ocr", "image_token_id": IMAGE, "vision_config": _VISION}
 VARIANTS["lighton_ocr"] = _OCR | {"text_config": _TEXT | {"model_type": "qwen3"}}
+STRUCTURES = ("mistral3", "mistral3_bias")  # for the tests of all readers of images
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
 
 

@@ -33,9 +33,6 @@ WRAPPERS = {
     "granite_speech_plus": "granite",
     "idefics2": "mistral",
     "kimi_k25": "deepseek_v3",
-    "llava_next": "llama",
-    "llava_next_video": "llama",
-    "llava_onevision": "qwen2",
     "minicpm_ocr": "qwen3_5_text",
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
@@ -52,7 +49,6 @@ WRAPPERS = {
     "shieldgemma2": "gemma3_text",
     "video_llama_3": "qwen2",
     "video_llava": "llama",
-    "vipllava": "llama",
     "voxtral": "llama",
 }
 # Those whose text is read too, but of which this test makes no tiny model: why.

@@ -1,5 +1,6 @@
 """Generation with images: greedy tokens equal transformers', whatever the slots, chunks and neighbours."""
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ import train
 from fnmodels import image_text
 from fnmodels.cache import captured
 from fnmodels.errors import PositionWarning
+from fnmodels.image_text import image_grid
 from fnmodels.inputs.images import patches_of
+from tests.fnmodels.models import test_llava_next
 from tests.support import wrappers
 from tests.support.image_texts import ImageCase, image_cases
 from tests.support.recorded import graphs_on_the_cpu
@@ -36,13 +39,13 @@ PROMPTS: tuple[list[Any], ...] = (
 
 
 @functools.cache
-def prompts_of(case: ImageCase) -> tuple[list[list[int]], list[list[Tensor]]]:
+def prompts_of(case: ImageCase) -> tuple[list[list[int]], list[list[Any]]]:
     """(prompts, the images of each). The last begins with the whole one before it, images included."""
     generator = torch.Generator().manual_seed(3)
     side = case.config.vision.patch_size * case.family.cell_side(case.config)
     channels = case.config.vision.num_channels // getattr(case.config.vision, "frames", 1)
     prompts: list[list[int]] = []
-    images: list[list[Tensor]] = []
+    images: list[list[Any]] = []
     for parts in PROMPTS:
         begin = prompts[-1] if parts[:5] == PROMPTS[-2] and prompts and len(parts) > 5 else []
         prompts.append(list(begin))
@@ -50,6 +53,11 @@ def prompts_of(case: ImageCase) -> tuple[list[list[int]], list[list[Tensor]]]:
         for part in parts[5:] if begin else parts:
             if isinstance(part, int):
                 prompts[-1] += torch.randint(1, 40, (part,), generator=generator).tolist()
+                continue
+            if hasattr(case.family, "arranged"):
+                image = test_llava_next.picture(case.config, (6, 12 + 2 * part[0]), generator)
+                prompts[-1] += [case.config.image_token] * image_grid(image, config=case.config)[2]
+                images[-1].append(image)
                 continue
             rows, columns = (3, 3) if is_square(case) else part
             prompts[-1] += [case.config.image_token] * (rows * columns)
@@ -70,6 +78,8 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict
         found = {}
     if not images:
         return found
+    if hasattr(case.family, "arranged"):
+        return test_llava_next.pixels(list(images))
     if case.name.startswith("pixel_shuffle"):
         return wrappers.pixels_for(case.config)(images)
     if case.name.startswith("qwen"):
@@ -166,7 +176,7 @@ def test_rows_alone_streamed_and_served_are_those_of_a_batch(case: ImageCase) ->
         streamed[row].append(token)
     assert streamed == wanted.tokens
     requests = (Request(p, 4, seed=i, images=own) for i, (p, own) in enumerate(zip(prompts, images, strict=True)))
-    events = list(train.serve(case.params(), case.config, requests, slots=2, capacity=60, kv_dtype=torch.int8))
+    events = list(train.serve(case.params(), case.config, requests, slots=2, capacity=80, kv_dtype=torch.int8))
     assert sorted(event.row for event in events) == sorted([*range(6)] * 4)
 
 
@@ -206,7 +216,7 @@ def test_an_image_that_prompts_share_is_computed_once(case: ImageCase, monkeypat
     monkeypatch.setattr(prompt_images.Reader, "decoded", decoded)
     found = train.generate(case.params(), case.config, prompts, max_new=2, sampling=GREEDY, images=images)
     assert seen == [3] and sum(tokens) == len(prompts[1]) - 1  # the first prompt is the beginning of the second
-    other = [[image.clone() for image in own] for own in images]
+    other = [[copy.deepcopy(image) for image in own] for own in images]
     again = train.generate(case.params(), case.config, prompts, max_new=2, sampling=GREEDY, images=other)
     assert seen == [3, 5] and again.tokens == found.tokens
     assert sum(tokens) > 2 * len(prompts[1])  # equal ids of other images are no shared beginning

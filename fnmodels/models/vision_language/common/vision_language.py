@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
+from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
 # Names that transformers has in memory, and files that were saved from there: {pattern: the published name}.
@@ -131,6 +133,41 @@ def tied_head(outer: Fields, text: Any, default: bool) -> bool:
     old = str(outer.values.get("transformers_version", "5")).startswith("4.")
     said = outer.boolean("tie_word_embeddings", default)
     return bool(text.tie_word_embeddings) if old else said
+
+
+def feature_layers(value: Any, layers: int) -> tuple[int, ...]:
+    """How many layers of the tower run for each of the hidden states that `vision_feature_layer` names.
+
+    0 is that of the embeddings, which is not supported, and -1 the last layer's.
+    """
+    found = []
+    for index in value if isinstance(value, list | tuple) and value else [value]:
+        if type(index) is not int:
+            raise UnsupportedError(f"'vision_feature_layer' is {value!r}; it must be a layer, or a list of layers.")
+        count = index if index >= 0 else layers + 1 + index
+        if not 0 < count <= layers:
+            raise ConfigError(f"'vision_feature_layer' is {index}, but the tower has {layers} layers.")
+        found.append(count)
+    return tuple(found)
+
+
+def cut_tower(params: Tree, config: Any) -> tuple[Tree, Any]:
+    """(params, Config) of the tower up to the last of `config.feature_layers`, for `fnmodels.hidden`."""
+    count = max(config.feature_layers)
+    seen = {**params["vision"], "layers": params["vision"]["layers"][:count]}
+    return with_run(params, seen), replace(config.vision, num_hidden_layers=count)
+
+
+def layer_taps(config: Any) -> tuple[str, ...]:
+    """The taps of the tower whose values features are made of, where these are of several layers."""
+    layers = config.feature_layers
+    return tuple(f"layers.{count - 1}.output" for count in sorted(set(layers))) if len(layers) > 1 else ()
+
+
+def of_layers(x: Tensor, tapped: Mapping[str, Tensor], config: Any) -> Tensor:
+    """The hidden states of all `config.feature_layers`, concatenated: x, or those of `layer_taps`."""
+    layers = config.feature_layers
+    return torch.cat([tapped[f"layers.{count - 1}.output"] for count in layers], -1) if len(layers) > 1 else x
 
 
 def mlp_names(biases: bool) -> dict[str, str]:

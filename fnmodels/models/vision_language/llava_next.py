@@ -1,0 +1,250 @@
+"""LLaVA-NeXT (LLaVA 1.6, 2024), its video model and LLaVA-OneVision (arXiv 2408.03326): tiles with newlines.
+
+A picture is read whole and in tiles, whose features are put together again; padding is left out and a learned newline
+ends each row. LLaVA-OneVision shrinks what is more than `most_tiles` tiles. Videos are not read.
+
+seen, tower = llava_next.tower(params, config)
+batch = fnmodels.prepare(tower, *fnmodels.inputs.patch_rows(picture.tiles, tower))  # patches, positions, segment_ids
+x = fnmodels.hidden(seen, *batch, config=tower)
+features = llava_next.arranged(params, llava_next.project(params, x), picture.size, config=config)
+inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens, positions=positions, segment_ids=segment_ids)
+places = llava_next.image_places(tokens, config.image_token, features.new_ones(features.shape[:2]) > 0)
+inputs = llava_next.with_images(params, inputs, features, places, config=config)
+logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
+from fnmodels.inputs.image_sizes import best_canvas, without_padding
+from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.family import Traits
+from fnmodels.models.common.registry import family_for
+from fnmodels.models.common.vision import vector
+from fnmodels.models.vision.common import two_towers
+from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision_language.common import vision_language
+from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
+from fnmodels.tree import Tree
+
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+@dataclass(frozen=True)
+class _Type:
+    """What a model type fixes: its class, and defaults of the fields of config.json."""
+
+    architecture: str
+    text: tuple[str, dict[str, Any]] = ("llama", _LLAMA)
+    tower: str = "clip_vision_model"
+    token: int = 32000
+    layer: int = -2
+    canvases: tuple[tuple[int, int], ...] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+    most_tiles: int = 0  # 0: pictures are not shrunk
+
+
+_SIDES = range(384, 2305, 384)
+_TYPES = {
+    "llava_next": _Type("LlavaNextForConditionalGeneration"),
+    "llava_next_video": _Type("LlavaNextVideoForConditionalGeneration", token=32001),
+    "llava_onevision": _Type(
+        "LlavaOnevisionForConditionalGeneration",
+        ("qwen2", {}),
+        "siglip_vision_model",
+        151646,
+        -1,
+        tuple((height, width) for height in _SIDES for width in _SIDES),
+        9,
+    ),
+}
+MODEL_TYPES = tuple(_TYPES)
+tower, taps = vision_language.cut_tower, vision_language.layer_taps
+TRAITS = Traits(
+    leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
+    resaved={r"model\.image_newline": "image_newline", **vision_language.IN_MEMORY_WITHOUT_VISION_MODEL},
+    in_memory={r"^image_newline": "model.image_newline", **vision_language.MODULES},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parts. image_token: the id of the tokens that features replace. canvases: (height, width) of tiled pictures.
+
+    feature_layers: after how many layers of the tower the hidden states are read. most_tiles: beyond which features of
+    tiles are shrunk, 0: never.
+    """
+
+    text: Any
+    vision: Any
+    image_token: int
+    feature_layers: tuple[int, ...]
+    canvases: tuple[tuple[int, int], ...]
+    most_tiles: int = 0
+    projector_bias: bool = True
+    # kept for saving only
+    model_type: str = field(default="llava_next", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        side = self.vision.image_size
+        if not self.canvases or any(height % side or width % side for height, width in self.canvases):
+            raise ConfigError(f"image_grid_pinpoints must be multiples of a tile's {side} pixels.")
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        outer = Fields(values)
+        model_type = outer.choice("model_type", MODEL_TYPES)
+        own = _TYPES[model_type]
+        outer.expect("projector_hidden_act", "gelu")
+        outer.expect("use_image_newline_parameter", True)
+        outer.take("vocab_size", None)  # nothing reads it: the text has its own
+        text = vision_language.text_config(outer, *own.text)
+        tied = vision_language.tied_head(outer, text, False)
+        tied = tied or (model_type == "llava_onevision" and text.tie_word_embeddings)
+        seen = two_towers.tower_fields(outer, "vision_config", own.tower)
+        vision = family_for(seen["model_type"]).Config.from_hf(seen)
+        outer.expect("vision_feature_select_strategy", _strategy(vision))
+        config = Config(
+            text=vision_language.with_tie(text, tied),
+            vision=vision,
+            image_token=outer.integer("image_token_index", own.token, low=0),
+            feature_layers=vision_language.feature_layers(
+                outer.take("vision_feature_layer", own.layer), vision.num_hidden_layers
+            ),
+            canvases=_canvases(outer, own),
+            most_tiles=_most_tiles(outer.take("vision_aspect_ratio", "anyres_max_9")) if own.most_tiles else 0,
+            projector_bias=outer.boolean("multimodal_projector_bias", True),
+            model_type=model_type,
+        )
+        videos = ("spatial_pool_mode", "spatial_pool_stride", "spatial_pool_out_channels", "video_seq_length")
+        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length", *videos)))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        layers = [count - self.vision.num_hidden_layers - 1 for count in self.feature_layers]
+        return vision_language.to_hf(
+            self,
+            _TYPES[self.model_type].architecture,
+            image_token_index=self.image_token,
+            vision_feature_layer=layers if len(layers) > 1 else layers[0],
+            vision_feature_select_strategy=_strategy(self.vision),
+            image_grid_pinpoints=[list(canvas) for canvas in self.canvases],
+            multimodal_projector_bias=self.projector_bias,
+            projector_hidden_act="gelu",
+            tie_word_embeddings=self.text.tie_word_embeddings,
+            **({"vision_aspect_ratio": f"anyres_max_{self.most_tiles}"} if self.most_tiles else {}),
+        )
+
+
+def _strategy(vision: Any) -> str:
+    """Features are of all patches: "default" leaves out a class token."""
+    return "default" if vision.special_tokens else "full"
+
+
+def _canvases(outer: Fields, own: _Type) -> tuple[tuple[int, int], ...]:
+    found = outer.take("image_grid_pinpoints", [list(canvas) for canvas in own.canvases])
+    if not isinstance(found, list) or not all(
+        isinstance(one, list | tuple) and len(one) == 2 and all(type(n) is int and 0 < n < 100_000 for n in one)
+        for one in found
+    ):
+        raise ConfigError(f"{outer.where}: 'image_grid_pinpoints' is {shown(found)}; it must be a list of sizes.")
+    return tuple((height, width) for height, width in found)
+
+
+def _most_tiles(value: Any) -> int:
+    count = value.removeprefix("anyres_max_") if isinstance(value, str) else ""
+    if not count.isdigit() or not 0 < int(count) < 1000:
+        raise UnsupportedError(f"'vision_aspect_ratio' is {shown(value)}; anyres_max_N is supported.")
+    return int(count)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: those of both parts, the projector's weights [out, in], and the newline [text's D]."""
+    narrow, wide = config.vision.hidden_size * len(config.feature_layers), config.text.hidden_size
+    std = config.text.initializer_range
+    projector = vision_language.mlp_leaves(narrow, wide, std, biases=config.projector_bias)
+    return two_towers.towers_spec(config) | {"projector": projector, "newline": vector(wide, std)}
+
+
+def hf_names(config: Config) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
+    return names | vision_language.mlp_names(config.projector_bias) | {"newline": "image_newline"}
+
+
+def project(params: Tree, x: Tensor, /) -> Tensor:
+    """The tower's hidden states [rows, slots, D] in the text's width: [rows, slots, text's D]."""
+    return vision_language.mlp(params["projector"], x)
+
+
+def arranged(params: Tree, features: Tensor, size: tuple[int, int], /, *, config: Config) -> Tensor:
+    """Features [1, count, D] of a picture of `size` (height, width), newlines among them.
+
+    features: [1, (1 + tiles) * side * side, D], of the whole picture and then of its tiles.
+    """
+    side, newline = config.vision.side, params["newline"].to(features.dtype)
+    whole, tiles = features[0, : side**2], features[0, side**2 :]
+    if not len(tiles):
+        return torch.cat((whole, newline[None]))[None]
+    rows, columns = _tiles_of(size, config)
+    grid = tiles.reshape(rows, columns, side, side, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    down, right, (height, width) = _kept(size, config)
+    grid = grid[down, right]
+    if grid.shape[:2] != (height, width):
+        grid = F.interpolate(grid.permute(2, 0, 1)[None], (height, width), mode="bilinear")[0].permute(1, 2, 0)
+    grid = torch.cat((grid, newline.expand(height, 1, -1)), 1)
+    return torch.cat((whole, grid.flatten(0, 1)))[None]
+
+
+def feature_count(tiles: int, size: tuple[int, int], *, config: Config) -> int:
+    """How many features `arranged` returns of a picture of this size, in 1 + n tiles. ValueError for other tiles."""
+    whole = config.vision.side**2
+    if tiles == 1:
+        return whole + 1
+    rows, columns = _tiles_of(size, config)
+    if tiles != 1 + rows * columns:
+        raise ValueError(
+            f"A picture of {size[0]} x {size[1]} pixels has {rows} x {columns} tiles and one of the whole, not {tiles}."
+        )
+    height, width = _kept(size, config)[2]
+    return whole + height * (width + 1)
+
+
+def _tiles_of(size: tuple[int, int], config: Config) -> tuple[int, int]:
+    height, width = best_canvas(size, config.canvases)
+    return height // config.vision.image_size, width // config.vision.image_size
+
+
+def _kept(size: tuple[int, int], config: Config) -> tuple[slice, slice, tuple[int, int]]:
+    """The rows and columns of patches of all tiles that are no padding, and how many are left of them."""
+    side = config.vision.side
+    rows, columns = _tiles_of(size, config)
+    down, right = without_padding(rows * side, columns * side, size)
+    height, width = down.stop - down.start, right.stop - right.start
+    ratio = math.sqrt(height * width / (config.most_tiles * side**2)) if config.most_tiles else 1.0
+    shrunk = ratio > 1.1
+    return down, right, ((int(height // ratio), int(width // ratio)) if shrunk else (height, width))
+
+
+def cell_side(config: Config) -> int:
+    """The patches of a side of a cell, which is one feature."""
+    return 1
+
+
+def features_of(
+    params: Tree, x: Tensor, tapped: Mapping[str, Tensor], places: Tensor, /, *, config: Config
+) -> tuple[Tensor, ...]:
+    """`project` as `fnmodels.image_text` calls it for a tile."""
+    x = vision_language.of_layers(x, tapped, config)
+    return (project(params, gather_cells(x, places)[None, :, 0]),)
