@@ -34,7 +34,7 @@ from fnmodels import llama, tree
 
 VOCAB, HEADS, KV_HEADS, LR = 256, 4, 2, 1e-3
 TASKS = ("forward", "step", "grad", "per-sample", "decode")
-PREFIX = 8  # tokens in the cache before the timed decoding steps
+PREFIX, ROOM = 8, 512  # tokens in the cache before the timed decoding steps, and at most
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -220,11 +220,11 @@ def _context(at: Setting) -> Tensor:
 
 
 def _hand_decode(at: Setting) -> Callable[[], Tensor]:
-    shape = (1, 512, KV_HEADS, at.size.head_dim)
+    shape = (1, ROOM, KV_HEADS, at.size.head_dim)
     caches, position = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(at.size.layers)], [0]
 
     def step(token: Tensor) -> Tensor:
-        position[0] += 1
+        position[0] = position[0] + 1 if position[0] < ROOM else PREFIX + 1
         return reference.decode(at.params, token, at.table, caches, position[0] - 1)
 
     with torch.no_grad():
@@ -236,19 +236,29 @@ def _hand_decode(at: Setting) -> Callable[[], Tensor]:
 def _their_decode(at: Setting) -> Callable[[], Tensor]:
     import transformers
 
-    cache = transformers.DynamicCache(config=at.model.config)
-    with torch.no_grad():
-        at.model(input_ids=_context(at), past_key_values=cache, use_cache=True)
-    token = _context(at)[:, :1]
-    return lambda: at.model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+    held, token = [transformers.DynamicCache(config=at.model.config)], _context(at)[:, :1]
+
+    def call(tokens: Tensor) -> Tensor:
+        return at.model(input_ids=tokens, past_key_values=held[0], use_cache=True).logits[:, -1]
+
+    def step() -> Tensor:
+        if held[0].get_seq_length() in (0, ROOM):
+            held[0] = transformers.DynamicCache(config=at.model.config)
+            call(_context(at))
+        return call(token)
+
+    return step
 
 
 def _our_decode(at: Setting, graph: Any = None) -> Callable[[], Tensor]:
-    cache = fnmodels.init_cache(at.config, 1, 512)
-    prepared = fnmodels.prepare_step(at.config, _context(at), cache)
-    held, token = [fnmodels.decode_(at.params, *prepared, cache, config=at.config)[1]], _context(at)[:, :1]
+    token, steps, held = _context(at)[:, :1], [0], [fnmodels.init_cache(at.config, 1, ROOM)]
 
     def step() -> Tensor:
+        steps[0] += 1
+        if steps[0] % (ROOM - PREFIX) == 1:  # full, or empty
+            cache = fnmodels.init_cache(at.config, 1, ROOM)
+            prepared = fnmodels.prepare_step(at.config, _context(at), cache)
+            held[0] = fnmodels.decode_(at.params, *prepared, cache, config=at.config)[1]
         if graph is not None:
             logits, held[0] = graph(at.params, token, held[0])
             return logits[:, 0]

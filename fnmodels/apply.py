@@ -20,7 +20,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
-from fnmodels.models.common.registry import family_of, refuse_towers, stack_configs
+from fnmodels.models.common.registry import family_of, refuse_towers
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
@@ -67,17 +67,19 @@ def forward(
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
-        if stacks := stack_configs(config):
+        family = family_of(config)
+        if stacks := function_of(family, "stacks")(config):
             return _through_stacks(params, inputs, masks, freqs_cis, config, stacks, taps, options)
         given = ForwardOptions(**options)
         check_taps_tuple(taps)
-        final, edits = tuple(tap for tap in taps if tap in FINAL), given.edits or {}
-        within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
-        own = tuple(tap for tap in taps if tap not in FINAL)
+        final, within, edits = tuple([tap for tap in taps if tap in FINAL]), given, given.edits or {}
+        own = taps if not final else tuple(tap for tap in taps if tap not in FINAL)
+        if edits:
+            within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
         x, tapped, _ = hidden_states(params, inputs, masks, freqs_cis, config, within, own)
         ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
-            if (outputs := function_of(family_of(config), "outputs")) is not None:
+            if (outputs := function_of(family, "outputs")) is not None:
                 _refuse_final(config, final, edits)
                 logits = outputs(params, x, inputs, config=config)
             elif field_of(config, "head") in PER_DOCUMENT:
@@ -137,7 +139,7 @@ def unembedded(
     params: Tree, x: Tensor, config: DecoderConfig, taps: tuple[str, ...], edits: Mapping[str, Edit]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(logits [B, S, V], taps) of hidden states x [B, S, D]: the final norm and the head. taps, edits: of FINAL."""
-    if not taps and not any(name in edits for name in FINAL):
+    if not taps and not (edits and any(name in edits for name in FINAL)):
         return decoder.scores(params, x, config=config), {}
     if "norm" not in params:
         raise ValueError(f"This model has no final norm, so it has no {' and no '.join(FINAL)}.")
@@ -234,7 +236,7 @@ def hidden_states(
             params = dict(params)
         options = differentiable(options)
         family = family_of(config)
-        given = inputs if isinstance(inputs, Mapping) else {}
+        given = inputs if isinstance(inputs, dict | Mapping) else {}
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
         plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
         if valid is None and plan.experts:
@@ -243,7 +245,13 @@ def hidden_states(
                 'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
             )
         with invariant_rows(options.invariant):
-            x = _embedded(params, inputs, config, options, valid)
+            x = family.embed(params, inputs, config=config)
+            if x.ndim != 3:
+                raise ValueError(
+                    f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under "
+                    "vmap pass fnmodels.rows(batch), in which every row is a batch of one."
+                )
+            x = cleared(edit_end(options.edits, "embed", x), valid)
             extra = layer_inputs_of(params, inputs, x, config=config)
             shared = function_of(family, "shared")
             common = None if shared is None else shared(params, given, config=config)
@@ -263,19 +271,6 @@ def hidden_states(
 def differentiable(options: ForwardOptions) -> ForwardOptions:
     """The options with kernel="math" for "auto" where the transforms of torch.func around the call need it."""
     return replace(options, kernel="math") if options.kernel == "auto" and needs_second_order() else options
-
-
-def _embedded(
-    params: Tree, inputs: Tree, config: DecoderConfig, options: ForwardOptions, valid: Tensor | None
-) -> Tensor:
-    """What layer 0 reads, [B, S, D], 0 at padding."""
-    x = family_of(config).embed(params, inputs, config=config)
-    if x.ndim != 3:
-        raise ValueError(
-            f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under vmap pass "
-            "fnmodels.rows(batch), in which every row is a batch of one."
-        )
-    return cleared(edit_end(options.edits, "embed", x), valid)
 
 
 def _taps_in_layers(taps: tuple[str, ...], config: DecoderConfig) -> tuple[str, ...]:

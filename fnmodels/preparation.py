@@ -67,7 +67,7 @@ def prepare(
     if positions is not None:
         axes = positions.shape[2:] if positions.ndim == 3 else ()
         positions = per_token("positions", positions, shape + axes)
-    counted = positions is None and segment_ids is None
+    count = shape[1] if positions is None and segment_ids is None else None
     if segment_ids is not None:
         segment_ids = per_token("segment_ids", segment_ids, shape)
         positions = _positions(segment_ids) if positions is None else positions
@@ -75,6 +75,20 @@ def prepare(
         segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
+    return prepare_text(config, tokens, positions, segment_ids, length, token_types=token_types, count=count)
+
+
+def prepare_text(
+    config: DecoderConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    segment_ids: Tensor,
+    length: int | Tensor | None,
+    *,
+    token_types: Tensor | None = None,
+    count: int | None = None,
+) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
+    """`prepare` of int64 positions and segment_ids [B, S] of a text. count: positions are below it, where known."""
     family = family_of(config)
     if traits_of(family).inputs == "latents":
         raise ValueError("This model denoises latents, given texts: take fnmodels.diffusion.prepare_denoising.")
@@ -85,7 +99,7 @@ def prepare(
         )
     inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     if token_types is not None:
-        inputs["token_types"] = per_token("token_types", token_types, shape)
+        inputs["token_types"] = per_token("token_types", token_types, tokens.shape[:2])
     if field_of(config, "head") in PER_DOCUMENT:
         inputs["documents"] = documents(segment_ids, positions)
     if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
@@ -93,7 +107,7 @@ def prepare(
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= function_of(family, "batch_inputs")(config, positions)
     tables = family.freqs_cis(config, positions, length=length)
-    check_positions(config, tables, positions, inputs["valid"], counted=counted)
+    check_positions(config, tables, positions, inputs["valid"], count=count)
     return inputs, masks, tables
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -259,14 +260,20 @@ def _collect(tree: Tree, into: list[Any]) -> None:
 
 def watch(tree: Tree) -> Callable[[], bool]:
     """A function that tells whether the tree still has the containers, keys and leaves that it has now."""
-    sizes: list[tuple[Any, int]] = []
-    entries: list[tuple[Any, Any, Any]] = []  # container, key, entry
+    nodes: list[Any] = []
+    sizes: list[int] = []
+    containers: list[Any] = []  # of each entry, beside its key
+    keys: list[Any] = []
+    entries: list[Any] = []
 
     def note(value: Tree) -> None:
         if isinstance(value, (dict, list)):
-            sizes.append((value, len(value)))
+            nodes.append(value)
+            sizes.append(len(value))
             for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-                entries.append((value, key, entry))
+                containers.append(value)
+                keys.append(key)
+                entries.append(entry)
                 note(entry)
         elif isinstance(value, tuple):  # it cannot change, but what it holds can
             for entry in value:
@@ -277,8 +284,8 @@ def watch(tree: Tree) -> Callable[[], bool]:
 
     def unchanged() -> bool:
         try:
-            same_sizes = all(len(node) == size for node, size in sizes)
-            return same_sizes and all(node[key] is entry for node, key, entry in entries)
+            found = builtins.map(operator.getitem, containers, keys)
+            return [*builtins.map(len, nodes)] == sizes and all(builtins.map(operator.is_, found, entries))
         except KeyError:
             return False
 

@@ -185,7 +185,8 @@ def exact(number: Tensor) -> Tensor:
 
 def valid_count(total: Tensor, count: Tensor) -> Tensor:
     """The count as a floating divisor, 1 instead of 0, so that the mean over no tokens is 0."""
-    return count.masked_fill(count == 0, 1).to(torch.promote_types(total.dtype, torch.float32))
+    some = count.masked_fill(count == 0, 1) if count.is_floating_point() else count.clamp(min=1)
+    return some.to(torch.promote_types(total.dtype, torch.float32))
 
 
 def totals(call: Callable[[Tree, Entries], Any], params: Tree, parts: Sequence[Entries]) -> tuple[Any, ...]:

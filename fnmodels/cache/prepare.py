@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import reads_spans
 from fnmodels.inputs.segments import positions_from_segments
@@ -15,7 +14,15 @@ from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.family import DecoderConfig, LayerKind
 from fnmodels.models.common.registry import text_config
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
-from fnmodels.preparation import check_text_alone, per_token, positions_of_images, with_image_masks
+from fnmodels.preparation import (
+    check_text_alone,
+    check_tokens,
+    per_token,
+    positions_of_images,
+    prepare,
+    prepare_text,
+    with_image_masks,
+)
 
 from .known_rows import KnownRows, note_step, rows_of
 from .value import Cache, Slots
@@ -53,8 +60,8 @@ def prepare_step(
     known = rows_of(cache) if tokens.shape[1] == 1 and positions is None and segment_ids is None else None
     if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
         length = cache.length if length is None else length
-        ids = known.segment_ids()
-        inputs, masks, tables = prepare(config, tokens, positions=known.positions(), segment_ids=ids, length=length)
+        tokens, next_rows = check_tokens(tokens), (known.positions(), known.segment_ids())
+        inputs, masks, tables = prepare_text(config, tokens, *next_rows, length, count=max(known.lengths) + 1)
         return inputs, _on_cache(inputs, masks, cache, known), tables
     held = _fullest(cache)
     if segment_ids is None:

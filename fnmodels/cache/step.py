@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from fnmodels.apply import CacheStep, hidden, unembedded
+from fnmodels.apply import CacheStep, hidden_states, unembedded
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, reads_spans, simplify
@@ -112,13 +112,15 @@ def step_on(
     run_params = isinstance(params, RunParams)
     known: dict[str, Any] = {"inplace": inplace, "clean": clean, "filled": filled}
     planned = plan_step(prepared, cache, config, options, run_params=run_params, **known)
-    edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
-    given = planned.options.keywords | {"edits": edits or None}
+    options = planned.options
+    if options.edits:
+        within = {name: edit for name, edit in options.edits.items() if name not in FINAL}  # those: `logits_at`
+        options = replace(options, edits=within or None)
     if traits_of(family_of(config)).biased:
         (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
         assert isinstance(read, Mask)
         inputs = {**inputs, "key_positions": read.kv_positions}
-    x, entries = hidden(params, inputs, planned.masks, freqs_cis, config=config, cache=planned.step, **given)
+    x, _, entries = hidden_states(params, inputs, planned.masks, freqs_cis, config, options, (), planned.step)
     return x, planned.after(cache, entries)
 
 

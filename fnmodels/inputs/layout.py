@@ -32,13 +32,14 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Whether every row is one full document in order, so that causal by position is causal by index."""
-        return bool(self.rows) and all(row == ((0, self.length),) for row in self.rows)
+        return set(self.rows) == {((0, self.length),)}
 
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     """The layout of [B, S] positions and segment ids; None if a document is not one run in order (permuted)."""
     positions, segment_ids = integers("positions", positions).cpu(), integers("segment_ids", segment_ids).cpu()
-    positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
+    if positions.shape != segment_ids.shape:
+        positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
     if length and (one := _one_document_per_row(positions, segment_ids)) is not None:
         return one

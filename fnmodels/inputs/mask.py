@@ -45,9 +45,9 @@ class Mask:
 
     def dense(self) -> Tensor:
         """bool [B, 1, Q, K], True where the query may attend to the key."""
-        q = Tokens(self.q_positions[..., None], self.q_segments[..., None], _unsqueeze(self.q_spans, -1))
-        kv = Tokens(self.kv_positions[..., None, :], self.kv_segments[..., None, :], _unsqueeze(self.kv_spans, -2))
-        return self.allowed(q, kv)[..., None, :, :]
+        q = Tokens(self.q_positions.unsqueeze(-1), self.q_segments.unsqueeze(-1), _unsqueeze(self.q_spans, -1))
+        kv = Tokens(self.kv_positions.unsqueeze(-2), self.kv_segments.unsqueeze(-2), _unsqueeze(self.kv_spans, -2))
+        return self.allowed(q, kv).unsqueeze(-3)
 
     def select(self, q: slice | Tensor, kv: slice | Tensor, rows: slice = slice(None)) -> Mask:
         """The mask of the queries `q`, the keys `kv` and the batch rows `rows` (tensors [1, S] serve every row).
@@ -117,12 +117,12 @@ def attention_part(mask: MaskLike) -> MaskLike:
 
     A layer that has attention and a recurrent mixer has {"attention": mask, "order": Segments} for a mask.
     """
-    return mask["attention"] if isinstance(mask, Mapping) else mask
+    return mask["attention"] if isinstance(mask, dict | Mapping) else mask  # dict first: Mapping alone takes longer
 
 
 def with_attention(mask: MaskLike, part: MaskLike) -> MaskLike:
     """The same with `part` as the mask that attention reads."""
-    return {**mask, "attention": part} if isinstance(mask, Mapping) else part
+    return {**mask, "attention": part} if isinstance(mask, dict | Mapping) else part
 
 
 def check_one_axis(positions: Tensor) -> None:

@@ -12,7 +12,7 @@ from .unread import gradients_are_unread
 
 def embed_tokens(table: Tensor, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Embeddings [B, S, D] of `prepare`'s inputs or token ids [B, S]; vectors [B, S, D] are returned unchanged."""
-    tokens = inputs["tokens"] if isinstance(inputs, Mapping) else inputs
+    tokens = inputs["tokens"] if isinstance(inputs, dict | Mapping) else inputs
     if (tokens.is_floating_point() and tokens.ndim < 3) or tokens.dtype is torch.bool or tokens.is_complex():
         raise ValueError(f"Token ids [B, S] are integers, not {tokens.dtype}; vectors [B, S, D] are floating.")
     return tokens if tokens.is_floating_point() else look_up(table, tokens.long(), "token ids")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.linear import is_large, large_linear, large_linear_gelu, linear_in_graph
-from .invariant.rows import invariant_linear, rows_are_invariant
+from .invariant.rows import INVARIANT, invariant_linear
 from .torch_internals import alone
 
 
@@ -18,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return linear_in_graph(x, weight, bias)
-    if rows_are_invariant():
+    if INVARIANT.get():
         return invariant_linear(x, weight, bias)
     return large_linear(x, weight, bias) if is_large(x, weight) else F.linear(x, weight, bias)
 
@@ -31,7 +31,7 @@ def linears(x: Tensor, weights: Mapping[str, Tensor], names: Iterable[str]) -> t
     given = [(weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in names]
     joined = getattr(given[0][0], "linears", None)
     found: tuple[Tensor, ...] | None = None if joined is None else joined(x, given)
-    return tuple(linear(x, *each) for each in given) if found is None else found
+    return tuple([linear(x, weight, bias) for weight, bias in given]) if found is None else found
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .cpu.norm import inverse_rms, large_layer_norm, large_rms_norm, takes_large_norm
 from .dtypes import upcast
-from .invariant.rows import rows_are_invariant
+from .invariant.rows import INVARIANT
 from .norm_taps import any_watched, watched
-from .torch_internals import alone, quiet
+from .torch_internals import alone, without_modes
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -22,7 +22,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Torch 2.13 decomposes F.rms_norm there, folds what does not depend on the tangents into constants, and adds eps to
     a constant in place in every call of the linearized function, so that the second call would be silently wrong.
     """
-    if torch.compiler.is_compiling() or quiet() or get_proxy_mode() is None:
+    if torch.compiler.is_compiling() or without_modes() or get_proxy_mode() is None:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     normed = x * inverse_rms(x, eps)
     return normed if weight is None else normed * weight
@@ -30,7 +30,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
     compiled = torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
-    return not compiled and takes_large_norm(x, weight) and not rows_are_invariant()
+    return not compiled and takes_large_norm(x, weight) and not INVARIANT.get()
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
@@ -38,10 +38,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
     x [..., D]; weight [D], or None to apply none.
     """
-    if weight is not None and (found := watched(x, weight, eps)):
-        return found[1](found[2], found[0].to(x.dtype) * weight)
-    if weight is not None and _is_large(x, weight) and weight.dtype is x.dtype:
-        return large_rms_norm(x, weight, eps)
+    if weight is not None and not torch.compiler.is_compiling():
+        if any_watched() and (found := watched(x, weight, eps)):
+            return found[1](found[2], found[0].to(x.dtype) * weight)
+        if takes_large_norm(x, weight) and weight.dtype is x.dtype and not INVARIANT.get():
+            return large_rms_norm(x, weight, eps)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)

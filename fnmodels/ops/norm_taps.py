@@ -35,14 +35,8 @@ def watched_norms(weights: Mapping[str, Tensor], tap: Tap) -> Iterator[None]:
 
 
 def any_watched() -> bool:
-    """Whether the code runs within `watched_norms`."""
-    return not torch.compiler.is_compiling() and _WATCHED.get() is not None
-
-
-def is_watched(weight: Tensor) -> bool:
-    """Whether the norm with this weight calls a tap (`watched_norms`)."""
-    found = None if torch.compiler.is_compiling() else _WATCHED.get()
-    return found is not None and id(weight) in found[0]
+    """Whether the code, which is not compiled, runs within `watched_norms`."""
+    return _WATCHED.get() is not None
 
 
 def watched(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tap, str] | None:

@@ -1,5 +1,6 @@
 """One warning where positions go past the range that a model's rotary tables are for: there they extrapolate."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -17,6 +18,7 @@ _KEPT = 64  # models whose first number is remembered
 _first: dict[Any, int] = {}  # {config: the number of positions of its first warning}
 
 
+@functools.lru_cache(_KEPT)
 def position_range(config: Any) -> int | None:
     """The number of positions that rotary tables of this config are for; None for a config without a `Rope`.
 
@@ -29,20 +31,20 @@ def position_range(config: Any) -> int | None:
     return max(most, *(int(rope.factor * rope.original_max_position_embeddings) for rope in ropes))
 
 
-def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor, *, counted: bool) -> None:
+def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor, *, count: int | None) -> None:
     """`check_count` of positions [B, S] or [B, S, axes], where the host can tell; under vmap too.
 
-    valid: [B, S], False on padding, whose positions nothing reads. counted: whether positions are 0 to S - 1, so that
-    no values need be read; otherwise those on the CPU are.
+    valid: [B, S], False on padding, whose positions nothing reads. count: their number where it is known, so that no
+    values need be read; otherwise those on the CPU are.
     """
     if torch.compiler.is_compiling() or host_is_away() or not positions.numel() or position_range(config) is None:
         return
-    if counted:
-        check_count(config, tables, positions.shape[1])
+    if count is not None:
+        check_count(config, tables, count)
     elif positions.device.type == "cpu":  # elsewhere a read would wait for the device
         highest = positions[..., -3:].amax(-1) if positions.ndim == 3 else positions
-        known = torch.func.debug_unwrap(highest.where(valid, 0))
-        if has_values(known):
+        if has_values(known := torch.func.debug_unwrap(highest)) and int(known.max()) >= (position_range(config) or 0):
+            known = torch.func.debug_unwrap(highest.where(valid, 0))
             check_count(config, tables, int(known.max()) + 1)
 
 

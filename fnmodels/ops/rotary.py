@@ -72,10 +72,10 @@ def frequencies(
     ValueError if the length is missing, and for an unknown kind.
     """
     device = length.device if device is None and length is not None else device
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim
     if rope.kind == "dynamic":
         return _dynamic(rope, dim, exponent, length)
-    base = rope.theta**-exponent
+    base = rope.theta**exponent
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":
@@ -102,7 +102,7 @@ def _dynamic(rope: Rope, dim: int, exponent: Tensor, length: Tensor | None) -> T
     trained = rope.original_max_position_embeddings
     stretch = rope.factor * length.double().clamp(min=trained) / trained - (rope.factor - 1)
     theta = rope.theta * stretch ** (dim / (dim - 2))
-    return theta[..., None] ** -exponent
+    return theta[..., None] ** exponent
 
 
 def _llama3(rope: Rope, base: Tensor) -> Tensor:
@@ -203,9 +203,9 @@ def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | 
     freqs = frequencies(rope, rope.dim(head_dim), size, device=device)
     if freqs.ndim == 2:  # one length per row
         freqs = freqs[:, None]
-    angles = positions.double() * freqs
-    scale = attention_factor(rope)
-    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1).float()
+    angles, scale = positions * freqs, attention_factor(rope)
+    cos, sin = (angles.cos(), angles.sin()) if scale == 1 else (angles.cos() * scale, angles.sin() * scale)
+    return torch.stack((cos, sin), dim=-1).float()
 
 
 def no_rotation(positions: Tensor) -> Tensor:

@@ -89,9 +89,9 @@ COSTLY = (
 
 
 def quiet() -> bool:
-    """Whether no transform of torch.func and no mode is active: recorders, tracers, counters. False if unknown."""
+    """Whether no transform of torch.func and no mode is active. False if unknown."""
     interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
-    return _without_modes() and interpreter is not None and interpreter() is None
+    return without_modes() and interpreter is not None and interpreter() is None
 
 
 def transformed() -> bool:
@@ -111,7 +111,8 @@ def needs_second_order() -> bool:
     return "Jvp" in active or active.count("Grad") > 1
 
 
-def _without_modes() -> bool:
+def without_modes() -> bool:
+    """Whether no mode is active: recorders, tracers, counters. False if unknown."""
     functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
     return functions is not None and dispatches is not None and not functions() and not dispatches()
 
@@ -121,7 +122,7 @@ def undisturbed(function: Callable[..., T], *args: Any) -> T:
     if quiet():
         return function(*args)
     without_transforms = PRIVATE["_functorch.pyfunctorch.temporarily_clear_interpreter_stack"]
-    if without_transforms is None or not _without_modes():
+    if without_transforms is None or not without_modes():
         return aside(function, *args)
     with without_transforms():
         return function(*args)
@@ -134,7 +135,7 @@ def differentiated_once(*tensors: Tensor) -> bool:
     for a second derivative.
     """
     stack = PRIVATE["_C._functorch.get_interpreter_stack"]
-    levels = stack() if stack is not None and _without_modes() else None
+    levels = stack() if stack is not None and without_modes() else None
     names = sorted(level.key().name for level in levels or ())
     if names[:1] != ["Grad"] or set(names[1:]) - {"Vmap"}:
         return False
@@ -429,13 +430,6 @@ def load_compiled(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     package = PRIVATE["_C._aoti.AOTIModelPackageLoader"](str(path), "model", False, 1, -1)
     run: Callable[[list[Tensor]], list[Tensor]] = package.boxed_run
     return run
-
-
-def known_true(condition: bool | torch.SymBool) -> bool:
-    """Whether this holds whatever the sizes of a graph are, without a guard on them. For compiled code."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here, for it imports sympy
-
-    return bool(statically_known_true(condition))
 
 
 def guarded_true(condition: bool | torch.SymBool) -> bool:

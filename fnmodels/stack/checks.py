@@ -11,7 +11,9 @@ from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.order import Segments
+from fnmodels.inputs.values import has_values, host_is_away, unwrapped
 from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.ops.torch_internals import undisturbed
 from fnmodels.tree import Tree, leaves
 
 
@@ -24,7 +26,17 @@ def cleared(x: Tensor, valid: Tensor | None) -> Tensor:
             f"valid must be bool {list(x.shape[:2])} like the tokens, not {str(valid.dtype).removeprefix('torch.')} "
             f"{list(valid.shape)}."
         )
+    if _all_valid(valid):
+        return x
     return x.where(valid[..., None] if x.ndim == 3 else valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), 0)
+
+
+def _all_valid(valid: Tensor) -> bool:
+    """Whether no token is padding. False where values cannot be read, or a read would wait for a device."""
+    if torch.compiler.is_compiling() or host_is_away() or not valid.is_cpu:
+        return False
+    known = unwrapped(valid)
+    return has_values(known) and bool(undisturbed(torch.all, known))
 
 
 def valid_of_masks(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
@@ -93,7 +105,7 @@ def check_fit(
 ) -> None:
     """Raises for mismatched arguments that would fail deep inside a block or be broadcast or ignored silently."""
     for name, given in (("masks", masks), ("freqs_cis", freqs_cis)):
-        if not isinstance(given, Mapping):
+        if not isinstance(given, dict | Mapping):
             raise TypeError(
                 f"{name} must be {{kind: ...}}, as fnmodels.prepare returns it, not a {type(given).__name__}."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,8 +74,8 @@ class LayerInputs:
     @property
     def reads_beside(self) -> bool:
         """Whether there is something that layers may read beside x, or a tensor that no layer reads."""
-        given = self.routing, self.choices, self.cache, self.layer_inputs, self.shared
-        return bool(self.carried) or any(tensor is not None for tensor in given)
+        of_layers = self.routing is not None or self.choices is not None or self.layer_inputs is not None
+        return of_layers or self.cache is not None or self.shared is not None or bool(self.carried)
 
 
 def run_stack(
@@ -93,7 +93,7 @@ def run_stack(
     layers, wanted, cache = params["layers"], plan.wanted, batch.cache
     check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, cached=cache is not None)
     tables = _tables(batch.freqs_cis, plan.used, options)
-    masks = _masks_by_choice(plan, batch.masks, options, x)
+    masks = {c: _ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside else None
     run = range(plan.first, plan.first + len(plan.layers))
     edits = edits_of_layers(options.edits, ends, len(plan.kinds), run) if options.edits else {}
@@ -201,56 +201,41 @@ class LayerSideInputs:
         return self.lent[source]
 
 
-def _tables(
-    freqs_cis: Mapping[str, Tensor], used: Iterable[str], options: ForwardOptions
-) -> dict[str, Tensor | Rotation]:
+def _tables(freqs_cis: Mapping[str, Tensor], used: Sequence[str], options: ForwardOptions) -> Mapping[str, Any]:
     """{kind: its table}, laid out once for all layers where blocks run as they are in eager mode."""
-    tables: dict[str, Tensor | Rotation] = {kind: freqs_cis[kind] for kind in used}
     if options.layer_fn is not None or torch.compiler.is_compiling():
-        return tables
-    distinct = {id(t): t for t in tables.values() if isinstance(t, Tensor) and t.ndim == 4 and t.shape[-2]}
-    made = {key: laid_out(table) for key, table in distinct.items()}
-    return {kind: made.get(id(table), table) for kind, table in tables.items()}
-
-
-def _masks_by_choice(
-    plan: StackPlan, masks: Mapping[str, MaskLike], options: ForwardOptions, x: Tensor
-) -> dict[Any, dict[str, MaskLike]]:
-    """{what a `PerLayer` chose, or None: {kind: mask in the form that this kernel reads}}."""
-    kinds_of: dict[Any, tuple[Any, set[str]]] = {}
-    for layer in plan.layers:
-        kinds_of.setdefault(layer.choice, (layer.options.kernel, set()))[1].add(layer.kind)
-    return {
-        choice: _ready_masks({kind: masks[kind] for kind in sorted(kinds)}, kernel, options, plan, x)
-        for choice, (kernel, kinds) in kinds_of.items()
-    }
+        return freqs_cis
+    tables: dict[str, Any] = {}
+    made: dict[int, Rotation] = {}  # by the identity of the table
+    for kind in used:
+        table = tables[kind] = freqs_cis[kind]
+        if isinstance(table, Tensor) and table.ndim == 4 and table.shape[-2]:
+            if id(table) not in made:
+                made[id(table)] = laid_out(table)
+            tables[kind] = made[id(table)]
+    return tables
 
 
 def _ready_masks(
-    masks: Mapping[str, MaskLike], kernel: Any, options: ForwardOptions, plan: StackPlan, x: Tensor
+    masks: Mapping[str, MaskLike],
+    kinds: Sequence[str],
+    kernel: Any,
+    options: ForwardOptions,
+    plan: StackPlan,
+    x: Tensor,
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
     ready: dict[str, MaskLike] = {}
-    for kind, mask in masks.items():
-        twin = next(
-            (o for o in ready if masks[o] is mask and LayerKind.parse(o).indexed == LayerKind.parse(kind).indexed), None
-        )
-        if twin is not None:
-            ready[kind] = ready[twin]
-        elif isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
-            ready[kind] = mask  # no kernel reads what depends on order, and a choice of keys needs positions
-        else:
-            part = attention_part(mask)
-            form: Any = materialize(
-                part,
-                kernel,
-                options.layout,
-                device=x.device,
-                dtype=x.dtype,
-                asks=plan.asks,
-                checked=options.checked,
-            )
-            ready[kind] = with_attention(mask, form)
+    made: dict[int, MaskLike] = {}  # by the identity of the mask
+    for kind in kinds:
+        mask = ready[kind] = masks[kind]
+        if isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
+            continue  # no kernel reads what depends on order, and a choice of keys needs positions
+        if id(mask) not in made:
+            part, device, dtype = attention_part(mask), x.device, x.dtype
+            how: Any = {"device": device, "dtype": dtype, "asks": plan.asks, "checked": options.checked}
+            made[id(mask)] = with_attention(mask, materialize(part, kernel, options.layout, **how))
+        ready[kind] = made[id(mask)]
     return ready
 
 

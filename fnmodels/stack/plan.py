@@ -58,9 +58,9 @@ class StackPlan:
     """Layers of a model that run in one call.
 
     kinds: of all layers of the model. first: the index of the first that runs here. used: the kinds that run here,
-    sorted. taps: of layers. wanted: (layer, name) of each tap. experts, indexers: how many layers of the model have
-    them. reads_beside: whether a layer reads tensors beside x and its mask and table. asks: what attention
-    does to scores.
+    sorted. chosen: for each `LayerPlan.choice`, its kernel and its kinds. taps: of layers. wanted: (layer, name) of
+    each tap. experts, indexers: how many layers of the model have them. reads_beside: whether a layer reads tensors
+    beside x and its mask and table. asks: what attention does to scores.
     """
 
     config: DecoderConfig
@@ -68,6 +68,7 @@ class StackPlan:
     first: int
     layers: tuple[LayerPlan, ...]
     used: tuple[str, ...]
+    chosen: tuple[tuple[Any, Any, tuple[str, ...]], ...]
     taps: tuple[str, ...]
     wanted: frozenset[tuple[int, str]]
     experts: int
@@ -140,12 +141,15 @@ def _made(
         )
     beside = field_of(config, "hidden_size_per_layer_input") or function_of(family, "shared") is not None
     beside = beside or any(p.expert_row is not None or p.choice_row is not None or p.source for p in plans)
+    choices = {plan.choice: plan.options.kernel for plan in plans}
+    kinds_of = {choice: sorted({plan.kind for plan in plans if plan.choice == choice}) for choice in choices}
     return StackPlan(
         config,
         kinds,
         layers.start,
         tuple(plans),
         tuple(sorted({plan.kind for plan in plans})),
+        tuple((choice, kernel, tuple(kinds_of[choice])) for choice, kernel in choices.items()),
         taps,
         wanted,
         len(sparse),

@@ -113,7 +113,7 @@ def check_targets(labels: Tensor, size: int | None, name: str = "labels", of: st
     if not has_values(known) or not known.numel():
         return
     low, high = torch.aminmax(known.where(known != IGNORE, 0))
-    if low >= 0 and (size is None or high < size):
+    if int(low) >= 0 and (size is None or int(high) < size):
         return
     wrong = (known < 0) & (known != IGNORE) | (known >= (known.max() + 1 if size is None else size))
     place = wrong.nonzero()[0].tolist()

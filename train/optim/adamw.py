@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd as fused_sgd
 from fnmodels.ops.torch_internals import fused_adamw_
 from fnmodels.tree import Tree
 
-from .base import InPlace, Optimizer, Rate, check_betas, check_numbers, count_up_, rate_of, remaker, with_traits
+from .base import InPlace, Optimizer, Rate, check_betas, check_numbers, count_up_, next_rate, remaker, with_traits
 from .per_leaf import LeafState, TrainableLeaf, leafwise, leaves_of, zeros
 
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
@@ -101,7 +101,7 @@ def _fused(
 
         @torch.no_grad()
         def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
-            rate = rate_of(lr, step + 1)
+            rate = next_rate(lr, step)
             for group in groups:
                 lists, copies = group.lists(grads)
                 if lists[0]:

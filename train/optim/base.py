@@ -282,6 +282,11 @@ def rate_of(lr: Rate, step: Tensor) -> float | Tensor:
     return lr(step) if callable(lr) else lr
 
 
+def next_rate(lr: Rate, step: Tensor) -> float | Tensor:
+    """The rate of the update after `step` updates."""
+    return lr(step + 1) if callable(lr) else lr
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -309,7 +314,7 @@ def frozen_paths(trainable: Tree | None) -> frozenset[str]:
 
 def count_up_(step: Tensor, skip: Tensor | None) -> None:
     """step + 1 in place; unchanged where `skip` is True."""
-    step.add_(1 if skip is None else (~skip).to(step))
+    step.add_(1 if skip is None else (~skip).to(step.device))
 
 
 def with_replaced(values: Tree, new: dict[str, Tensor]) -> Tree:

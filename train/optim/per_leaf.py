@@ -122,7 +122,7 @@ def leafwise(
         return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=of_matrix, on_full=on_full)
 
     traits = OptimizerTraits(
-        lr=lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
+        lr=lambda opt_state: base.next_rate(lr, opt_state["step"]),
         trainable=trainable,
         for_shards=None if of_matrix is None else for_shards,
         per_leaf=True,

@@ -35,17 +35,18 @@ _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "u
 def family_of(config: Any) -> Family:
     """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
     module: Any = sys.modules[type(config).__module__]
+    family: Family = module
     try:  # a quick look, for every call of a model asks several times
         _ = module.block, module.spec, module.kinds, module.attention_masks
         _ = module.freqs_cis, module.embed, module.unembed
-        return cast(Family, module)
+        return family
     except AttributeError:
         pass
     needed = ("spec",) if hasattr(module, "towers") else _NEEDED
     for name in needed:
         if not hasattr(module, name) and not (name == "unembed" and hasattr(module, "outputs")):
             raise TypeError(_missing(config, name))
-    return cast(Family, module)
+    return family
 
 
 def stack_configs(config: Any) -> dict[str, Any]:

@@ -22,22 +22,22 @@ from .sdpa import ByIndex
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any, form: Any) -> None:
     """ValueError for shapes that a kernel would silently broadcast or truncate. form: the mask as it is read."""
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: these are [B, Q, N, H], [B, K, G, H] and "
             "[B, K, G, Hv]."
         )
-    if q.shape[2] % k.shape[2]:
+    (batch, queries, heads, _), (_, keys, groups, _) = q.shape, k.shape
+    if heads % groups:
         raise ValueError(
-            f"q has {q.shape[2]} heads and k has {k.shape[2]}: groups of queries share a head of keys, so that their "
+            f"q has {heads} heads and k has {groups}: groups of queries share a head of keys, so that their "
             "number must divide."
         )
-    (batch, queries, heads), keys = q.shape[:3], k.shape[1]
-    if isinstance(mask, ByIndex) and mask.rule != Everything() and queries != keys:
+    if isinstance(mask, ByIndex) and queries != keys and mask.rule != Everything():
         raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
     if isinstance(mask, FORMS) or isinstance(form, Plan | Tiles):
         return  # a plan is checked where it is used
-    rows, per_head, *seen = shape_of(mask)
+    rows, per_head, *seen = form.shape if isinstance(form, Tensor) else shape_of(mask)
     if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
         raise ValueError(
             f"The mask is {[rows, per_head, *seen]}, but q and k need [{batch}, {heads}, {queries}, {keys}], of which "

@@ -11,7 +11,7 @@ invariant Mask, eager mode          a token's bits depend on its document's toke
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from .varlen import ByDocument, by_document, varlen_attention, varlen_window
 HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How a call makes weights of the products of queries and keys; see `ops.attention.select.attention`."""
 
     scale: float
@@ -79,7 +78,7 @@ def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, s: Scoring) -> Tenso
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, form: Tensor | ByIndex, s: Scoring) -> Tensor:
-    causal, allowed = (form.rule == Causal(), None) if isinstance(form, ByIndex) else (False, form)
+    causal, allowed = (isinstance(form.rule, Causal), None) if isinstance(form, ByIndex) else (False, form)
     bias = None if s.bias is None else s.bias.dense()
     return sdpa_attention(q, k, v, allowed, causal=causal, scale=s.scale, sinks=s.sinks, bias=bias)
 
@@ -162,7 +161,8 @@ KERNELS: Mapping[str, AttentionKernel] = {
         supports=frozenset({"vmap"}),
     ),
 }
-FORMS = tuple(kernel.form for kernel in KERNELS.values() if kernel.form is not None)
+BY_FORM = {kernel.form: name for name, kernel in KERNELS.items() if kernel.form is not None}
+FORMS = tuple(BY_FORM)
 
 
 def accepted_by(kernel: Any) -> frozenset[str]:

@@ -12,7 +12,6 @@ from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.ops.autograd_guard import guarded
-from fnmodels.ops.cpu.one_query import is_one_query, one_query_attention
 from fnmodels.ops.cpu.tiled_kernel import pad_to_equal_width
 from fnmodels.ops.dtypes import upcast
 
@@ -29,7 +28,7 @@ def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
     """`Causal()` if the mask equals is_causal over indices, `Everything()` if all keys are visible; else None."""
     if not isinstance(mask, Mask) or layout is None or not layout.plain:
         return None
-    spans = {(first, first + layout.length - 1) for (first,) in layout.firsts}
+    spans = {(first, first + layout.length - 1) for (first,) in set(layout.firsts)}
     rules = {simplify(mask.rule, span, span) for span in spans}
     rule = rules.pop()
     return rule if not rules and rule in (Causal(), Everything()) else None
@@ -54,8 +53,6 @@ def sdpa_attention(
         return _biased(q, k, v, allowed, causal, scale, bias)
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
-    if not causal and is_one_query(q):
-        return one_query_attention(q, k, v, allowed, scale=scale)
     width, grouped = v.shape[-1], _is_grouped(q, k)
     q, k, v = pad_to_equal_width(q, k, v)
     folds = grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1)

@@ -18,7 +18,7 @@ from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Kernel, Tap
 
 from .checks import check_layout, check_shapes
-from .kernels import FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
+from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import RelativeBias
 from .sdpa import by_index
 from .varlen import varlen_window
@@ -72,7 +72,8 @@ def attention(
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
     name: str = kernel
     if kernel == "auto":
-        asks = Asks(softcap is not None, sinks is not None, bias is not None)
+        plain = softcap is None and sinks is None and bias is None
+        asks = _PLAIN if plain else Asks(softcap is not None, sinks is not None, bias is not None)
         name, _ = _choose(mask, layout, q.device.type, q.dtype, asks, torch.compiler.is_compiling())
     form, scoring = materialize(mask, name, layout, device=q.device), Scoring(scale, softcap, sinks, bias, tap)
     check_scoring(name, scoring)
@@ -138,9 +139,8 @@ def explain_kernel(
 def _choose(
     mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, asks: Asks, compiled: bool
 ) -> tuple[str, str]:
-    for name, kernel in KERNELS.items():
-        if kernel.form is not None and isinstance(mask, kernel.form):
-            return name, "the mask was made ready for it"
+    if (ready := BY_FORM.get(type(mask))) is not None:
+        return ready, "the mask was made ready for it"
     cuda = device == "cuda"
     if cuda and asks.bias:
         return "sdpa", "a relative position bias: one fused call that reads it"

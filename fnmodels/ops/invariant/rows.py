@@ -24,7 +24,8 @@ from torch import Tensor
 from fnmodels.inputs.values import readable
 from fnmodels.ops.torch_internals import MATRIX_TILES, has_onednn_linear, onednn_linear
 
-_INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
+# Whether the code runs within `invariant_rows(True)`; for code that is not compiled, which dynamo cannot read it in.
+INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
 BLOCK = 64  # elements
 GRAIN = 32768  # elements: torch gives each thread at least so many,
 GELU_GRAIN = 16384  # but all threads a part of a gelu of more than so many
@@ -47,16 +48,16 @@ def invariant_rows(wanted: bool) -> AbstractContextManager[None]:
 def _entered() -> Iterator[None]:
     if torch.compiler.is_compiling():
         _refuse()
-    before = _INVARIANT.set(True)
+    before = INVARIANT.set(True)
     try:
         yield
     finally:
-        _INVARIANT.reset(before)
+        INVARIANT.reset(before)
 
 
 def rows_are_invariant() -> bool:
     """Whether the code runs within `invariant_rows(True)`."""
-    return not torch.compiler.is_compiling() and _INVARIANT.get()
+    return not torch.compiler.is_compiling() and INVARIANT.get()
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Torch computes blocks of a thread's elements by vector instructions and the rest one by one, with another exp. So
     the elements are filled up until each thread has whole blocks.
     """
-    if not rows_are_invariant():
+    if torch.compiler.is_compiling() or not INVARIANT.get():
         return function(x)
     flat = x.reshape(-1)
     missing = _whole_blocks(len(flat), torch.get_num_threads()) - len(flat)

@@ -1,7 +1,7 @@
 """The embedding before the layers, and the final norm and output head after them."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
 def head(params: Tree, config: DecoderConfig) -> Tensor:
     """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
     if field_of(config, "head") in DECODER_HEADS:
-        return cast(Tensor, params["score"])
-    return cast(Tensor, params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"])
+        weight: Tensor = params["score"]
+    else:
+        weight = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return weight
 
 
 def project(params: Tree, normed: Tensor, config: Any) -> Tensor:

@@ -40,7 +40,7 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
     them, for a piece of a row, which does not know it. length: an int or [B], the sequence length that length-dependent
     scalings read; see `fnmodels.ops.rotary`.
     """
-    sections, none = field_of(config, "mrope_section"), no_rotation(positions)
+    sections = field_of(config, "mrope_section")
     if sections and positions.ndim == 3:
         axes = positions[..., positions.shape[-1] == 4 :]
         interleaved = field_of(config, "mrope_interleaved")
@@ -48,7 +48,9 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
     else:
         table = rotary_table(config.rope, config.head_dim, positions, length)
     kinds = parsed(sorted(set(config.layer_kinds)))
-    return {kind.name: table if kind.rotates and not kind.ordered else none for kind in kinds}
+    still = [kind.name for kind in kinds if kind.ordered or not kind.rotates]
+    tables = {kind.name: table for kind in kinds}
+    return tables | dict.fromkeys(still, no_rotation(positions)) if still else tables
 
 
 def freqs_cis_by_window(
