@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_paths.py                                   every model, fp32 and bf16
     python benchmarks/cpu_paths.py --models llama --dtypes float32
+    python benchmarks/cpu_paths.py --compiled                        block-compiled steps, and compiled decoding steps
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/cpu_paths.py     as on a CPU with AVX2 alone
     python benchmarks/cpu_paths.py --quick                           tiny models, to check that everything runs
 
@@ -23,6 +24,7 @@ from unittest import mock
 import moe
 import recurrent_step
 import torch
+import torch.nn.functional as F
 import train_step
 
 import fnmodels
@@ -60,6 +62,20 @@ PATHS: dict[str, Patches] = {
     "recurrent/ssd_chunk": {"fnmodels.ops.cpu.recurrent.ssd_chunk.by_hand": nothing},
     "recurrent/conv": {"fnmodels.ops.recurrent.conv.alone": never},
 }
+COMPILED: dict[str, Patches] = {  # of blocks that are compiled
+    "linear_op": {"fnmodels.ops.linear.linear_in_graph": F.linear},
+    "tiled_op": {"fnmodels.ops.attention.block_sparse.tiles_are_faster": never},
+    "recurrent/scan_op": {"fnmodels.ops.cpu.recurrent.scan.in_graph": never},
+}
+PATHS |= COMPILED
+DECODED: dict[str, Patches] = {  # of compiled decoding steps, made and first run under the patches
+    "linear (one row)": {"fnmodels.ops.cpu.linear._one_row": never},
+    "huge_pages": {
+        "fnmodels.cache.compiled.move_to_huge_pages": lambda tensors: 0,
+        "fnmodels.cache.init.advise_huge_pages": nothing,
+    },
+}
+OF_COMPILED = {"llama": ("linear_op", "tiled_op"), "qwen3_5": ("recurrent/scan_op",)}
 DENSE = ("linear, onednn, product_table", "norm", "tiled, tiled_kernel")
 RECURRENT = ("recurrent/scan, chunks", "recurrent/conv")
 
@@ -117,12 +133,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 def without(path: str | None) -> Iterator[None]:
     """A scope in which the library does not take this path."""
     with contextlib.ExitStack() as stack:
-        for name, other in PATHS[path].items() if path else ():
+        for name, other in (PATHS | DECODED)[path].items() if path else ():
             stack.enter_context(mock.patch(name, other))
         yield
 
 
-def make_step(values: dict[str, Any], dtype: torch.dtype, batch: tuple[int, int]) -> Callable[[], Any]:
+def make_step(
+    values: dict[str, Any], dtype: torch.dtype, batch: tuple[int, int], compile: str = "none"
+) -> Callable[[], Any]:
     config = config_class(fnmodels.family_for(values["model_type"])).from_hf(values)
     params = P.init(config, 0, dtype=dtype)
     tokens = torch.randint(0, values["vocab_size"], batch, generator=torch.Generator().manual_seed(0))
@@ -130,7 +148,7 @@ def make_step(values: dict[str, Any], dtype: torch.dtype, batch: tuple[int, int]
     positions = torch.arange(batch[1]).expand(batch).contiguous()
     given = {"tokens": tokens, "labels": labels, "positions": positions, "segment_ids": torch.ones_like(tokens)}
     optimizer = train.adamw(1e-4)
-    step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer)
+    step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer, compile=compile)
     held = [train.init_state(params, optimizer)]
 
     def run() -> None:
@@ -139,9 +157,13 @@ def make_step(values: dict[str, Any], dtype: torch.dtype, batch: tuple[int, int]
     return run
 
 
-def compare(name: str, dtype: torch.dtype, rounds: int, quick: bool, batch: tuple[int, int]) -> None:
+def compare(
+    name: str, dtype: torch.dtype, rounds: int, quick: bool, batch: tuple[int, int], compiled: bool = False
+) -> None:
     values, tiny, paths = MODELS[name]
-    run = make_step(values | tiny if quick else values, dtype, (2, 16) if quick else batch)
+    paths = OF_COMPILED[name] if compiled else paths
+    how = "block" if compiled else "none"
+    run = make_step(values | tiny if quick else values, dtype, (2, 16) if quick else batch, how)
     taken: dict[str | None, list[float]] = {path: [] for path in (None, *paths)}
     for index in range(rounds + 1):
         for path, times in taken.items():
@@ -151,9 +173,43 @@ def compare(name: str, dtype: torch.dtype, rounds: int, quick: bool, batch: tupl
             if index:  # the first round warms up
                 times.append(time.process_time() - start)
     base = statistics.median(taken[None])
-    print(f"{name} {str(dtype).removeprefix('torch.')}: {1e3 * base:.0f} ms of CPU a step")
+    print(f"{name} {str(dtype).removeprefix('torch.')}, compile={how!r}: {1e3 * base:.0f} ms of CPU a step")
     for path in paths:
         print(f"  {path}: {statistics.median(taken[path]) / base - 1:+.1%}", flush=True)
+
+
+def compare_decoding(dtype: torch.dtype, rounds: int, quick: bool) -> None:
+    """Compiled steps of the Llama for one row in a cache of 512 places; each form has its own params and cache."""
+    values, tiny, _ = MODELS["llama"]
+    config = config_class(fnmodels.family_for("llama")).from_hf(values | tiny if quick else values)
+    token, taken = torch.zeros(1, 1, dtype=torch.int64), dict[str | None, list[float]]()
+    runs: dict[str | None, Callable[[], None]] = {}
+    for path in (None, *DECODED):
+        with without(path):
+            runs[path] = _decoding(config, P.init(config, 0, dtype=dtype), token)
+    for _ in range(8 * rounds):
+        for path, run in runs.items():
+            start = time.process_time()
+            for _ in range(4):
+                run()
+            taken.setdefault(path, []).append((time.process_time() - start) / 4)
+    base = statistics.median(taken[None])
+    print(f"generate {str(dtype).removeprefix('torch.')}, compiled: {1e3 * base:.2f} ms of CPU a step")
+    for path in DECODED:
+        print(f"  {path}: {statistics.median(taken[path]) / base - 1:+.1%}", flush=True)
+
+
+def _decoding(config: Any, params: Any, token: torch.Tensor) -> Callable[[], None]:
+    step, held = fnmodels.compiled_step(config), [fnmodels.init_cache(config, 1, 512, dtype=params["norm"].dtype)]
+
+    def run() -> None:
+        if int(held[0].slots["full"].occupied.sum()) == 512:
+            held[0] = fnmodels.truncate(held[0], 256)
+        held[0] = step(params, token, held[0])[1]
+
+    for _ in range(4):
+        run()
+    return run
 
 
 def main() -> None:
@@ -163,12 +219,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, nargs=2, default=(4, 512))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for name in args.models:
-        for dtype in args.dtypes:
-            compare(name, getattr(torch, dtype), 1 if args.quick else args.rounds, args.quick, tuple(args.batch))
+    rounds = 1 if args.quick else args.rounds
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        for name in (n for n in args.models if not args.compiled or n in OF_COMPILED):
+            compare(name, dtype, rounds, args.quick, tuple(args.batch), args.compiled)
+        if args.compiled and "llama" in args.models:
+            compare_decoding(dtype, rounds, args.quick)
 
 
 if __name__ == "__main__":

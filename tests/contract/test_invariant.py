@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_threads_change_nothing(threads: int) -> None:
 BUGS = {
     "a single row is not computed twice": (invariant, "LEAST_ROWS", 1),
     "activations are not filled up to blocks": (mlp, "elementwise", lambda function, x: function(x)),
-    "products of one row by another kernel": (linear, "rows_are_invariant", lambda: False),
+    "products of one row by another kernel": (linear, "INVARIANT", SimpleNamespace(get=lambda: False)),
     "attention of one query has one row": (tiles, "least_rows", lambda width: 1),
 }
 
