@@ -45,6 +45,7 @@ from params.checkpoint.manifest import verify
 from params.checkpoint.save import save_pretrained
 from params.checkpoint.transaction import recover
 from params.initialize import abstract, count, init, new_head
+from params.quantized.encode import requantize
 from params.quantized.kept import dequantize
 from params.sharding import Rules, Sharding, describe, plan
 from params.vocabulary import resize_vocab
@@ -52,7 +53,7 @@ from params.weight_forms import packed, quantize
 
 __all__ = ["abstract", "count", "init", "new_head", "resize_vocab", "Rules", "Sharding", "describe", "plan", "lora"]
 __all__ += ["flatten", "unflatten"]
-__all__ += ["packed", "quantize", "dequantize"]
+__all__ += ["packed", "quantize", "dequantize", "requantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
 __all__ += [
     "LoadReport",

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
 from params.io.safetensors_file import NAMES, LazyTensor
-from params.quantized.kept import KeptWeight
+from params.quantized.kept import KeptWeight, dequantize
+from params.quantized.written import by_path, expert, file_tensors
 
 from .shard_index import as_lines
 from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_leaves
@@ -24,8 +24,9 @@ def export(
 
     For passing new weights to an inference engine. A leaf that is one tensor on disk is detached, not copied; fused or
     transposed tensors are made one at a time, as the iterator reaches them. A tied head appears once, duplicates that a
-    family's files hold (`hf_copies`) appear. MismatchError names every leaf that does not fit `config`, before the
-    first tensor is yielded.
+    family's files hold (`hf_copies`) appear. A weight kept as a file stores it is the tensors of that file, unless
+    others that are rows of one tensor with it are plain. MismatchError names every leaf that does not fit `config`,
+    before the first tensor is yielded.
 
     fetch: path -> leaf, for sharded leaves; params then holds meta tensors with shapes and dtypes. It is called in the
     order of the spec, when a tensor needs the leaf, and its result is kept while the next tensor needs it too.
@@ -38,15 +39,27 @@ def lazy_tensors(
     config: DecoderConfig, params: Tree, fetch: Callable[[str], Tensor] | None = None
 ) -> dict[str, LazyTensor]:
     """{name on disk: tensor, made when it is written}, in the order of the spec. Errors as in `export`."""
-    if tree.contains(params, KeptWeight):
-        raise MismatchError(
-            "Some weights are kept as a file has them (keep_quantized): params.dequantize makes plain ones."
-        )
-    flat = tree.flatten(params)
+    flat = by_path(params)
     _check(config, flat, meta=fetch is not None)
     values = (lambda _: flat) if fetch is None else _Fetched(fetch)
-    tensors = {name: _lazy_tensor(pieces, flat, values) for name, pieces in by_name(stored_leaves(config)).items()}
-    return tensors | {copy: tensors[name] for copy, name in duplicate_names(config).items()}
+    tensors: dict[str, LazyTensor] = {}
+    for name, pieces in by_name(stored_leaves(config)).items():
+        kept = [piece for piece in pieces if isinstance(flat[piece.path], KeptWeight)]
+        if kept and len(kept) == len(pieces):
+            tensors |= file_tensors([(piece.stored, _kept(piece, flat)) for piece in pieces])
+        else:  # of which those that are kept become plain
+            tensors[name] = _lazy_tensor(pieces, flat, _dequantized(flat) if kept else values)
+    copies = {copy: name for copy, name in duplicate_names(config).items() if name in tensors}
+    return tensors | {copy: tensors[name] for copy, name in copies.items()}
+
+
+def _dequantized(flat: dict[str, Any]) -> Callable[[list[Piece]], dict[str, Tensor]]:
+    return lambda pieces: {piece.path: dequantize(flat[piece.path]) for piece in pieces}
+
+
+def _kept(piece: Piece, flat: dict[str, Any]) -> KeptWeight:
+    weight: KeptWeight = flat[piece.path]
+    return weight if piece.index is None else expert(weight, piece.index)
 
 
 class _Fetched:
@@ -84,6 +97,9 @@ def _check(config: DecoderConfig, flat: dict[str, Any], *, meta: bool) -> None:
     for path, value in flat.items():
         if path not in leaves:
             faults.append(f"{path}: unexpected")
+        elif isinstance(value, KeptWeight):
+            if value.shape != leaves[path].shape:
+                faults.append(f"{path}: expected {list(leaves[path].shape)}, found {list(value.shape)}")
         elif not isinstance(value, Tensor):
             faults.append(f"{path}: a {type(value).__name__}, not a tensor")
         elif value.shape != leaves[path].shape:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.files import write_new
 from fnmodels.models.common.config_json import strict_json
@@ -20,6 +19,9 @@ from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of, to_hf
 from fnmodels.tree import Tree
 from params.io.safetensors_file import LazyTensor, write_tensors
+from params.quantized.declared import Declaration
+from params.quantized.kept import KeptWeight
+from params.quantized.written import by_path, declaration_of
 
 from .export import lazy_tensors
 from .shard_index import SHARDS_LIMIT, as_lines, index_name, make_index, single_name
@@ -35,7 +37,8 @@ def save_pretrained(
 
     max_shard_size: bytes, or a string such as "5GB"; a larger model is split into several files with an index. dtypes
     are kept, and other files in the folder are not touched. fnmodels_manifest.json records the checksums for `verify`.
-    MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
+    MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`. Weights kept as a
+    file stores them are written in that form, with its declaration.
 
     Everything is first written and flushed to a folder `.saving-*` inside `path`; until then the old files stay valid:
     OSError if the disk is full, BlockingIOError if another save into the folder is under way. A kill, Ctrl-C or error
@@ -55,9 +58,11 @@ def write_model(
     beside: Callable[[Path], object] = lambda temporary: None,
 ) -> None:
     """`save_pretrained`. beside: writes further files of the same save into the folder that it is given."""
+    flat = by_path(params)
     tensors = lazy_tensors(config, params)
-    _check_plain(tree.flatten(params))
-    text = config_text(config, _main_dtype(tree.flatten(params)))
+    _check_plain(flat)
+    declaration = declaration_of(flat)
+    text = config_text(config, _main_dtype(flat), declaration)
     stem = traits_of(family_of(config)).weights
     shards = _shards(tensors, _bytes(max_shard_size), stem)
     with saving(folder, MODEL) as temporary:
@@ -67,20 +72,31 @@ def write_model(
             sizes = {file: {name: tensors[name].nbytes for name in names} for file, names in shards.items()}
             write_new(temporary / index_name(stem), _json(make_index(sizes)))
         write_new(temporary / "config.json", text)
+        if declaration is not None and declaration.file:
+            write_new(temporary / declaration.file, _json(json.loads(declaration.text)))
         beside(temporary)
 
 
-def config_text(config: DecoderConfig, dtype: torch.dtype) -> str:
-    """The text of config.json; dtype: that of most elements of the model."""
+def config_text(config: DecoderConfig, dtype: torch.dtype, declaration: Declaration | None = None) -> str:
+    """The text of config.json; dtype: that of most elements of the model. declaration: how weights are quantized."""
     values = to_hf(config)
     named = {} if "_class_name" in values else {"dtype": str(dtype).removeprefix("torch.")}  # unknown to diffusers
-    return _json(values | named)
+    values = values | named
+    if declaration is not None and declaration.keys:
+        *parts, last = declaration.keys
+        inner = values
+        for key in parts:
+            inner = inner.setdefault(key, {})
+        inner[last] = json.loads(declaration.text)
+    return _json(values)
 
 
-def _check_plain(flat: dict[str, Tensor]) -> None:
+def _check_plain(flat: dict[str, Any]) -> None:
     """MismatchError names every leaf that is not a plain dense tensor."""
     faults = []
     for path, value in flat.items():
+        if isinstance(value, KeptWeight):
+            continue
         if type(value) not in (Tensor, torch.nn.Parameter):
             faults.append(
                 f"{path}: a {type(value).__name__}; only plain tensors can be saved (`full_tensor` makes one)"
@@ -91,12 +107,12 @@ def _check_plain(flat: dict[str, Tensor]) -> None:
         raise MismatchError(f"The params cannot be saved as they are ({len(faults)} leaves):{as_lines(faults)}")
 
 
-def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:
+def _main_dtype(flat: dict[str, Any]) -> torch.dtype:
     """The dtype for config.json: that of most floating-point elements."""
     sizes: Counter[torch.dtype] = Counter()
     for value in flat.values():
         if value.dtype.is_floating_point:
-            sizes[value.dtype] += value.numel()
+            sizes[value.dtype] += math.prod(value.shape)
     return max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
 
 

@@ -55,15 +55,20 @@ class PackedIntegers:
     """Unsigned integers of `bits` bits, packed along dimension `dim`: the first in the lowest bits of a word.
 
     order: for each place in a word, lowest first, which of the word's integers is there. Without it, where a word is
-    no multiple of `bits`, integers continue in the next one. offset: is added to them, modulo 2^bits.
+    no multiple of `bits`, integers continue in the next one. offset: is added to them, modulo 2^bits. signed: the
+    highest bit is their sign.
     """
 
     bits: int
     dim: int
     order: tuple[int, ...] = ()
     offset: int = 0
+    signed: bool = False
 
     def __call__(self, raw: Tensor) -> Tensor:
+        if self.signed:
+            integers = replace(self, signed=False)(raw.view(torch.uint8)).int()
+            return integers - ((integers >> self.bits - 1) << self.bits)
         if self.dim == 0 and raw.stride(0) < raw.stride(1):  # packed along the dimension that is contiguous
             return replace(self, dim=1)(raw.mT).mT
         raw = raw.view(torch.int32) if raw.dtype == torch.uint32 else raw
@@ -93,12 +98,18 @@ class PackedIntegers:
 class Slabs:
     """Unsigned integers packed as HQQ does: a word holds entries of `count` equal slabs of rows, the first highest.
 
-    Dimension 0 of the result has as many rows as all slabs; padding at its end is the caller's to cut.
+    Dimension 0 of the result has as many rows as all slabs; padding at its end is the caller's to cut. lowest_first:
+    the first slab is in the lowest bits.
     """
 
     bits: int
     count: int
+    lowest_first: bool = False
+
+    def shifts(self) -> list[int]:
+        """Where each slab is in a word."""
+        shifts = [self.bits * slab for slab in range(self.count)]
+        return shifts if self.lowest_first else shifts[::-1]
 
     def __call__(self, raw: Tensor) -> Tensor:
-        top = self.bits * (self.count - 1)
-        return torch.cat([(raw >> top - self.bits * slab) & (1 << self.bits) - 1 for slab in range(self.count)])
+        return torch.cat([(raw >> shift) & (1 << self.bits) - 1 for shift in self.shifts()])

@@ -34,6 +34,7 @@ from .form import ALL, EACH, INDICES, SCALES, Axis, Form, Part
 FP8 = (torch.float8_e4m3fn,)
 BYTES = (torch.uint8,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of 8 neighbours, the one in each 4 bits of a word, lowest first
+_SIGNED4 = PackedIntegers(4, 1, signed=True)
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -215,13 +216,9 @@ def hqq(bits: int, width: int, *, by_row: bool) -> Form:
 
 def ternary(*, divides: bool) -> Form:
     """BitNet's -1, 0 and 1 as 0, 1 and 2: four slabs of rows in the bytes of [out / 4, in], the first lowest."""
-    codes = Part("", BYTES, Axis(4, packed=True), EACH, _lowest_first)
+    codes = Part("", BYTES, Axis(4, packed=True), EACH, Slabs(2, 4, lowest_first=True))
     scales = Part("_scale", SCALES, ALL, ALL, check="positive")
     return Form("ternary", codes, scales, middle=1, divides=divides, whole=True, dtype=torch.bfloat16)
-
-
-def _lowest_first(raw: torch.Tensor) -> torch.Tensor:
-    return torch.cat([(raw >> 2 * slab) & 3 for slab in range(4)])
 
 
 def _of_groups(stored: Part, group: int, offset: float = 0) -> Form:
@@ -254,13 +251,7 @@ def torchao_integers(group: int) -> Form:
 
 def torchao_int4(group: int) -> Form:
     """torchao's Int4Tensor: two signed integers in a byte, and [G, out] scales and numbers that are added."""
-    codes = Part("_weight_qdata", (torch.int8, torch.uint8), EACH, Axis(2, packed=True), _signed4)
+    codes = Part("_weight_qdata", (torch.int8, torch.uint8), EACH, Axis(2, packed=True), _SIGNED4)
     scales = Part("_weight_scale", SCALES, EACH, Axis(group), inputs_first=True, check="finite")
     bias = Part("_weight_zero_point", SCALES, EACH, Axis(group), inputs_first=True, check="finite")
     return Form("torchao's int4", codes, scales, bias=bias, weight="weight")
-
-
-def _signed4(raw: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, n] -> int32 [rows, 2 n] from -8 to 7, the lower half first."""
-    codes = PackedIntegers(4, 1)(raw.view(torch.uint8)).int()
-    return codes - 16 * (codes > 7)

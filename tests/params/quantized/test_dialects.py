@@ -1,6 +1,7 @@
 """The forms of quantized checkpoints: read to the bit, kept, trained on and written, or refused; the table of docs."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import tree
+from params.quantized.shards import by_rows, part_shardings
 from tests.params.quantized.dialects import DIALECTS, Dialect
 from tests.params.quantized.test_published import CONFIG, UP
 from tests.support.cases import batch_of, generic_params, segments
@@ -60,6 +62,38 @@ def test_dialect_read_kept_trained_and_written(dialect: Dialect, tmp_path: Path)
     assert_same_gradients(config, plain, kept, batch)
     P.save_pretrained(tmp_path / "out", config, P.dequantize(kept))
     assert torch.equal(up(P.load_pretrained(tmp_path / "out")[1]), wanted)
+    P.save_pretrained(tmp_path / "same", config, kept)
+    assert_same_file(tmp_path / "same", tmp_path / "in", dialect)
+    assert_merged(config, kept, tmp_path / "merged")
+
+
+def assert_same_file(folder: Path, origin: Path, dialect: Dialect) -> None:
+    """Every tensor of the quantized weight has the bytes, dtype and shape of the file, which is declared alike."""
+    read, written = (load_file(place / "model.safetensors") for place in (origin, folder))
+    names = [name for name in read if UP in name]
+    assert names and names == [name for name in written if UP in name]
+    for name in names:
+        assert read[name].dtype == written[name].dtype and read[name].shape == written[name].shape
+        assert torch.equal(*(t[name].flatten().view(torch.uint8) for t in (read, written)))
+    if dialect.file:
+        assert json.loads((folder / dialect.file).read_text()) == dialect.said
+    else:
+        assert json.loads((folder / "config.json").read_text())["quantization_config"] == dialect.said
+    assert P.verify(folder) is None
+
+
+def assert_merged(config: Any, kept: Any, folder: Path) -> None:
+    """Values that have not changed keep their codes; those of a merged adapter become the nearest that codes have."""
+    again = P.requantize(P.dequantize(kept), kept)
+    assert torch.equal(up(again).dequantized(), up(kept).dequantized())
+    adapters = P.lora.adapters(P.lora.add(config, kept, rank=2, targets=("up_proj",), seed=1))
+    size = float(up(kept).dequantized().std())
+    merged = P.lora.merge(P.lora.attach(kept, tree.map(lambda leaf: leaf + 0.7 * size**0.5, adapters)))
+    P.save_pretrained(folder, config, P.requantize(merged, kept))
+    stored = up(P.load_pretrained(folder, dtype=torch.float32)[1])
+    assert not torch.equal(stored, up(kept).dequantized()) and not torch.equal(stored, up(merged))
+    far, before = ((one - up(merged)).abs() for one in (stored, up(kept).dequantized()))
+    assert bool((far <= before * (1 + 1e-5) + 1e-6).all())
 
 
 def is_kept(dialect: Dialect) -> bool:
@@ -89,14 +123,38 @@ def test_dialect_refused_names_method_and_file(dialect: Dialect, tmp_path: Path)
     assert dialect.said.get("format", dialect.said["quant_method"]) in sentence or "sparse" in sentence
 
 
-def test_table_of_docs_is_what_these_tests_show() -> None:
+def shards(folder: Path, dialect: Dialect) -> str:
+    """The mesh dimensions that shard the kept weight; those that compute with shards cut between words and blocks."""
+    write(folder, dialect)
+    weight = up(P.load_pretrained(folder, keep_quantized=True)[1])
+    form, parts = by_rows(weight.form, weight.parts, weight.shape)
+    for dim in (0, 1):
+        how = P.Sharding((dim,), (("tp", 2),), tuple(weight.shape), 2)
+        if form.is_flat:
+            with pytest.raises(ValueError, match=r"up_proj: 'tp' shards .* lie across its rows"):
+                part_shardings(form, parts, weight.shape, how, "up_proj")
+        elif not any(unit > 1 and weight.shape[dim] // 2 % unit for unit in units(form, dim)):
+            made = part_shardings(form, parts, weight.shape, how, "up_proj")
+            assert made[0] is not None and 2 * math.prod(made[0].local_shape) == parts[0].numel()
+    if form.width < 0:  # this weight's rows of 96 are no whole blocks of 64
+        return "fsdp, ep; tp where rows are whole blocks"
+    return "fsdp, ep" if form.is_flat else "fsdp, tp, ep"
+
+
+def units(form: Any, dim: int) -> list[int]:
+    """How many elements share an entry along a dimension."""
+    return [axes[dim][0].elements for _, *axes in form.parts()]
+
+
+def test_table_of_docs_is_what_these_tests_show(tmp_path: Path) -> None:
     """FNMODELS_UPDATE_DOCS=1 writes it."""
     assert len(READ) >= 30 and len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
-    rows = ["| form | read | kept | trained on (LoRA) | written |", "|---|---|---|---|---|"]
-    for dialect in READ:
-        yes = "yes" if is_kept(dialect) else "-"
-        rows.append(f"| {dialect.name} | yes | {yes} | {yes} | dense |")
-    rows += [f"| {dialect.name} | refused | | | |" for dialect in REFUSED]
+    rows = ["| form | read | kept | trained on (LoRA) | sharded | written |", "|---|---|---|---|---|---|"]
+    for index, dialect in enumerate(READ):
+        kept = is_kept(dialect)
+        yes, over = ("yes", shards(tmp_path / str(index), dialect)) if kept else ("-", "-")
+        rows.append(f"| {dialect.name} | yes | {yes} | {yes} | {over} | {'this form, dense' if kept else 'dense'} |")
+    rows += [f"| {dialect.name} | refused | | | | |" for dialect in REFUSED]
     text = PAGE.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     table = "\n".join(rows) + "\n"

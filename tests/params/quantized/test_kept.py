@@ -1,6 +1,7 @@
 """Weights kept as the file has them are the dequantized model: outputs, gradients, transforms; in the file's memory."""
 
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import params as P
 import train
 from fnmodels import gpt_oss, llama, tree
 from params.quantized.kept import KeptWeight
+from params.quantized.written import by_path
 from tests.params.quantized import test_block_scales as blocks
 from tests.params.quantized import test_dialects, test_integers
 from tests.params.quantized.dialects import DIALECTS
@@ -93,6 +95,44 @@ def test_kept_model_is_the_dequantized_one(name: str, tmp_path: Path) -> None:
     assert off(grads[1], grads[0]) < 1e-5
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_kept_model_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+    """Fused rows and experts too: the same names, bytes and declaration; and by shards of any size."""
+    CHECKPOINTS[name](tmp_path / "in")
+    config, kept = P.load_pretrained(tmp_path / "in", keep_quantized=True)
+    P.save_pretrained(tmp_path / "out", config, kept)
+    read, written = (load_file(tmp_path / place / FILE) for place in ("in", "out"))
+    quantized = {path for path, leaf in by_path(kept).items() if isinstance(leaf, KeptWeight)}
+    assert len(quantized) >= 6
+    unchanged = {name for name, tensor in read.items() if name in written and tensor.dtype == written[name].dtype}
+    for tensor_name in unchanged:
+        assert torch.equal(*(each[tensor_name].flatten().view(torch.uint8) for each in (read, written)))
+    differing = (read.keys() | written.keys()) - unchanged
+    expected = {"deepseek": "kv_b_proj", "phi3": "gate_up_proj" if "fp8" in name else "-"}  # with rows that are plain
+    part = expected.get(name.split()[0], "-")
+    assert all(part in one or (part != "-" and "qkv_proj" in one) for one in differing), differing
+    said, again = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("in", "out"))
+    assert said["quantization_config"] == again["quantization_config"]
+    P.save_pretrained(tmp_path / "sharded", config, kept, max_shard_size=9000)
+    back = P.load_pretrained(tmp_path / "sharded", keep_quantized=True)[1]
+    one, other = (tree.flatten(P.dequantize(each)) for each in (back, kept))
+    assert one.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in one.items())
+
+
+def test_rows_of_one_tensor_are_written_plain_together(tmp_path: Path) -> None:
+    """Where one of them is plain, as after merging an adapter."""
+    CHECKPOINTS["phi3 gptq"](tmp_path)
+    config, kept = P.load_pretrained(tmp_path, keep_quantized=True, dtype=torch.float32)
+    mlp = kept["layers"][0]["mlp"]
+    assert isinstance(mlp["gate_proj"], KeptWeight) and isinstance(mlp["up_proj"], KeptWeight)
+    mlp["gate_proj"] = mlp["gate_proj"].dequantized()
+    P.save_pretrained(tmp_path / "out", config, kept)
+    assert "model.layers.0.mlp.gate_up_proj.weight" in load_file(tmp_path / "out" / FILE)
+    back = P.dequantize(P.load_pretrained(tmp_path / "out", keep_quantized=True, dtype=torch.float32)[1])
+    one, other = tree.flatten(back), tree.flatten(P.dequantize(kept))
+    assert one.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in one.items())
+
+
 @pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral gptq", "deepseek fp8"])
 def test_adapters_of_experts_train_on_a_kept_base(name: str, tmp_path: Path) -> None:
     """Their gradients and the merged model are those on the dequantized base."""
@@ -160,9 +200,7 @@ def test_transforms_of_a_kept_product(tmp_path: Path) -> None:
 
 def test_what_needs_plain_weights_says_so(tmp_path: Path) -> None:
     blocks.write(tmp_path, blocks.CONFIGS["llama"])
-    config, kept = P.load_pretrained(tmp_path, keep_quantized=True)
-    with pytest.raises(P.MismatchError, match=r"kept as a file has them.*params.dequantize"):
-        P.save_pretrained(tmp_path / "out", config, kept)
+    _, kept = P.load_pretrained(tmp_path, keep_quantized=True)
     with pytest.raises(ValueError, match="check_finite=True needs kept weights in full"):
         P.load_pretrained(tmp_path, keep_quantized=True, plan={}, check_finite=True)
     with pytest.raises(TypeError, match="KeptWeight"):
