@@ -47,7 +47,7 @@ from train.parallel.step import batch_check, check_compile, sums_over
 from train.parallel.update import ShardedUpdate, optimizer_of_shards, over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
-from .gradients import LossFn, Sums, gradient_sums, joined
+from .gradients import LossFn, Metrics, Sums, gradient_sums, joined
 from .handover.exports import Shard, full_tensors, shards
 from .offload import offload
 from .state import State, init_state, on_all_stages
@@ -145,7 +145,7 @@ class Engine:
         if self._restore is not None:
             raise RuntimeError("The engine's state is offloaded to the host: call engine.onload() first.")
 
-    def forward_backward(self, batches: Sequence[Entries], loss_fn: LossFn) -> dict[str, Any]:
+    def forward_backward(self, batches: Sequence[Entries], loss_fn: LossFn) -> Metrics:
         """Add the gradients of a list of microbatches, dicts of [B, S] or [1, T] with any lengths, to those held.
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; pass the same function object each time,
@@ -211,7 +211,7 @@ class Engine:
 
         return sums, aux_of_stages(placed) if mesh.pp > 1 else None
 
-    def optim_step(self, *, divide_by: float | Tensor | None = None, **values: Any) -> dict[str, Any]:
+    def optim_step(self, *, divide_by: float | Tensor | None = None, **values: Any) -> Metrics:
         """One update with the mean over all tokens since the last update; returns the metrics of `make_step`.
 
         divide_by: what the sums (loss and gradients) are divided by, a number or 0-d tensor above 0; None: the count of

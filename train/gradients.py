@@ -18,6 +18,8 @@ from train.loss import LossFn as LossFn
 from train.loss import caller
 from train.optim.base import Optimizer, trainable_mask
 
+Metrics = dict[str, Any]  # of a step: 0-d tensors by name, and a tree "aux" where the loss returns one
+
 
 @dataclass
 class Sums:
@@ -198,6 +200,6 @@ def totals(call: Callable[[Tree, Entries], Any], params: Tree, parts: Sequence[E
     return (total, count, *aux)
 
 
-def metrics_of(total: Tensor, count: Tensor, *aux: Tree) -> dict[str, Any]:
+def metrics_of(total: Tensor, count: Tensor, *aux: Tree) -> Metrics:
     metrics = {"loss": total / valid_count(total, count), "total": total, "count": count}
     return metrics | ({"aux": aux[0]} if aux else {})

@@ -23,7 +23,7 @@ from train.parallel.eval_steps import make_eval_over, make_forward_over
 from train.parallel.mesh import Mesh, Parallelism, Strategy, in_dtype
 from train.parallel.step import make_step_over
 
-from .gradients import LossFn, checked_loss, gradient_sums, metrics_of, totals, valid_count
+from .gradients import LossFn, Metrics, checked_loss, gradient_sums, metrics_of, totals, valid_count
 from .remat_budget import budget_of
 from .state import State
 from .update import Plans, StepFunction, StepOptions, is_finite, rates_of, update, updated
@@ -97,7 +97,7 @@ def make_step(
     sums_of = gradient_sums(loss, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     plans = Plans(optimizer)
 
-    def step(state: State, batch: Batches) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Batches) -> tuple[State, Metrics]:
         plan = plans.of(state)
         sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
         after, metrics = update(
@@ -111,7 +111,7 @@ def make_step(
 
 def pure_step(
     loss_fn: LossFn, optimizer: Optimizer, *, clip: float | Tensor | None = None
-) -> Callable[[State, Entries], tuple[State, dict[str, Any]]]:
+) -> Callable[[State, Entries], tuple[State, Metrics]]:
     """A function step(state, batch) -> (state, metrics) without side effects, for the transforms of torch.func.
 
     It computes what `make_step(..., inplace=False)` does, in operations that go through vmap (over seeds, rates or
@@ -134,7 +134,7 @@ def pure_step(
     check_optimizer(optimizer)
     StepOptions(clip=clip)
 
-    def step(state: State, batch: Entries) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Entries) -> tuple[State, Metrics]:
         flat = tree.flatten(state.params)
         trains = tree.flatten(trainable_mask(state.params, optimizer.traits.trainable))
 
@@ -164,7 +164,7 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 
 def make_eval_step(
     loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
-) -> Callable[[Tree, Batches], dict[str, Any]]:
+) -> Callable[[Tree, Batches], Metrics]:
     """A function eval_step(params, batch) -> {loss, total, count}, and aux where the loss returns one.
 
     loss_fn, compile, batch, mesh, strategy: as in `make_step`. `loss` is the mean over the valid tokens of the batch or
@@ -177,7 +177,7 @@ def make_eval_step(
     call = caller(loss_fn, compile=compile)
 
     @torch.no_grad()
-    def eval_step(params: Tree, batch: Batches) -> dict[str, Any]:
+    def eval_step(params: Tree, batch: Batches) -> Metrics:
         return metrics_of(*totals(call, params, microbatches(batch)))
 
     return eval_step

@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.batch import Batches
-from train.gradients import Sums, valid_count
+from train.gradients import Metrics, Sums, valid_count
 from train.losses.moe_balance import moved_biases
 from train.optim.base import InPlace, Optimizer, apply_updates, clip_factor, list_norm, trainable_mask, with_paths
 from train.state import State, consume
@@ -43,7 +43,7 @@ class StepOptions:
             raise ValueError(f"dtype is {self.dtype!r}; it must be a floating-point torch.dtype, or None.")
 
 
-StepFunction = Callable[[State, Batches], tuple[State, dict[str, Any]]]
+StepFunction = Callable[[State, Batches], tuple[State, Metrics]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def update(
     balance_rate: float | None = None,
     norm_of: Callable[[list[Tensor]], Tensor] = list_norm,
     biases_of: Callable[..., dict[str, Tensor]] = moved_biases,
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, Metrics]:
     """(the State after one update with the gradients of `sums`, which are consumed; the metrics of `make_step`).
 
     plan: of this optimizer and State; None: one is made. divide_by: divides the loss and the gradients; None: the
@@ -129,7 +129,7 @@ def update(
     if scale is not None:
         for grad in sums.grads:
             grad.mul_(scale)
-    metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
+    metrics: Metrics = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
     metrics |= rates_of(optimizer, state.opt_state)
     if sums.aux is not None:
         metrics["aux"] = sums.aux
@@ -227,7 +227,7 @@ def is_finite(loss: Tensor, norm: Tensor) -> Tensor:
     return (loss - loss) == (norm - norm)
 
 
-def rates_of(optimizer: Optimizer, opt_state: Tree) -> dict[str, Any]:
+def rates_of(optimizer: Optimizer, opt_state: Tree) -> Metrics:
     """The metrics `lr` and, of several groups, `lr_of`."""
     lr, rates = optimizer.traits.lr, optimizer.traits.rates
     one = {"lr": _as_rate(float("nan") if lr is None else lr(opt_state))}

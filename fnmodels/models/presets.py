@@ -9,6 +9,7 @@ import difflib
 import importlib
 from typing import Any, cast
 
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.family import Family
 from fnmodels.models.common.registry import claim, every_model, family_reading, towers
 
@@ -29,7 +30,7 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(published()))
 
 
-def published() -> dict[str, dict[str, Any]]:
+def published() -> dict[str, ConfigJson]:
     """{name: config.json} of this file and of each family's PRESETS; UserError where two of them claim one name."""
     owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
     for module in dict.fromkeys((*every_model().values(), *towers().values())):
@@ -41,8 +42,8 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def _sized(
-    base: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **rest: Any
-) -> dict[str, Any]:
+    base: ConfigJson, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **rest: Any
+) -> ConfigJson:
     return base | {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -131,14 +132,14 @@ _GLM4 = {"model_type": "glm4", "vocab_size": 151552, "head_dim": 128, "rms_norm_
 _GLM4 |= {"max_position_embeddings": 32768, "partial_rotary_factor": 0.5}
 # DeepSeek: config.json of deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and DeepSeek-R1 (arXiv 2405.04434,
 # 2412.19437); of moonshotai/Kimi-K2-Instruct (arXiv 2507.20534) and Moonlight-16B-A3B (arXiv 2502.16982).
-_YARN40: dict[str, Any] = {
+_YARN40: ConfigJson = {
     "type": "yarn",
     "factor": 40,
     "beta_fast": 32,
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
-_LATENT: dict[str, Any] = {
+_LATENT: ConfigJson = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -146,25 +147,25 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 128,
 }
 _LATENT |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 163840}
-_DEEPSEEK2: dict[str, Any] = _LATENT | {"model_type": "deepseek_v2", "vocab_size": 102400, "scoring_func": "softmax"}
+_DEEPSEEK2: ConfigJson = _LATENT | {"model_type": "deepseek_v2", "vocab_size": 102400, "scoring_func": "softmax"}
 _DEEPSEEK2 |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "norm_topk_prob": False}
 _DEEPSEEK2 |= {"rope_scaling": _YARN40 | {"mscale": 0.707, "mscale_all_dim": 0.707}}
-_DEEPSEEK3: dict[str, Any] = _LATENT | {"model_type": "deepseek_v3", "vocab_size": 129280, "scoring_func": "sigmoid"}
+_DEEPSEEK3: ConfigJson = _LATENT | {"model_type": "deepseek_v3", "vocab_size": 129280, "scoring_func": "sigmoid"}
 _DEEPSEEK3 |= {"topk_method": "noaux_tc", "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 8}
 _DEEPSEEK3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_group": 8, "topk_group": 4}
 _DEEPSEEK3 |= {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
 _DEEPSEEK3 |= {"rope_scaling": _YARN40 | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-_MOONSHOT: dict[str, Any] = _DEEPSEEK3 | {
+_MOONSHOT: ConfigJson = _DEEPSEEK3 | {
     "vocab_size": 163840,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
 _MOONSHOT |= {"num_nextn_predict_layers": 0, "rope_theta": 50000.0}
-_KIMI: dict[str, Any] = {"model_type": "kimi_k2", "n_routed_experts": 384, "routed_scaling_factor": 2.827}
+_KIMI: ConfigJson = {"model_type": "kimi_k2", "n_routed_experts": 384, "routed_scaling_factor": 2.827}
 _KIMI |= {"max_position_embeddings": 131072}
 _KIMI |= {"rope_scaling": _DEEPSEEK3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0}}
-_MOONLIGHT: dict[str, Any] = {
+_MOONLIGHT: ConfigJson = {
     "n_routed_experts": 64,
     "num_experts_per_tok": 6,
     "n_shared_experts": 2,
@@ -173,7 +174,7 @@ _MOONLIGHT: dict[str, Any] = {
 _MOONLIGHT |= {"q_lora_rank": None, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "rope_scaling": None}
 _MOONLIGHT |= {"max_position_embeddings": 8192}
 # config.json of zai-org/GLM-4.5 and GLM-4.5-Air (arXiv 2508.06471)
-_GLM45: dict[str, Any] = {
+_GLM45: ConfigJson = {
     "model_type": "glm4_moe",
     "vocab_size": 151552,
     "head_dim": 128,
@@ -185,7 +186,7 @@ _GLM45 |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_pred
 _GLM45 |= {"max_position_embeddings": 131072}
 # config.json of deepseek-ai/DeepSeek-V3.2-Exp, and of zai-org/GLM-5 and GLM-5.2
 _DEEPSEEK32 = _DEEPSEEK3 | {"model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128}
-_GLM5: dict[str, Any] = _DEEPSEEK32 | {"model_type": "glm_moe_dsa", "vocab_size": 154880, "index_n_heads": 32}
+_GLM5: ConfigJson = _DEEPSEEK32 | {"model_type": "glm_moe_dsa", "vocab_size": 154880, "index_n_heads": 32}
 _GLM5 |= {"rope_scaling": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752}
 _GLM5 |= {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
 _GLM52 = {"rope_theta": 8e6, "max_position_embeddings": 1048576, "index_topk_freq": 4, "index_skip_topk_offset": 3}
@@ -232,12 +233,12 @@ _MAVERICK = _LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2,
 _MAVERICK |= {"max_position_embeddings": 1048576}
 
 
-def _experts(number: int, chosen: int, inner: int, shared: int) -> dict[str, Any]:
+def _experts(number: int, chosen: int, inner: int, shared: int) -> ConfigJson:
     sizes = {"num_experts": number, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
     return sizes | {"shared_expert_intermediate_size": shared}
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "llama-2-7b": _sized(_LLAMA2, 4096, 11008, 32, 32, 32),
     "llama-2-13b": _sized(_LLAMA2, 5120, 13824, 40, 40, 40),
     "llama-2-70b": _sized(_LLAMA2, 8192, 28672, 80, 64, 8),

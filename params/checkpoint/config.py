@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
-from fnmodels.models.common.config_json import IGNORED_FIELDS, IgnoreFields, shown
+from fnmodels.models.common.config_json import IGNORED_FIELDS, ConfigJson, IgnoreFields, shown
 from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
 from params.io.files import read_json
@@ -129,7 +129,7 @@ def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:
     return found.union(*map(_ignored_earlier, inner))
 
 
-def _check_dtype(values: dict[str, Any]) -> None:
+def _check_dtype(values: ConfigJson) -> None:
     """Check the declared dtype, which only describes most tensors: each is read in the dtype of its header."""
     declared = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name) is not None}
     for name, value in declared.items():
@@ -143,7 +143,7 @@ def _check_dtype(values: dict[str, Any]) -> None:
         )
 
 
-def _check_tokens(values: dict[str, Any]) -> None:
+def _check_tokens(values: ConfigJson) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         for one in value if isinstance(value, list) else [value]:
@@ -155,7 +155,7 @@ def _check_tokens(values: dict[str, Any]) -> None:
                 raise ConfigError(f"{name!r} is {shown(value)}, but must be the number of a token, or a list of them.")
 
 
-def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> None:
+def _check_architectures(values: ConfigJson, wanted: list[str] | None) -> None:
     """Check that `architectures`, if present, names this model type's class, e.g. LlamaForCausalLM for llama.
 
     The class without a head (LlamaModel, Gemma3TextModel) passes too: missing tensors are found later.

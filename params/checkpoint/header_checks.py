@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.config_json import QUANTIZATION
+from fnmodels.models.common.config_json import QUANTIZATION, ConfigJson
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import disk_names
@@ -92,7 +92,7 @@ def check_folder(
 
 
 def _paired(
-    folder: Path, opened: dict[str, tuple[TensorFile, TensorEntry]], values: dict[str, Any], buffer: Tensor
+    folder: Path, opened: dict[str, tuple[TensorFile, TensorEntry]], values: ConfigJson, buffer: Tensor
 ) -> Found:
     """`opened` with the tensors of each quantized weight as one; it may have none: dequantized models often keep the
     quantization_config."""

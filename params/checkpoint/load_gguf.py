@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import CheckpointError, MismatchError, memory_for
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.registry import config_class, family_reading
 from fnmodels.tree import Tree
 from params.gguf.architectures import config_values, named_tensors
@@ -54,7 +55,7 @@ def read_gguf(
 def _tensors(
     file: GgufFile,
     config: Any,
-    values: dict[str, Any],
+    values: ConfigJson,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     check_finite: bool,

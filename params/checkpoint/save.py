@@ -7,14 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.files import write_new
-from fnmodels.models.common.config_json import strict_json
+from fnmodels.models.common.config_json import ConfigJson, strict_json
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of, to_hf
 from fnmodels.tree import Tree
@@ -143,5 +142,5 @@ def _shards(tensors: dict[str, LazyTensor], limit: int, stem: str) -> dict[str, 
     return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _json(values: dict[str, Any]) -> str:
+def _json(values: ConfigJson) -> str:
     return json.dumps(strict_json(values), indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import MismatchError, UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.registry import every_model, families, model_type_of
 from fnmodels.models.common.storage import disk_name, disk_names
 from params.quantized.weight import Found
@@ -22,7 +23,7 @@ from .tensor_map import StoredLeaf
 _OBJECTS = ("text_config", "llm_config", "language_config", "vlm_config")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What the objects leave out where it equals the default of the text's own type.
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, ConfigJson] = {
     "cohere2": dict(zip(_SIZES, (256000, 8192, 22528, 40, 64), strict=True)),
     "gemma": {**dict(zip(_SIZES, (256000, 3072, 24576, 28, 16), strict=True)), "num_key_value_heads": 16},
     "gemma2": {**dict(zip(_SIZES, (256000, 2304, 9216, 26, 8), strict=True)), "num_key_value_heads": 4},
@@ -36,7 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def text_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+def text_values(values: Mapping[str, Any]) -> ConfigJson | None:
     """The config.json of the text model inside of one that is not read; None if the model is read, or has no text."""
     if model_type_of(values) in every_model(str(model_type_of(values))):
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
 
 from .blocks import dequantized
 from .header import GgufFile
@@ -51,14 +52,14 @@ class Architecture:
         norm_offset: what the file adds to the weights of norms, which multiply by 1 + weight.
     """
 
-    fields: Callable[[Metadata, GgufFile], dict[str, Any]]
+    fields: Callable[[Metadata, GgufFile], ConfigJson]
     layer: Mapping[str, str]
     interleaved: bool = False
     norm_offset: float = 0.0
 
 
-def _llama(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
-    fields = {"model_type": "llama", "hidden_act": "silu"} | decoder_fields(metadata)
+def _llama(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    fields: ConfigJson = {"model_type": "llama", "hidden_act": "silu"} | decoder_fields(metadata)
     fields |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if _ROPE_FACTORS not in file.tensors:
         return fields
@@ -71,7 +72,7 @@ def _llama(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     return fields | {"rope_scaling": scaling}
 
 
-def _llama3_scaling(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
+def _llama3_scaling(factors: Tensor, theta: float, head_dim: int) -> ConfigJson | None:
     """The rope_scaling whose factors these are, as published with Llama 3.1 to 3.3; None if there is none."""
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -83,18 +84,18 @@ def _llama3_scaling(factors: Tensor, theta: float, head_dim: int) -> dict[str, A
     return {"rope_type": "llama3", "factor": factor, **bounds}
 
 
-def _qwen(model_type: str) -> Callable[[Metadata, GgufFile], dict[str, Any]]:
-    def fields(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+def _qwen(model_type: str) -> Callable[[Metadata, GgufFile], ConfigJson]:
+    def fields(metadata: Metadata, file: GgufFile) -> ConfigJson:
         return {"model_type": model_type, "hidden_act": "silu"} | decoder_fields(metadata)
 
     return fields
 
 
-def _qwen3(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+def _qwen3(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return _with_head_dim(metadata, _qwen("qwen3")(metadata, file))
 
 
-def _qwen3_moe(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+def _qwen3_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
     fields = _with_head_dim(metadata, _qwen("qwen3_moe")(metadata, file))
     experts = {
         "num_experts": metadata.integer("expert_count"),
@@ -105,12 +106,12 @@ def _qwen3_moe(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     return fields | experts | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _with_head_dim(metadata: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+def _with_head_dim(metadata: Metadata, fields: ConfigJson) -> ConfigJson:
     """The fields with a head_dim, whose default in config.json is another than a quotient."""
     return {"head_dim": fields["hidden_size"] // fields["num_attention_heads"]} | fields
 
 
-def _gemma3(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+def _gemma3(metadata: Metadata, file: GgufFile) -> ConfigJson:
     fields = _with_head_dim(metadata, decoder_fields(metadata))
     layers = fields["num_hidden_layers"]
     widest = fields["hidden_size"] // fields["num_attention_heads"]
@@ -141,7 +142,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 
 
-def config_values(file: GgufFile) -> dict[str, Any]:
+def config_values(file: GgufFile) -> ConfigJson:
     """The content of the config.json of this model. UnsupportedError and ConfigError name the key."""
     metadata = Metadata(file.path, file.metadata, file.tensors)
     values = architecture_of(file).fields(metadata, file)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
 
 from .header import GgufTensor
 
@@ -62,7 +63,7 @@ class Metadata:
         return f"{self.path}: '{self.architecture}.{name}'"
 
 
-def decoder_fields(metadata: Metadata) -> dict[str, Any]:
+def decoder_fields(metadata: Metadata) -> ConfigJson:
     """The fields of a config.json that all decoders here share."""
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", max(hidden // heads, 1))
@@ -90,12 +91,12 @@ def decoder_fields(metadata: Metadata) -> dict[str, Any]:
     return fields | ({"head_dim": head_dim} if head_dim * heads != hidden else {}) | rope_scaling(metadata)
 
 
-def rope_scaling(metadata: Metadata) -> dict[str, Any]:
+def rope_scaling(metadata: Metadata) -> ConfigJson:
     """{"rope_scaling": its fields}, or {} for plain rotary embeddings."""
     kind = metadata.take("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    values: dict[str, Any] = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    values: ConfigJson = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         values["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
     elif kind != "linear":

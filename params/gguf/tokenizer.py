@@ -11,6 +11,8 @@ from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
+Json = dict[str, Any]  # of a tokenizer.json or tokenizer_config.json
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 _SPECIAL = ("bos", "eos", "unknown", "padding")
@@ -23,14 +25,14 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _GPT2 = ({**_BYTES, "use_regex": True},)
 
 
-def _split(pattern: str) -> tuple[dict[str, Any], ...]:
+def _split(pattern: str) -> tuple[Json, ...]:
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return cut, {**_BYTES, "use_regex": False}
 
 
 _QWEN = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}")
 _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}")
-PRE_TOKENIZERS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
+PRE_TOKENIZERS: Mapping[str, tuple[Json, ...]] = MappingProxyType(
     {
         "default": _GPT2,
         "gpt-2": _GPT2,
@@ -79,7 +81,7 @@ def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     return _Fields(path, metadata).special_ids()
 
 
-def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer.json. UnsupportedError: a kind or a rule that is not read; ConfigError: a value."""
     fields = _Fields(path, metadata)
     kind = fields.take("model", str)
@@ -100,7 +102,7 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _byte_bpe(fields: _Fields, tokens: list[str]) -> dict[str, Any]:
+def _byte_bpe(fields: _Fields, tokens: list[str]) -> Json:
     rule = fields.take("pre", str, "default")
     if rule not in PRE_TOKENIZERS:
         raise UnsupportedError(
@@ -120,14 +122,14 @@ def _byte_bpe(fields: _Fields, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> dict[str, Any]:
+def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
     ids = {token: i for i, token in enumerate(tokens)}
     scores = fields.one_per_token("scores", len(tokens), 0.0)
     begins = fields.take("add_space_prefix", bool, True)
     unknown = fields.special_ids().get("unknown")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    decoders: list[dict[str, Any]] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders: list[Json] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     model = _model(tokens, _merges(ids, scores, types)) | {
         "unk_token": None if unknown is None else _token(fields.path, tokens, unknown),
@@ -157,7 +159,7 @@ def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> li
     return [[left, right] for *_, left, right in sorted(pairs)]
 
 
-def _model(tokens: list[str], merges: list[list[str]]) -> dict[str, Any]:
+def _model(tokens: list[str], merges: list[list[str]]) -> Json:
     return {
         "type": "BPE",
         "dropout": None,
@@ -172,12 +174,12 @@ def _model(tokens: list[str], merges: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _added(index: int, token: str, kind: int) -> dict[str, Any]:
+def _added(index: int, token: str, kind: int) -> Json:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": index, "content": token, **flags, "special": kind == _CONTROL}
 
 
-def _post_processor(fields: _Fields, tokens: list[str], plain: dict[str, Any] | None) -> dict[str, Any] | None:
+def _post_processor(fields: _Fields, tokens: list[str], plain: Json | None) -> Json | None:
     """Adds the tokens that begin and end a text where the file says so."""
     ids = fields.special_ids()
     first = ids.get("bos") if fields.take("add_bos_token", bool, False) else None
@@ -186,8 +188,8 @@ def _post_processor(fields: _Fields, tokens: list[str], plain: dict[str, Any] | 
         return plain
     named = {one: _token(fields.path, tokens, one) for one in (first, last) if one is not None}
 
-    def around(sequence: str, number: int) -> list[dict[str, Any]]:
-        inner: list[dict[str, Any]] = [{"Sequence": {"id": sequence, "type_id": number}}]
+    def around(sequence: str, number: int) -> list[Json]:
+        inner: list[Json] = [{"Sequence": {"id": sequence, "type_id": number}}]
         before = [] if first is None else [{"SpecialToken": {"id": named[first], "type_id": number}}]
         after = [] if last is None else [{"SpecialToken": {"id": named[last], "type_id": number}}]
         return [*before, *inner, *after]
@@ -207,7 +209,7 @@ def _token(path: Path, tokens: list[str], index: int) -> str:
     return tokens[index]
 
 
-def tokenizer_config(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_config(path: Path, metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer_config.json: the special tokens and the chat template."""
     tokens = _Fields(path, metadata).texts("tokens")
     keys = {"unknown": "unk_token", "padding": "pad_token"}

@@ -22,7 +22,7 @@ from fnmodels.tree import Tree
 from train.batch import PLACES, Batches, Entries
 from train.comm.collectives import all_gather
 from train.comm.dtensor import local_tree
-from train.gradients import LossFn, metrics_of, totals
+from train.gradients import LossFn, Metrics, metrics_of, totals
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.pipeline.gradients import loss_sums, outputs
 from train.parallel.pipeline.stages import stages_of
@@ -39,9 +39,7 @@ from .whole_model import aux_of_stages
 T = TypeVar("T")
 
 
-def make_eval_over(
-    parallelism: Parallelism, loss_fn: LossFn, compile: str
-) -> Callable[[Tree, Batches], dict[str, Any]]:
+def make_eval_over(parallelism: Parallelism, loss_fn: LossFn, compile: str) -> Callable[[Tree, Batches], Metrics]:
     """`train.make_eval_step` over a mesh."""
     mesh = parallelism.mesh
 
@@ -61,7 +59,7 @@ def make_eval_over(
     made = _once(parallelism, loss_fn, compile, make)
 
     @torch.no_grad()
-    def eval_step(params: Tree, batch: Batches) -> dict[str, Any]:
+    def eval_step(params: Tree, batch: Batches) -> Metrics:
         placed, run = made(params, batch)
         local = local_tree(params)
         parts = parts_for(loss_fn, local, batch, placed)

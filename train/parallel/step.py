@@ -20,7 +20,7 @@ from fnmodels.tree import Tree
 from train.batch import Batches, Entries, microbatches
 from train.comm.dtensor import local_tree
 from train.comm.failures import naming_the_lost
-from train.gradients import LossFn, Sums, checked_loss, gradient_sums
+from train.gradients import LossFn, Metrics, Sums, checked_loss, gradient_sums
 from train.loss import as_loss
 from train.losses.batch_checks import check_of
 from train.losses.output_loss import needs_full_rows
@@ -52,7 +52,7 @@ def make_step_over(
     check_compile(parallelism, options.compile, options.remat)
     known: list[tuple[ShardedUpdate, Callable[..., Sums]]] = []
 
-    def step(state: State, batch: Batches) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Batches) -> tuple[State, Metrics]:
         if not known or not known[0][0].placed.is_of(state.params):
             # once: a step keeps the placement of its State
             check_state(optimizer, local_tree(state))

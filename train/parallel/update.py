@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.comm.collectives import all_gather, summed
 from train.comm.dtensor import local_tree, placed_like
-from train.gradients import Sums
+from train.gradients import Metrics, Sums
 from train.losses.moe_balance import moved_biases
 from train.optim.base import OnFull, Optimizer, sharded_version, wide_dtype, with_paths
 from train.parallel.pipeline.stages import counted_elsewhere
@@ -73,7 +73,7 @@ def update_over(
     sums: Sums,
     options: StepOptions,
     divide_by: float | Tensor | None = None,
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, Metrics]:
     """`train.update.update` from the sums of this rank; divide_by is the same on all ranks."""
     held, placed = local_tree(state), updates.placed
     everyone = _global(sums, placed.devices)

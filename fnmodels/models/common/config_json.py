@@ -13,6 +13,8 @@ from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
+ConfigJson = dict[str, Any]  # the values of a config.json: field -> a JSON value
+
 # Fields of PreTrainedConfig and of generation that change no output of a forward pass, whatever they say.
 _HARMLESS = """
     add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens

@@ -12,6 +12,8 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Everything
+from fnmodels.models.common.config_json import ConfigJson
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
@@ -82,7 +84,7 @@ class EncoderConfig:
         """Elements of a head."""
         return self.hidden_size // self.num_attention_heads
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json, which each family writes."""
         raise NotImplementedError
 
@@ -221,7 +223,7 @@ def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
     return names_on_disk
 
 
-def fused_names(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+def fused_names(config: Any, names: Mapping[str, str]) -> StoredNames:
     """As `encoder_names`, where parameters of one name are rows of one tensor, in their order."""
     names_on_disk: dict[str, Any] = dict(encoder_names(config, names))
     rows: dict[str, dict[str, int]] = {}

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
+from fnmodels.models.common.config_json import ConfigJson
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.rotary import Rope
 from fnmodels.ops.torch_internals import traced_as_constant
@@ -41,7 +43,7 @@ class DecoderConfig(Protocol):
     @property
     def model_type(self) -> str: ...
 
-    def to_hf(self) -> dict[str, Any]: ...
+    def to_hf(self) -> ConfigJson: ...
 
 
 class UsualConfig(DecoderConfig, Protocol):
@@ -129,7 +131,7 @@ class Family(Protocol):
     def freqs_cis(self, config: Any, positions: Tensor, /, *, length: int | Tensor | None = None) -> dict[str, Any]: ...
     def embed(self, params: Tree, inputs: Any, /, *, config: Any) -> Tensor: ...
     def unembed(self, params: Tree, x: Tensor, /, *, config: Any) -> Tensor: ...
-    def hf_names(self, config: Any, /) -> dict[str, Any]: ...
+    def hf_names(self, config: Any, /) -> StoredNames: ...
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
 
 from .config_json import Fields, shown
 from .family import field_of, traits_of
@@ -150,7 +151,7 @@ def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) 
 
 def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json that `head_fields` reads. kept: the fields that are kept for saving."""
-    out: dict[str, Any] = {"architectures": [classes + CLASSES[config.head]]}
+    out: ConfigJson = {"architectures": [classes + CLASSES[config.head]]}
     if config.num_labels:
         names = kept.get("id2label") or {}
         if len(names) != config.num_labels:

@@ -15,6 +15,8 @@ import torch
 
 from fnmodels.errors import UnsupportedError, UserError
 from fnmodels.inputs.order import Segments
+from fnmodels.models.common.config_json import ConfigJson
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.tree import contains
 
 from .family import DecoderConfig, Family, function_of, model_types, traits_of
@@ -97,7 +99,7 @@ def ordered_kinds(config: Any) -> tuple[str, ...]:
     return tuple(kind for kind, mask in masks.items() if contains(mask, Segments))
 
 
-def hf_names(config: Any) -> dict[str, Any]:
+def hf_names(config: Any) -> StoredNames:
     """`family.hf_names(config)`; TypeError if a user's family has none."""
     family = family_of(config)
     if not hasattr(family, "hf_names"):
@@ -118,14 +120,14 @@ def config_class(family: Family) -> Any:
     return family.Config
 
 
-def to_hf(config: Any) -> dict[str, Any]:
+def to_hf(config: Any) -> ConfigJson:
     """`config.to_hf()`; TypeError if a user's Config has none."""
     if not hasattr(config, "to_hf"):
         raise TypeError(
             f"{type(config).__module__}.{type(config).__name__} has no method 'to_hf', which makes the config.json "
             "that a checkpoint needs."
         )
-    values: dict[str, Any] = config.to_hf()
+    values: ConfigJson = config.to_hf()
     return values
 
 

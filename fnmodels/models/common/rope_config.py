@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fnmodels.errors import ConfigError
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops.rotary import Rope
 
 from .config_json import _MISSING, Fields, shown
@@ -158,7 +159,7 @@ def parse_rope(
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
     """The rope object for config.json, which `parse_rope` reads back."""
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    out: ConfigJson = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.partial != 1:
         out["partial_rotary_factor"] = rope.partial
     for name in _ROPE_KEYS[rope.kind]:

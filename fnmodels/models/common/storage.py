@@ -10,9 +10,12 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+StoredNames = dict[str, Any]  # path of a parameter -> the name of its tensor, a `TensorSlice` or a `Stack`
 
 
 @dataclass(frozen=True)

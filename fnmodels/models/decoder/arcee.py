@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf
@@ -45,7 +45,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 65536
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         apertus = values.get("model_type") == "apertus"
         if apertus and values.get("rope_parameters") is None and values.get("rope_scaling") is None:
@@ -68,7 +68,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names, act = ("rms_norm_eps", "attention_bias", "mlp_bias"), "xielu" if self.xielu else self.hidden_act
         return decoder.decoder_to_hf(self, f"{self.model_type.title()}ForCausalLM", *names, hidden_act=act)
@@ -118,7 +118,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 _AFM = {"vocab_size": 128004, "max_position_embeddings": 65536, "head_dim": 128}
 _YARN = {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
 _APERTUS = {"model_type": "apertus", "num_key_value_heads": 8, "vocab_size": 131072, "rope_parameters": _LLAMA3}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "afm-4.5b": _AFM
     | {"model_type": "arcee", "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 36}
     | {"num_attention_heads": 20, "num_key_value_heads": 4, "rope_parameters": _YARN | {"rope_theta": 1e4}},

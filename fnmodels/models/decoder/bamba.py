@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -47,7 +47,7 @@ class Config(decoder.BaseConfig):
     model_type: str = field(default="bamba", compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, partial=0.5, max_positions=262144, kv_heads=8)
@@ -67,7 +67,7 @@ class Config(decoder.BaseConfig):
         unused = ("num_logits_to_keep", "use_mamba_kernels", "mamba_dt_rank", "z_loss_coefficient")
         return decoder.finished(config, fields, ignored=unused)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         attends = [i for i, kind in enumerate(self.layer_kinds) if kind == "full"]
         own = mamba_to_hf(self.mixer) | {"mamba_expand": self.mixer.rows["x"] // self.hidden_size}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -36,7 +36,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 8192
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         is_first = fields.choice("model_type", MODEL_TYPES) == "cohere"
@@ -49,7 +49,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "attention_bias", "hidden_act", "logit_scale")
         if self.model_type == "cohere":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
@@ -45,7 +45,7 @@ class Config(mla.LatentMixtureConfig):
     model_type: str = field(default="deepseek_v3", compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -68,7 +68,7 @@ class Config(mla.LatentMixtureConfig):
         # expert parallelism and load balancing in training
         return decoder.finished(config, fields, ignored=("ep_size", "aux_loss_alpha", "seq_aux"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         if self.model_type == "deepseek_v2":

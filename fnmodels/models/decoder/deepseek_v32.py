@@ -20,7 +20,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -74,7 +74,7 @@ class Config(mixture.GroupedConfig):
             raise ConfigError("The first layer must have an indexer: no layer before it makes a choice of keys.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         # In some files of GLM-5 head_dim is the width without RoPE; it is read by nothing.
         unused = {"head_dim"} if values.get("head_dim") == values.get("qk_nope_head_dim") else set()
@@ -114,7 +114,7 @@ class Config(mixture.GroupedConfig):
         ignored = ("ep_size", "aux_loss_alpha", "seq_aux", "index_share_for_mtp_iteration")
         return decoder.finished(config, fields, ignored=ignored)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         mlps = ["sparse" if kind.routed else "dense" for kind in parsed(self.layer_kinds)]
         own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

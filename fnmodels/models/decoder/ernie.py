@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -53,7 +53,7 @@ class Config(decoder.BaseConfig):
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields, sparse = Fields(values), values.get("model_type") == "ernie4_5_moe"
         head_dim = 0 if sparse or "head_dim" in values else 128  # an explicit null is hidden_size / heads
@@ -68,7 +68,7 @@ class Config(decoder.BaseConfig):
         # the expert capacity of training, and the MTP block, which is not read
         return decoder.finished(config, fields, ("moe_capacity", "num_nextn_predict_layers") if sparse else ())
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names: tuple[str, ...] = ("rms_norm_eps", "use_bias", "hidden_act")
         if self.model_type == "ernie4_5":
@@ -148,7 +148,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 _MOE = {"model_type": "ernie4_5_moe", "vocab_size": 103424, "moe_num_experts": 64}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "ernie-4.5-0.3b": {"model_type": "ernie4_5", "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072}
     | {"num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128},
     "ernie-4.5-21b-a3b": _MOE

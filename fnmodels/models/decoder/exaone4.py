@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -31,7 +31,7 @@ class Config(decoder.BaseConfig):
     sliding_window: int | None = None
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, kv_heads=32)
@@ -46,7 +46,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
         types = decoder.layer_types([kind == "sliding" for kind in self.layer_kinds])
         names = ("rms_norm_eps", "hidden_act", "sliding_window")
@@ -101,7 +101,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 _EXAONE4 = {"model_type": "exaone4", "vocab_size": 102400, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 _ROPE = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _EXAONE4 |= {"rope_theta": 1e6, "rope_scaling": _ROPE | {"original_max_position_embeddings": 8192}}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "exaone-4.0-1.2b": _EXAONE4
     | {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
     | {"max_position_embeddings": 65536, "sliding_window": None, "layer_types": ["full_attention"] * 30}

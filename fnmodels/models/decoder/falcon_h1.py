@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels.inputs.mask import Create, MaskLike
 from fnmodels.inputs.order import build_segments
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -74,7 +74,7 @@ class Config(decoder.BaseConfig):
     model_type: str = field(default="falcon_h1", compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, max_positions=8192, kv_heads=8)
@@ -100,7 +100,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields, ignored=("num_logits_to_keep", "mlp_expansion_factor"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", *MULTIPLIERS)
         own = mamba_to_hf(self.mixer) | {"mamba_d_ssm": self.mixer.rows["x"], "projectors_bias": self.mixer.out_bias}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.decoder import kinds  # noqa: F401
@@ -58,7 +58,7 @@ class Config(decoder.BaseConfig):
             object.__setattr__(self, "query_scalar", float(self.head_dim))
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -110,10 +110,10 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         ropes = {"sliding_attention": rope_to_hf(self.local_rope), "full_attention": rope_to_hf(self.rope)}
-        own: dict[str, Any] = {"rms_norm_eps": self.rms_norm_eps, "attention_bias": self.attention_bias}
+        own: ConfigJson = {"rms_norm_eps": self.rms_norm_eps, "attention_bias": self.attention_bias}
         own["rope_parameters"] = ropes if self.model_type == "gemma3_text" else ropes["full_attention"]
         own["hidden_act" if self.model_type == "gemma" else "hidden_activation"] = self.hidden_act
         if self.model_type != "gemma":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
@@ -95,7 +95,7 @@ class Config(decoder.BaseConfig):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: ConfigJson) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name.
 
         For model type gemma4 only `text_config` is used.
@@ -143,19 +143,19 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the published form; for model type gemma4 with `text_config` but no other tower."""
         if self.model_type == "gemma4":
             text = replace(self, model_type="gemma4_text")
             object.__setattr__(text, "extra", self.extra)
-            outer: dict[str, Any] = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+            outer: ConfigJson = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
             outer |= {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
             return decoder.expressible(self, outer)
         names = ["global_head_dim", "attention_k_eq_v", "rms_norm_eps", "attention_bias", "sliding_window"]
         names += ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp"]
         if sparse := LayerKind.parse(self.layer_kinds[0]).routed:
             names += ["num_experts", "moe_intermediate_size"]
-        own: dict[str, Any] = {
+        own: ConfigJson = {
             "hidden_activation": self.hidden_act,
             "final_logit_softcapping": self.final_softcap,
             "enable_moe_block": sparse,

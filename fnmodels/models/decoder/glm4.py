@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
@@ -36,7 +36,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 32768
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         defaults: Any = {"partial": _PARTIAL, "kv_heads": 2, "head_dim": 128, "max_positions": 131072}
@@ -47,7 +47,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         name = "Glm4ForCausalLM" if self.sandwich else "GlmForCausalLM"
         return decoder.decoder_to_hf(self, name, "rms_norm_eps", "attention_bias", "hidden_act")

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
@@ -50,7 +50,7 @@ class Config(mixture.GroupedConfig):
     use_qk_norm: bool = False
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         dots = values.get("model_type") == "dots1"
         fields = Fields(values | {name: _DOTS[name] for name in _DOTS if values.get(name) is None} if dots else values)
@@ -73,7 +73,7 @@ class Config(mixture.GroupedConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names: tuple[str, ...] = ("rms_norm_eps", "attention_bias", "hidden_act")
         own = mixture.grouped_to_hf(self)
@@ -130,7 +130,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "dots.llm1": {"model_type": "dots1", "vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944}
     | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
     | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
@@ -80,7 +80,7 @@ class Config:
         return self.hidden_size // self.num_attention_heads
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -104,7 +104,7 @@ class Config:
         upcast = (("reorder_and_upcast_attn", "true"),) * fields.boolean("reorder_and_upcast_attn", False)
         return with_head(config, fields, fields.finish(_IGNORED) + upcast)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under GPT-2's own names."""
         kept = {name: json.loads(value) for name, value in self.extra}
         kept |= decoder_head_to_hf(self, "GPT2LMHeadModel", kept) | {"model_type": self.model_type}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import embed_placed as embed  # noqa: F401
@@ -53,7 +54,7 @@ class Config(older.PlacedConfig):
     max_position_embeddings: int = 1024
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(
             values, MODEL_TYPES, older.GPT_NAMES, positions=1024, tied=True, activation="gelu_pytorch_tanh"
@@ -64,7 +65,7 @@ class Config(older.PlacedConfig):
         config = Config(**usual, **fields.plain(scale_attn_weights=True))
         return decoder.finished(config, fields, _UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         own = {"multi_query": self.num_key_value_heads == 1, "scale_attn_weights": self.scale_attn_weights}
         return older.older_to_hf(self, "GPTBigCodeForCausalLM", older.GPT_NAMES, **own)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import shown
+from fnmodels.models.common.config_json import ConfigJson, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import embed_placed as embed  # noqa: F401
@@ -52,7 +52,7 @@ class Config(older.PlacedConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(
             values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="gelu_new"
@@ -73,7 +73,7 @@ class Config(older.PlacedConfig):
         config = Config(**usual, layer_kinds=layer_kinds, sliding_window=window)
         return decoder.finished(config, fields, older.UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         theirs = {kind: name for name, kind in _KINDS.items()}
         types = [[[theirs[kind]], 1] for kind in self.layer_kinds]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -58,7 +58,7 @@ class Config(decoder.BaseConfig):
             )
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(
@@ -67,7 +67,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
         return decoder.decoder_to_hf(self, "GPTNeoXForCausalLM", *names)
@@ -141,7 +141,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 _NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
 _NEOX |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "use_parallel_residual": True}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     name: _NEOX | dict(zip(_SIZES, sizes, strict=True)) | rest
     for name, *sizes, rest in (
         ("gpt-neox-20b", 6144, 24576, 44, 64, {"vocab_size": 50432, "hidden_act": "gelu_fast"}),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
@@ -52,7 +52,7 @@ class Config(decoder.SizesConfig):
         check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=131072, kv_heads=8, head_dim=64, rope=_rope)
@@ -73,7 +73,7 @@ class Config(decoder.SizesConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "swiglu_alpha", "swiglu_limit", "sliding_window")
         types = decoder.layer_types([kind.slides for kind in parsed(self.layer_kinds)])

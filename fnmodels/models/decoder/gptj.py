@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, older  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -45,7 +46,7 @@ class Config(older.OlderConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(
             values, MODEL_TYPES, older.GPT_NAMES, positions=2048, tied=False, activation="gelu_new"
@@ -57,7 +58,7 @@ class Config(older.OlderConfig):
         config = Config(**usual, rope=Rope(partial=rotated / head_dim))
         return decoder.finished(config, fields, older.UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         rotated = self.rope.dim(self.head_dim)
         return older.older_to_hf(self, _ARCHITECTURES[self.model_type], older.GPT_NAMES, rotary_dim=rotated)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.granite import (  # noqa: F401
@@ -31,13 +31,13 @@ class Config(MultipliedConfig):
     mlp_bias: bool = False
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(**granite_fields(fields, MODEL_TYPES), mlp_bias=fields.boolean("mlp_bias", False))
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return granite_to_hf(self, "GraniteForCausalLM", "mlp_bias")
 

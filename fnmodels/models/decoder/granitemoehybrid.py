@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -62,7 +62,7 @@ class Config(MultipliedConfig):
             mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = granite_fields(fields, MODEL_TYPES)
@@ -82,9 +82,9 @@ class Config(MultipliedConfig):
         )
         return decoder.finished(config, fields, ignored=("init_method",))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = mamba_to_hf(self.mixer) | {"mamba_expand": self.mixer.rows["x"] // self.hidden_size}
+        own: ConfigJson = mamba_to_hf(self.mixer) | {"mamba_expand": self.mixer.rows["x"] // self.hidden_size}
         own |= {"position_embedding_type": "rope" if self.rotary else "nope"}
         linear = [kind.ordered for kind in parsed(self.layer_kinds)]
         own |= {"layer_types": decoder.layer_types(linear, "linear_attention")}

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.decoder import unembed_fp32_weight as unembed  # noqa: F401
@@ -31,7 +31,7 @@ class Config(decoder.BaseConfig):
         decoder.check_width(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         defaults: Any = {"theta": 1e5, "max_positions": 4096, "kv_heads": 20, "head_dim": 128}
@@ -39,7 +39,7 @@ class Config(decoder.BaseConfig):
         own = fields.plain(rms_norm_eps=1e-8, attention_bias=False, mlp_bias=False)
         return decoder.finished(Config(**usual, **own), fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "mlp_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "HeliumForCausalLM", *names)

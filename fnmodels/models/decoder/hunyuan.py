@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_values
@@ -35,7 +35,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 262144
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, rope=_rope)
@@ -47,7 +47,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields, ignored=("pool_type",))  # of heads for classes
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect, with the theta that results from `alpha` instead of `alpha`."""
         names = ("rms_norm_eps", "attention_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "HunYuanDenseV1ForCausalLM", *names)
@@ -106,7 +106,7 @@ def _preset(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voc
     return sizes | rest
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "hunyuan-0.5b": _preset(1024, 3584, 24, 16, 8),
     "hunyuan-1.8b": _preset(2048, 6144, 32, 16, 4),
     "hunyuan-4b": _preset(3072, 8192, 36, 32, 8),

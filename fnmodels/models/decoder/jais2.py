@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, older  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
@@ -28,14 +28,14 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 8192
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, max_positions=8192, activation="relu2")
         own = fields.plain(layer_norm_eps=1e-5, attention_bias=True, mlp_bias=True)
         return decoder.finished(Config(**usual, **own), fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "attention_bias", "mlp_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "Jais2ForCausalLM", *names)

@@ -16,7 +16,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import decoder, delta, mla
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, merged, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, merged, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -86,7 +86,7 @@ class Config(mla.LatentMixtureConfig):
     num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = _flat(renamed(Fields(values), _ALIASES | {"num_local_experts": "n_routed_experts"}))
         fields.choice("model_type", MODEL_TYPES)
@@ -115,11 +115,11 @@ class Config(mla.LatentMixtureConfig):
         )
         return decoder.finished(config, fields, ignored=("rope_theta", "rope_scaling", "rope_parameters"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the published names."""
         linear = [kind.ordered for kind in parsed(self.layer_kinds)]
         dense = [not kind.routed for kind in parsed(self.layer_kinds)]
-        own: dict[str, Any] = {name: getattr(self, name) for name in mixture.GROUPED}
+        own: ConfigJson = {name: getattr(self, name) for name in mixture.GROUPED}
         if dense == sorted(dense, reverse=True):
             own["first_k_dense_replace"] = sum(dense)
         else:

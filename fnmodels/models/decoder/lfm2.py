@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.moe import check_experts, expert_names, experts_from_hf
@@ -91,7 +91,7 @@ class Config(decoder.BaseConfig):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: ConfigJson) -> Config:
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = renamed(Fields(values), {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"})
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=128000, tied=True, kv_heads=8)
@@ -118,10 +118,10 @@ class Config(decoder.BaseConfig):
         # repeated or unused in the published files
         return decoder.finished(config, fields, ignored=_UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         convolves = [kind.ordered for kind in parsed(self.layer_kinds)]
-        own: dict[str, Any] = {"layer_types": decoder.layer_types(convolves, "conv"), "norm_eps": self.rms_norm_eps}
+        own: ConfigJson = {"layer_types": decoder.layer_types(convolves, "conv"), "norm_eps": self.rms_norm_eps}
         own |= {"conv_L_cache": self.conv_kernel, "conv_bias": self.conv_bias}
         if self.model_type == "lfm2":
             return decoder.decoder_to_hf(self, "Lfm2ForCausalLM", block_auto_adjust_ff_dim=False, **own)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
@@ -88,7 +88,7 @@ class Config(decoder.BaseConfig):
     mrope_interleaved: bool = True
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -131,7 +131,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names, own = ["rms_norm_eps", "hidden_act"], dict[str, Any]()
         if self.model_type in _ATTENTION_BIAS:
@@ -216,7 +216,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "seed-oss-36b": {"model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648}
     | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7}
 }

@@ -16,7 +16,7 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Chunk
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -65,7 +65,7 @@ class Config(decoder.BaseConfig):
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name.
 
         For model type llama4 only `text_config` is used.
@@ -97,20 +97,20 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect; for model type llama4 with `text_config` but no vision tower."""
         names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
         names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
         names += ["num_experts_per_tok"]
         chunked = [kind.attends == "chunked" for kind in parsed(self.layer_kinds)]
-        own: dict[str, Any] = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
+        own: ConfigJson = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
         own["no_rope_layers"] = [int(kind.rotates) for kind in parsed(self.layer_kinds)]  # 1: rotary embedding
         own["moe_layers"] = [i for i, kind in enumerate(parsed(self.layer_kinds)) if kind.routed]
         text = replace(self, model_type="llama4_text")
         inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
         if self.model_type == "llama4_text":
             return inner
-        outer: dict[str, Any] = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+        outer: ConfigJson = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
         outer |= {"text_config": inner, "tie_word_embeddings": self.tie_word_embeddings}
         return decoder.expressible(self, outer)
 

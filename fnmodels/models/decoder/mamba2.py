@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -95,7 +95,7 @@ class Config:
         return 1 << 20
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type, width = fields.choice("model_type", MODEL_TYPES), fields.integer("hidden_size")
@@ -113,11 +113,11 @@ class Config:
         )
         return decoder.finished(config, fields, ignored=_UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under Mamba's own names."""
         names = ["vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type"]
         names += ["residual_in_fp32", "tie_word_embeddings", "initializer_range"]
-        own: dict[str, Any] = {"expand": self.mixer.rows["x"] // self.hidden_size}
+        own: ConfigJson = {"expand": self.mixer.rows["x"] // self.hidden_size}
         own |= {name: getattr(self, name) for name in names} | mamba_to_hf(self.mixer, _MIXER)
         kept = {name: json.loads(value) for name, value in self.extra}
         return decoder.expressible(self, kept | decoder_head_to_hf(self, "Mamba2ForCausalLM", kept) | own)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder, mla
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf
@@ -56,7 +56,7 @@ class Config(decoder.BaseConfig):
         super().__post_init__()
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -86,9 +86,9 @@ class Config(decoder.BaseConfig):
         rope = rope_from_hf(fields, head_dim=sizes["qk_rope_head_dim"], max_positions=positions, theta=1e4)
         return decoder.finished(Config(**sizes, rope=rope, model_type=model_type), fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        own: dict[str, Any] = {"rope_interleave": self.rope_interleave}
+        own: ConfigJson = {"rope_interleave": self.rope_interleave}
         if self.model_type == "minicpm3":
             own = {"mlp_bias": self.mlp_bias, "scale_emb": self.embedding_multiplier}
             own["scale_depth"] = self.residual_multiplier * self.num_hidden_layers**0.5

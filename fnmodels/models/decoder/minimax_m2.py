@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -50,7 +50,7 @@ class Config(decoder.BaseConfig):
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = _with_partial(Fields(values))
         sizes: dict[str, Any] = {"max_positions": 196608, "kv_heads": 8, "head_dim": 128}
@@ -64,7 +64,7 @@ class Config(decoder.BaseConfig):
         config = Config(**usual, num_local_experts=experts, num_experts_per_tok=chosen, rms_norm_eps=eps)
         return decoder.finished(config, fields, ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "hidden_act", "num_local_experts", "num_experts_per_tok")
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
@@ -111,7 +111,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "minimax-m2": {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536}
     | {"num_hidden_layers": 62, "num_attention_heads": 48, "rotary_dim": 64}
 }

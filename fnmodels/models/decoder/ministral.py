@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
@@ -34,7 +34,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 262144
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -55,7 +55,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         temperature = {"llama_4_scaling_beta": self.temperature_beta}
         temperature |= {"original_max_position_embeddings": self.temperature_length}

@@ -18,7 +18,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, mla
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
@@ -75,7 +75,7 @@ class Config(decoder.BaseConfig):
             raise ConfigError(f"rope must be {wanted}; it is {self.rope}.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
@@ -95,7 +95,7 @@ class Config(decoder.BaseConfig):
         config = Config(**sizes, **experts, rope=rope, temperature_beta=beta)
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         rope = rope_to_hf(self.rope) | {"llama_4_scaling_beta": self.temperature_beta}
         own = mixture.grouped_to_hf(self) | {"rope_parameters": rope}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -40,7 +40,7 @@ class Config(decoder.BaseConfig):
         check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=131072, kv_heads=8)
@@ -55,7 +55,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "hidden_act", "sliding_window", "num_local_experts", "num_experts_per_tok")
         return decoder.decoder_to_hf(self, "MixtralForCausalLM", *names)

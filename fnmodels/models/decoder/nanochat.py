@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, plain_mlp_leaves, usual_attention
@@ -32,7 +32,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(
@@ -42,7 +42,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "hidden_act")
         own = {"final_logit_softcapping": self.final_softcap}

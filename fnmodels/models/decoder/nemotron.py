@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
@@ -33,7 +33,7 @@ class Config(decoder.BaseConfig):
     initializer_range: float = 0.0134
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=4096, activation="relu2")
@@ -50,7 +50,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("norm_eps", "attention_bias", "mlp_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "NemotronForCausalLM", *names)

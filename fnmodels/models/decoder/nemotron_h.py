@@ -16,7 +16,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits
@@ -99,7 +99,7 @@ class Config(decoder.BaseConfig):
             mixture.check_groups(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         listed = decoder.listed_kinds(Fields(values), _LISTS, _KINDS) or ("linear", "mlp_moe", "full", "mlp")
         fields = Fields({**values, "num_hidden_layers": values.get("num_hidden_layers") or len(listed)})
@@ -133,11 +133,11 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields, ignored=_UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = (*_EXPERTS, "n_routed_experts", "norm_topk_prob", "routed_scaling_factor", "layer_norm_epsilon")
         types = {kind: name for name, kind in _KINDS.items()}
-        own: dict[str, Any] = mamba_to_hf(self.mixer, _MIXER) | {"time_step_min": self.mixer.limits[0]}
+        own: ConfigJson = mamba_to_hf(self.mixer, _MIXER) | {"time_step_min": self.mixer.limits[0]}
         own |= {"mlp_hidden_act": self.hidden_act, "mamba_hidden_act": self.mamba_hidden_act, "rope_parameters": None}
         own |= {"layers_block_type": [types[kind] for kind in self.layer_kinds], "time_step_limit": None}
         own |= {"moe_latent_size": self.moe_latent_size or None}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -35,7 +35,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 4096
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -64,7 +64,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names, own = ("rms_norm_eps", "hidden_act", "attention_bias"), dict[str, Any]()
         if self.model_type == "olmo3":

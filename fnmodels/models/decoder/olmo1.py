@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, usual_attention, usual_mlp
@@ -29,14 +29,14 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         clip = None if fields.take("clip_qkv", None) is None else fields.number("clip_qkv")
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, max_positions=2048)
         return decoder.finished(Config(**usual, **fields.plain(attention_bias=False), clip_qkv=clip), fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return decoder.decoder_to_hf(self, "OlmoForCausalLM", "attention_bias", "clip_qkv", "hidden_act")
 
@@ -68,7 +68,7 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     name: {"model_type": "olmo", "vocab_size": 50304, **dict(zip(_SIZES, sizes, strict=True)), **rest}
     for name, *sizes, rest in (
         ("olmo-1b", 2048, 8192, 16, 16, {"tie_word_embeddings": True}),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder, delta
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -66,7 +66,7 @@ class Config(decoder.BaseConfig):
         delta.check_heads(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
@@ -91,10 +91,10 @@ class Config(decoder.BaseConfig):
         starts = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
         return decoder.finished(config, fields, ignored=starts)  # of fresh parameters
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         linear = [kind == "linear" for kind in self.layer_kinds]
-        own: dict[str, Any] = {"layer_types": decoder.layer_types(linear, "linear_attention")}
+        own: ConfigJson = {"layer_types": decoder.layer_types(linear, "linear_attention")}
         own["rope_parameters"] = {"rope_theta": None} if "full_nope" in self.layer_kinds else rope_to_hf(self.rope)
         names = ("rms_norm_eps", "attention_bias", "hidden_act", "linear_allow_neg_eigval", *delta.SIZES)
         return decoder.decoder_to_hf(self, "OlmoHybridForCausalLM", *names, **own)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import no_freqs as freqs_cis  # noqa: F401
@@ -64,7 +65,7 @@ class Config(older.PlacedConfig):
             raise ConfigError("last_norm is for a model with norms before the sublayers.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(
             values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="relu", inner=lambda hidden: 3072
@@ -80,9 +81,9 @@ class Config(older.PlacedConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
-        own: dict[str, Any] = {"do_layer_norm_before": self.norm_first, "word_embed_proj_dim": self.embedding_size}
+        own: ConfigJson = {"do_layer_norm_before": self.norm_first, "word_embed_proj_dim": self.embedding_size}
         own |= {"_remove_final_layer_norm": self.norm_first and not self.last_norm}
         own |= {"enable_bias": self.biases, "layer_norm_elementwise_affine": self.norm_weights, "layer_norm_eps": None}
         return older.older_to_hf(self, "OPTForCausalLM", _NAMES, **own)

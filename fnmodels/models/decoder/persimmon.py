@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import (
@@ -50,7 +50,7 @@ class Config(decoder.BaseConfig):
         decoder.check_width(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(
@@ -60,7 +60,7 @@ class Config(decoder.BaseConfig):
         config = Config(**usual, **fields.plain(layer_norm_eps=1e-5, qk_layernorm=True))
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return decoder.decoder_to_hf(self, "PersimmonForCausalLM", "layer_norm_eps", "qk_layernorm", "hidden_act")
 

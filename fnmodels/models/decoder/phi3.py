@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -34,7 +34,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 4096
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096, rope=_rope)
@@ -49,7 +49,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
         # transformers reads the original context here, the only place if the rope is not scaled
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
@@ -118,7 +118,7 @@ _PHI4_MINI = {"model_type": "phi3", "vocab_size": 200064, "rms_norm_eps": 1e-5, 
 _PHI4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 _PHI4_MINI |= {"tie_word_embeddings": True, "partial_rotary_factor": 0.75, "rope_scaling": _PHI4_MINI_ROPE}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     name: base | dict(zip(_SIZES, sizes, strict=True))
     for name, base, *sizes in (
         ("phi-3-mini", _PHI3, 3072, 8192, 32, 32, 32),

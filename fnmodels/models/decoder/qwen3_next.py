@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder, delta
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -103,7 +103,7 @@ class Config(decoder.BaseConfig):
         delta.check_heads(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -150,7 +150,7 @@ class Config(decoder.BaseConfig):
         # the block that predicts further tokens, which is not read
         return decoder.finished(config, fields, ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect; for model types with `text_config`, without a vision tower.
 
         Raises ConfigError where `model_type` has no word for this model.
@@ -158,14 +158,14 @@ class Config(decoder.BaseConfig):
         if self.model_type not in _DEFAULTS:
             text = replace(self, model_type=f"{self.model_type}_text")
             object.__setattr__(text, "extra", self.extra)
-            outer: dict[str, Any] = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
+            outer: ConfigJson = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
             outer |= {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
             return decoder.expressible(self, outer)
         names = ["rms_norm_eps", "hidden_act", "attention_bias", *delta.SIZES]
         if self.model_type != "qwen3_5_text":
             names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
         linear_ones = [kind.ordered for kind in parsed(self.layer_kinds)]
-        own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
+        own: ConfigJson = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
         if self.model_type == "qwen3_next":
             names.append("norm_topk_prob")
             own |= {"mlp_only_layers": [i for i, kind in enumerate(parsed(self.layer_kinds)) if not kind.routed]}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -70,7 +70,7 @@ class Config(decoder.BaseConfig):
             raise ConfigError("qk_norm_full is True, but qk_norm, which it says more about, is False.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -108,11 +108,11 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names = ["rms_norm_eps", "hidden_act", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
         second, slides = self.model_type == "qwen2_moe", [kind.slides for kind in parsed(self.layer_kinds)]
-        own: dict[str, Any] = {"qkv_bias" if second else "attention_bias": self.qkv_bias}
+        own: ConfigJson = {"qkv_bias" if second else "attention_bias": self.qkv_bias}
         names += ["clip_qkv"] if self.model_type == "olmoe" else ["moe_intermediate_size", "sliding_window"]
         if self.model_type != "olmoe":
             dense = [i for i, kind in enumerate(parsed(self.layer_kinds)) if not kind.routed]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -41,7 +41,7 @@ class Config(decoder.BaseConfig):
         decoder.check_width(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(
@@ -50,7 +50,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "hidden_act")
         return decoder.decoder_to_hf(self, "StableLmForCausalLM", *names)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -35,7 +35,7 @@ class Config(decoder.BaseConfig):
     initializer_range: float = 0.018042
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         defaults: Any = {"max_positions": 4096, "tied": True, "kv_heads": 2, "activation": "gelu_pytorch_tanh"}
@@ -57,7 +57,7 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
         names = ("norm_epsilon", "use_bias", "hidden_act", "sliding_window")
         return decoder.decoder_to_hf(self, "Starcoder2ForCausalLM", *names)

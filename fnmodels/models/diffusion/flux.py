@@ -21,7 +21,7 @@ from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.inputs.segments import text_order
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf, attention_leaves, bias, norm, plain_mlp_leaves, weight
@@ -44,7 +44,7 @@ CLASS = "FluxTransformer2DModel"
 MODEL_TYPES = (CLASS,)
 KINDS = ("double", "single")
 TRAITS = Traits(kinds=KINDS, inputs="latents", causal=False, weights="diffusion_pytorch_model")
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "flux.1-dev": {"_class_name": CLASS, "guidance_embeds": True},
     "flux.1-schnell": {"_class_name": CLASS},
 }
@@ -143,7 +143,7 @@ class Config:
         return {"time": (), **guidance, "pooled": (self.pooled_projection_dim,)}
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of diffusers; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("_class_name", MODEL_TYPES)
@@ -166,7 +166,7 @@ class Config:
         object.__setattr__(config, "extra", fields.finish(("_diffusers_version",)) + kept)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json of diffusers."""
         own = {name: getattr(self, name) for name in (*_SIZES, "out_channels", "guidance_embeds")}
         own |= {"_class_name": CLASS, "axes_dims_rope": list(self.axes_dims_rope), "patch_size": 1}

@@ -1,10 +1,9 @@
 """BERT (arXiv 1810.04805): an encoder with a norm after each sublayer and learned positions and token types."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from fnmodels.models.common import encoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
     block,
@@ -45,7 +44,7 @@ class Config(encoder.EncoderConfig):
     """Sizes and switches."""
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -53,7 +52,7 @@ class Config(encoder.EncoderConfig):
         config = Config(**usual, pooler=int(usual["head"] == "none"))
         return encoder.finished(config, fields, _POOLER_FIELDS)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json."""
         return encoder.encoder_to_hf(self, "Bert", names={})
 
@@ -82,7 +81,7 @@ def leftovers(config: Config) -> tuple[str, ...]:
     return (*buffers, *pretraining, r"cls\.predictions\.decoder\.bias")  # the last is the head's bias once more
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["BertForMaskedLM"],
     "model_type": "bert",
     "vocab_size": 30522,

@@ -1,14 +1,13 @@
 """DistilBERT (arXiv 1910.01108): BERT without token types."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import encoder
-from fnmodels.models.common.config_json import Fields, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
     block,
@@ -59,7 +58,7 @@ class Config(encoder.EncoderConfig):
     type_vocab_size: int = 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = renamed(Fields(values), _RENAMED)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -69,7 +68,7 @@ class Config(encoder.EncoderConfig):
         # sinusoidal_pos_embds says what the position table was initialized with
         return encoder.finished(Config(**usual), fields, ("output_past", "sinusoidal_pos_embds", "tie_weights_"))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json."""
         return encoder.encoder_to_hf(self, "DistilBert", names=_FIELDS | _ABSENT)
 
@@ -87,7 +86,7 @@ def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config
     return encoder.classify_with(torch.relu, params, x, documents)
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["DistilBertForMaskedLM"],
     "model_type": "distilbert",
     "vocab_size": 30522,

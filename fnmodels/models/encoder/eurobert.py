@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents, pool
 from fnmodels.models.common import decoder, encoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.encoder import attention_masks  # noqa: F401
@@ -45,7 +45,7 @@ class Config(decoder.BaseConfig):
     num_labels: int = 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(
@@ -57,7 +57,7 @@ class Config(decoder.BaseConfig):
         tokens = ("bos_token", "eos_token", "mask_token", "mask_token_id", "pad_token")
         return encoder.finished(config, fields, tokens)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "mlp_bias", "hidden_act", "classifier_pooling")
         return decoder.decoder_to_hf(self, "EuroBert", *names)
@@ -127,7 +127,7 @@ def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config
     return linear(x, weights["score"], weights["score_bias"])
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["EuroBertForMaskedLM"],
     "model_type": "eurobert",
     "vocab_size": 128256,

@@ -12,13 +12,14 @@ from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
 from fnmodels.models.common import decoder, encoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.heads import head_fields
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import Leaf, bias, embedding, norm, usual_attention, usual_mlp, weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops import (
     ACTIVATIONS,
     Rope,
@@ -77,7 +78,7 @@ class Config(decoder.BaseConfig):
     num_labels: int = 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -108,7 +109,7 @@ class Config(decoder.BaseConfig):
         )
         return encoder.finished(config, fields, _IGNORED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         ropes = {"full_attention": rope_to_hf(self.rope), "sliding_attention": rope_to_hf(self.local_rope)}
         names = ("norm_eps", "classifier_activation", "classifier_pooling", *_SWITCHES)
@@ -149,7 +150,7 @@ def spec(config: Config) -> Tree:
     return tree
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk, or its rows there}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "model."
     attention, mlp = f"{prefix}layers.{{}}.attn", f"{prefix}layers.{{}}.mlp"
@@ -238,7 +239,7 @@ def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config
     return linear(_dense(weights, pooled, config), weights["score"], weights["score_bias"])
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["ModernBertForMaskedLM"],
     "model_type": "modernbert",
     "vocab_size": 50368,

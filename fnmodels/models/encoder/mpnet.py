@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fnmodels.models.common import encoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
     block,
@@ -55,7 +55,7 @@ class Config(encoder.EncoderConfig):
     relative_attention_num_buckets: int = 32
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -68,7 +68,7 @@ class Config(encoder.EncoderConfig):
         config = Config(**usual, pooler=pooler, relative_attention_num_buckets=buckets)
         return encoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json."""
         names, buckets = {"type_vocab_size": ""}, self.relative_attention_num_buckets
         return encoder.encoder_to_hf(self, "MPNet", names=names, relative_attention_num_buckets=buckets)
@@ -106,7 +106,7 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
     return {"bias": RelativeBias(values, positions, positions)}
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["MPNetForMaskedLM"],
     "model_type": "mpnet",
     "vocab_size": 30527,

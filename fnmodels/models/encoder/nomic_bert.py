@@ -8,11 +8,12 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import encoder
-from fnmodels.models.common.config_json import Fields, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.encoder import attention_masks, block, classify, head_leaves, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, layer_norm_leaves
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops import Rope, embed_tokens, rotary_table
 from fnmodels.tree import Tree
 
@@ -65,7 +66,7 @@ class Config(encoder.EncoderConfig):
     hidden_act: str = "silu"
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of either dialect; raises ConfigError or UnsupportedError with the field's name."""
         if "n_positions" in values and values.get("max_position_embeddings") == 2048:  # what transformers 5 adds
             values = {name: value for name, value in values.items() if name != "max_position_embeddings"}
@@ -85,7 +86,7 @@ class Config(encoder.EncoderConfig):
             rope = replace(rope, kind="dynamic", factor=factor, original_max_position_embeddings=trained)
         return encoder.finished(Config(**usual, rope=rope), fields, _IGNORED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         rope: dict[str, Any] = rope_to_hf(self.rope)
         extra: dict[str, Any] = {}
@@ -113,7 +114,7 @@ def spec(config: Config) -> Tree:
     return tree | head_leaves(config)
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk, or its rows there}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "nomic_bert."
     layer = f"{prefix}encoder.layers.{{}}."
@@ -148,7 +149,7 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     return encoder.embed_types(params, x, inputs if isinstance(inputs, Mapping) else {}, config)
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["NomicBertForMaskedLM"],
     "model_type": "nomic_bert",
     "vocab_size": 30528,

@@ -1,10 +1,9 @@
 """RoBERTa (arXiv 1907.11692) and XLM-RoBERTa: BERT whose positions begin after the row of the padding token."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from fnmodels.models.common import encoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
     block,
@@ -47,7 +46,7 @@ class Config(encoder.EncoderConfig):
     first_position: int = 2
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -56,7 +55,7 @@ class Config(encoder.EncoderConfig):
         config = Config(**usual, pooler=int(usual["head"] == "none"))
         return encoder.finished(config, fields, ("output_past",))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json."""
         pad = self.first_position - 1
         return encoder.encoder_to_hf(self, _CLASSES[self.model_type], names={}, pad_token_id=pad)
@@ -75,7 +74,7 @@ def leftovers(config: Config) -> tuple[str, ...]:
     return buffers if config.head == "none" else (*buffers, *unread)
 
 
-_BASE: dict[str, Any] = {
+_BASE: ConfigJson = {
     "architectures": ["RobertaForMaskedLM"],
     "model_type": "roberta",
     "vocab_size": 50265,

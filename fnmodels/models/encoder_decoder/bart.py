@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, embedding, layer_norm_leaves
-from fnmodels.models.common.storage import TensorSlice
+from fnmodels.models.common.storage import StoredNames, TensorSlice
 from fnmodels.models.encoder_decoder import transformer
 from fnmodels.models.encoder_decoder.cross_attention import memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, freqs_cis, kinds, stacks  # noqa: F401
@@ -49,7 +49,7 @@ class _Form(NamedTuple):
     defaults: dict[str, Any] = {}  # noqa: RUF012 - read only
 
 
-_BASE: dict[str, Any] = {"vocab_size": 50265, "d_model": 1024, "activation_function": "gelu", "pad_token_id": 1}
+_BASE: ConfigJson = {"vocab_size": 50265, "d_model": 1024, "activation_function": "gelu", "pad_token_id": 1}
 _BASE |= {f"{side}_layers": 12 for side in ("encoder", "decoder")}
 _BASE |= {f"{side}_attention_heads": 16 for side in ("encoder", "decoder")}
 _BASE |= {f"{side}_ffn_dim": 4096 for side in ("encoder", "decoder")}
@@ -99,7 +99,7 @@ class Config(transformer.PairConfig):
         return _FORMS[self.model_type]
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -129,7 +129,7 @@ class Config(transformer.PairConfig):
         object.__setattr__(config, "extra", fields.finish((*_IGNORED, *_KEPT)) + kept)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of BART; ConfigError for one of the stacks."""
         out = {name: json.loads(value) for name, value in self.extra} | transformer.pair_to_hf(self)
         out |= {"scale_embedding": self.embed_scale, "max_position_embeddings": self.max_position_embeddings}
@@ -162,10 +162,10 @@ def _stack_spec(config: Config) -> Tree:
     return tree | (layer_norm_leaves("norm", D, "embed") if config.norm_first else {})
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     V = config.vocab_size
-    top: dict[str, Any] = {"embed_tokens": "model.shared.weight"}
+    top: ConfigJson = {"embed_tokens": "model.shared.weight"}
     top["lm_head_bias"] = TensorSlice("final_logits_bias", 0, V, V, ones=(1, 0))
     return {path: top.get(path) or transformer.stack_name(path, config) for path in flatten(spec(config))}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, shown
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
@@ -130,7 +130,7 @@ class Config:
         return replace(self, stack="decoder", num_hidden_layers=self.num_decoder_layers)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -168,7 +168,7 @@ class Config:
         object.__setattr__(config, "extra", fields.finish(("n_positions", "output_past", "scalable_attention")) + kept)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under T5's own names; ConfigError for the decoder alone, which no class reads."""
         if self.stack == "decoder":
             raise ConfigError("The decoder is saved with its encoder: save the params of the config with both stacks.")
@@ -318,7 +318,7 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     return linear(x, decoder.head(params, config))
 
 
-_BASE: dict[str, Any] = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32128}
+_BASE: ConfigJson = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32128}
 _V1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _SHAPES: dict[str, dict[str, Any]] = {
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6},

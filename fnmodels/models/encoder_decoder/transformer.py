@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import attention_leaves, layer_norm_leaves, plain_mlp_leaves
 from fnmodels.ops import ACTIVATIONS, layer_norm, plain_mlp, project_out, project_qkv
@@ -101,7 +101,7 @@ class PairConfig:
         }
         return replace(self, stack="decoder", **(_NO_DECODER | sizes))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json, which each family writes."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.audio import REACH
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, Normal, Sinusoids, bias, embedding, layer_norm_leaves
 from fnmodels.models.encoder_decoder import transformer
@@ -75,7 +75,7 @@ class Config(transformer.PairConfig):
         return replace(super().decoder, max_position_embeddings=self.decoder_positions, decoder_positions=0)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
@@ -92,7 +92,7 @@ class Config(transformer.PairConfig):
         object.__setattr__(config, "extra", fields.finish((*_IGNORED, *more)) + kept)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under Whisper's own names; ConfigError for one of the stacks, which no class reads."""
         out = {name: json.loads(value) for name, value in self.extra} | transformer.pair_to_hf(self)
         out |= {name: getattr(self, ours) for name, ours in _SIZES.items()}
@@ -180,7 +180,7 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
 
 def _preset(width: int, layers: int, below: int, **more: int) -> dict[str, Any]:
     heads, inner = width // 64, 4 * width
-    values: dict[str, Any] = {"architectures": [_CLASS], "model_type": "whisper", "d_model": width}
+    values: ConfigJson = {"architectures": [_CLASS], "model_type": "whisper", "d_model": width}
     for side, count in (("encoder", layers), ("decoder", below)):
         values |= {f"{side}_layers": count, f"{side}_attention_heads": heads, f"{side}_ffn_dim": inner}
     return values | {"decoder_start_token_id": 50258, "eos_token_id": 50257, "pad_token_id": 50257} | more

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.models.vision.common import two_towers
@@ -32,7 +32,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
@@ -46,7 +46,7 @@ class Config:
         scale = outer.number("logit_scale_init_value", 2.6592, above=-100.0)
         return two_towers.finished(Config(**configs, logit_scale=scale), outer)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         own = {"projection_dim": self.text.projection, "logit_scale_init_value": self.logit_scale}
         return two_towers.towers_to_hf(self, "CLIPModel", **own)

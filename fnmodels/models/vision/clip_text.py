@@ -4,14 +4,13 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import text_tower
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
@@ -31,7 +30,7 @@ class Config(text_tower.TextConfig):
     hidden_act: str = "quick_gelu"
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = text_tower.text_fields(fields, MODEL_TYPES, (49408, 512, 2048, 12, 8, 77), "quick_gelu", 1e-5)
@@ -40,7 +39,7 @@ class Config(text_tower.TextConfig):
         object.__setattr__(config, "extra", fields.finish(_IGNORED))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         if not self.projection:
             return text_tower.text_to_hf(self, "CLIPTextModel")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import embedding, layer_norm_leaves, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds  # noqa: F401
@@ -37,7 +37,7 @@ class Config(vision.VisionConfig):
     projection: int = 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-5, activation="quick_gelu", patch=32)
@@ -46,7 +46,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish(_IGNORED))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         if not self.projection:
             return vision.vision_to_hf(self, "CLIPVision")

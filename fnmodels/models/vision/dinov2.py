@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
@@ -77,7 +77,7 @@ class Config(vision.VisionConfig):
         return "silu" if self.use_swiglu_ffn else self.hidden_act
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         registers = fields.choice("model_type", MODEL_TYPES) == "dinov2_with_registers"
@@ -93,7 +93,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", vision.kept_fields(fields, _IGNORED))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         own = "num_register_tokens" if self.num_register_tokens else "use_mask_token"
         names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "layerscale_value", own)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
 from fnmodels.ops.rotary import Rope, frequencies
@@ -28,7 +28,7 @@ TRAITS = Traits(
     in_memory={r"^layer\.": "model.layer."},
 )
 _FIELDS = {"num_register_tokens": 4, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "dinov3-vits16": _FIELDS,
     "dinov3-vitb16": _FIELDS | {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
 }
@@ -69,7 +69,7 @@ class Config(vision.VisionConfig):
         return 1 + self.num_register_tokens
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-5, sizes=(384, 1536, 12, 6))
@@ -86,7 +86,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", vision.kept_fields(fields, _IGNORED))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         names = ("num_register_tokens", "rope_theta", "key_bias", "use_gated_mlp", "layerscale_value")
         return vision.vision_to_hf(self, "DINOv3ViT", *names)

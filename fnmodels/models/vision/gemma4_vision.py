@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Constant, Leaf, Normal, attention_leaves, gated_mlp_leaves, norm, weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, look_up, split_heads
 from fnmodels.ops.linear import linear, linears
@@ -69,7 +70,7 @@ class Config(vision.VisionConfig):
         return 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         named = {"hidden_act": "hidden_activation", "layer_norm_eps": "rms_norm_eps"}
         fields = Fields({n: v for n, v in values.items() if n not in named.values()} | _given(values, named))
@@ -94,7 +95,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish(ignored))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         rest: dict[str, Any] = dict.fromkeys(("hidden_act", "layer_norm_eps", "image_size", "num_channels"))
         rest |= {"hidden_activation": self.hidden_act, "rms_norm_eps": self.layer_norm_eps, "head_dim": self.head_dim}
@@ -104,7 +105,7 @@ class Config(vision.VisionConfig):
         return vision.vision_to_hf(self, "Gemma4Vision", "standardize", **rest)
 
 
-def _given(values: dict[str, Any], named: dict[str, str]) -> dict[str, Any]:
+def _given(values: ConfigJson, named: dict[str, str]) -> dict[str, Any]:
     return {ours: values[theirs] for ours, theirs in named.items() if theirs in values}
 
 
@@ -126,7 +127,7 @@ def spec(config: Config) -> Tree:
     return tree | {"layers": [layer for _ in range(config.num_hidden_layers)]}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = {"patch_proj": "patch_embedder.input_proj.weight"}
     names |= {"embed_positions": "patch_embedder.position_embedding_table"}

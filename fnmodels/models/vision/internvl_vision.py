@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm
@@ -51,7 +51,7 @@ class Config(vision.VisionConfig):
     final_norm: bool = False
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, sizes=(1024, 4096, 24, 16), patch=14, image=448)
@@ -68,9 +68,9 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
+        own: ConfigJson = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
         own |= {"use_mean_pooling": not self.final_norm, "layer_scale_init_value": self.layer_scale}
         sizes = {name: [getattr(self, name)] * 2 for name in ("image_size", "patch_size")}
         return vision.vision_to_hf(self, "InternVLVision", "attention_bias", **own, **sizes)

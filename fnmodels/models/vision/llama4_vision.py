@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fnmodels.inputs.image_places import gather_cells
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, embedding, layer_norm_leaves, weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import project_out, project_qkv
@@ -49,7 +50,7 @@ class Config(vision.VisionConfig):
     adapter: int = 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=EPS, sizes=(768, 5632, 34, 16), patch=14, image=448)
@@ -72,7 +73,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish(ignored=("projector_dropout",)))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         widths = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), self.output_dim)
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -111,7 +112,7 @@ def adapted(weights: Tree, x: Tensor, places: Tensor, /) -> Tensor:
     return F.gelu(linear(inner, weights["out"]))
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = {"patch_proj": "patch_embedding.linear.weight", "class_token": "class_embedding"}
     adapter = {"adapter.up": "vision_adapter.mlp.fc1.weight", "adapter.out": "vision_adapter.mlp.fc2.weight"}

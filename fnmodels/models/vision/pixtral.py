@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves, norm
@@ -48,7 +48,7 @@ class Config(vision.VisionConfig):
         return 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=EPS, sizes=(1024, 4096, 24, 16), image=1024)
@@ -60,7 +60,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         rope = {"rope_type": "axial", "rope_theta": self.rope_theta}
         return vision.vision_to_hf(self, "PixtralVision", layer_norm_eps=None, rope_parameters=rope)

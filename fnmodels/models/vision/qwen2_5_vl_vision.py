@@ -15,10 +15,11 @@ from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything, SameSpan
 from fnmodels.inputs.segments import text_order
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision.common import qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
@@ -56,7 +57,7 @@ class Config(qwen_tower.QwenTowerConfig):
         return tuple("full" if i in self.full_layers else "window" for i in range(self.num_hidden_layers))
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = qwen_tower.tower_fields(
             Fields(values), MODEL_TYPES, sizes=(3584, 3420, 32, 16), patch=14, activation="silu"
@@ -73,9 +74,9 @@ class Config(qwen_tower.QwenTowerConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = {"out_hidden_size": self.out_hidden_size, "window_size": self.window * self.patch_size}
+        own: ConfigJson = {"out_hidden_size": self.out_hidden_size, "window_size": self.window * self.patch_size}
         own |= {"fullatt_block_indexes": list(self.full_layers), "tokens_per_second": self.tokens_per_second}
         return qwen_tower.tower_to_hf(self, "Qwen2_5_VLVision", **own)
 
@@ -88,7 +89,7 @@ def spec(config: Config) -> Tree:
     return {"patch_proj": qwen_tower.patch_leaf(config), "layers": [layer for _ in range(config.num_hidden_layers)]}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = {"patch_proj": "patch_embed.proj.weight"} | qwen_tower.layer_names(config, _LAYER)
     return vision.of_spec(spec(config), names)

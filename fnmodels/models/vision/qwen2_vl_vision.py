@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
 from fnmodels.models.vision.common import qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
@@ -32,7 +33,7 @@ class Config(qwen_tower.QwenTowerConfig):
     out_hidden_size: int = 3584
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         wide, narrow = outer.integer("hidden_size", 3584), outer.integer("embed_dim", 1280)
@@ -47,7 +48,7 @@ class Config(qwen_tower.QwenTowerConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         if self.intermediate_size % self.hidden_size:
             raise ConfigError(
@@ -65,7 +66,7 @@ def spec(config: Config) -> Tree:
     return {"patch_proj": qwen_tower.patch_leaf(config), "layers": [layer for _ in range(config.num_hidden_layers)]}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     return {"patch_proj": "patch_embed.proj.weight"} | qwen_tower.layer_names(config, _LAYER)
 

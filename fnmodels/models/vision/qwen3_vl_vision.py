@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, embedding
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa: F401
@@ -48,7 +49,7 @@ class Config(qwen_tower.QwenTowerConfig):
             )
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = qwen_tower.tower_fields(
             Fields(values),
@@ -68,9 +69,9 @@ class Config(qwen_tower.QwenTowerConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = {"out_hidden_size": self.out_hidden_size, "num_position_embeddings": self.side**2}
+        own: ConfigJson = {"out_hidden_size": self.out_hidden_size, "num_position_embeddings": self.side**2}
         own["deepstack_visual_indexes"] = list(self.deepstack)
         return qwen_tower.tower_to_hf(self, _CLASSES.get(self.model_type, "Qwen3VLVision"), **own)
 
@@ -83,7 +84,7 @@ def spec(config: Config) -> Tree:
     return tree | {"layers": [vision.vision_layer(config) for _ in range(config.num_hidden_layers)]}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = {"embed_positions": "pos_embed.weight", **vision.weight_and_bias("patch_proj", "patch_embed.proj")}
     return names | qwen_tower.layer_names(config, _LAYER)

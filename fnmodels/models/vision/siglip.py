@@ -1,13 +1,13 @@
 """SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786): both towers, the scale and the bias of similarities."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.tree import Tree
@@ -17,7 +17,7 @@ from . import siglip_text, siglip_vision
 MODEL_TYPES = ("siglip", "siglip2")
 TRAITS = Traits(causal=False, leftovers=(r"(text|vision)_model\.embeddings\.position_ids",))
 _WORDS = {"text_config": {"vocab_size": 256000}}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "siglip-base-patch16-224": {"model_type": "siglip"},
     "siglip2-base-patch16-224": {"model_type": "siglip", **_WORDS},
     "siglip2-base-patch16-naflex": {"model_type": "siglip2", **_WORDS},
@@ -35,7 +35,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         kind = outer.choice("model_type", MODEL_TYPES)
@@ -45,7 +45,7 @@ class Config:
         }
         return two_towers.finished(Config(**configs, model_type=kind), outer)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return two_towers.towers_to_hf(self, "Siglip2Model" if self.model_type == "siglip2" else "SiglipModel")
 
@@ -56,7 +56,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | own
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     return two_towers.towers_names(config) | {name: name for name in ("logit_scale", "logit_bias")}
 

@@ -6,7 +6,6 @@ other: pad so, and give padding the segment id of its text.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common import text_tower
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
@@ -40,7 +39,7 @@ class Config(text_tower.TextConfig):
     layer_norm_eps: float = 1e-6
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         sizes = (32000, 768, 3072, 12, 12, 64)
@@ -49,7 +48,7 @@ class Config(text_tower.TextConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         name = "Siglip2TextModel" if self.model_type == "siglip2_text_model" else "SiglipTextModel"
         return text_tower.text_to_hf(self, name, projection_size=self.projection)

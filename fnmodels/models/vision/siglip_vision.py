@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import text_tower, vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
@@ -61,7 +61,7 @@ class Config(vision.VisionConfig):
         return 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         bucketed = values.get("model_type") in _BUCKETED
@@ -82,7 +82,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish(("size", "max_image_size") if bucketed else ()))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         if self.bucketed:
             return vision.vision_to_hf(self, "SmolVLMVision" if "smol" in self.model_type else "Idefics3Vision")

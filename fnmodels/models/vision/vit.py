@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
@@ -60,7 +60,7 @@ class Config(vision.VisionConfig):
     pooler: int = 1
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-12)
@@ -76,7 +76,7 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", vision.kept_fields(fields, ("encoder_stride",)))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision.vision_to_hf(self, "ViT", "qkv_bias")
 

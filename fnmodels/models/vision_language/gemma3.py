@@ -23,11 +23,11 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import cells, gather_cells, image_places, image_spans  # noqa: F401
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import norm, weight
-from fnmodels.models.common.storage import TensorSlice
+from fnmodels.models.common.storage import StoredNames, TensorSlice
 from fnmodels.models.vision import siglip_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -60,7 +60,7 @@ def _preset(**sizes: int) -> dict[str, Any]:
 
 _12B = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16}
 _27B = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "gemma-3-4b": _preset(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
     "gemma-3-12b": _preset(**_12B, num_key_value_heads=8),
     "gemma-3-27b": _preset(**_27B, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168),
@@ -93,7 +93,7 @@ class Config:
         return self.vision.side // isqrt(self.image_tokens)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
@@ -112,7 +112,7 @@ class Config:
         object.__setattr__(config, "extra", extra)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
@@ -130,7 +130,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     wide, at = config.text.hidden_size, "multi_modal_projector"
     own = TensorSlice(f"{at}.mm_input_projection_weight", 0, wide, wide, transposed=True)

@@ -26,10 +26,11 @@ from fnmodels.inputs.image_places import cells, gather_cells, image_places, imag
 from fnmodels.inputs.image_sizes import fit_patches
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Rule, SameSpan, Window
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import LayerKind, Traits, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, norm, weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import gemma4_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -66,7 +67,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
@@ -87,7 +88,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS, ignored=ignored))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect, without audio."""
         own = {"pad_token_id": self.pad_token, "use_bidirectional_attention": "vision" if self.bidirectional else None}
         text = {name: value for name, value in self.text.to_hf().items() if name != "architectures"}
@@ -118,7 +119,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     at = "model.vision_tower."
     names = vision_language.nested_names(config, text="model.language_model.", vision=at)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import canvas, tiles
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.spec import weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import llama4_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -48,7 +49,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
@@ -62,7 +63,7 @@ class Config:
         object.__setattr__(config, "extra", extra)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
@@ -80,7 +81,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_model.")
     own = {"up": "vision_model.vision_adapter.mlp.fc1", "out": "vision_model.vision_adapter.mlp.fc2"}

@@ -21,9 +21,10 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.images import center_crop, shortest_edge
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import layer_norm_leaves
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import clip_vision
 from fnmodels.models.vision.common import two_towers
@@ -48,7 +49,7 @@ TRAITS = Traits(
     in_memory=vision_language.MODULES,
 )
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "llava-1.5-7b": {
         "model_type": "llava",
         "image_token_index": 32000,
@@ -79,7 +80,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -108,10 +109,10 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length",)))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         layers = [count - self.vision.num_hidden_layers - 1 for count in self.feature_layers]
-        own: dict[str, Any] = {"image_token_index": self.image_token, "image_seq_length": self.vision.side**2}
+        own: ConfigJson = {"image_token_index": self.image_token, "image_seq_length": self.vision.side**2}
         own |= {"vision_feature_layer": layers if len(layers) > 1 else layers[0], "projector_hidden_act": "gelu"}
         if self.model_type == "vipllava":
             own["projector_layernorm_eps"] = self.norm_eps
@@ -128,7 +129,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
     norms = weight_and_bias("projector.norm", "multi_modal_projector.projector_layernorm")

@@ -25,9 +25,10 @@ from torch import Tensor
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import best_canvas, without_padding
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.registry import family_for
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import vector
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -100,7 +101,7 @@ class Config:
             raise ConfigError(f"image_grid_pinpoints must be multiples of a tile's {side} pixels.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -130,7 +131,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length", *videos)))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         layers = [count - self.vision.num_hidden_layers - 1 for count in self.feature_layers]
         return vision_language.to_hf(
@@ -177,7 +178,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector, "newline": vector(wide, std)}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
     return names | vision_language.mlp_names(config.projector_bias) | {"newline": "image_newline"}

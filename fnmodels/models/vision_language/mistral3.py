@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import fit_edge
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm, weight
-from fnmodels.models.common.storage import renamed
+from fnmodels.models.common.storage import StoredNames, renamed
 from fnmodels.models.vision import pixtral
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -48,7 +48,7 @@ _TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "lighton_ocr": ("qwen3", {}, "LightOnOcrForConditionalGeneration"),
 }
 MODEL_TYPES = tuple(_TYPES)
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "mistral-small-3.1-24b": {"model_type": "mistral3", "tie_word_embeddings": False, "vision_config": _PIXTRAL}
     | {"text_config": {"model_type": "mistral", "sliding_window": None} | _SMALL}
 }
@@ -68,7 +68,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -88,7 +88,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         old = {"image_token_index": self.image_token, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
         old |= {"multimodal_projector_bias": self.projector_bias}
@@ -109,7 +109,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     if config.model_type == "lighton_ocr":
         names = vision_language.nested_names(config, text="model.language_model.", vision="model.vision_encoder.")

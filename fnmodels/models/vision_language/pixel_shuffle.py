@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.registry import family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
-from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.models.common.storage import Stored, StoredNames, fuse
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -161,7 +161,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -192,7 +192,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, ignored=_PROCESSOR))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         own = _TYPES[self.model_type]
         fields: dict[str, Any] = {own.token[0]: self.image_token, own.merge[0]: self.merge, own.inner[0]: self.inner}
@@ -231,7 +231,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     own, half = _TYPES[config.model_type], config.inner // 2
     named = vision_language.part_names if own.text == "language_model." else vision_language.nested_names

@@ -25,9 +25,10 @@ from torch import Tensor
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import layer_norm_leaves, norm
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import qwen2_5_vl_vision, qwen2_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -73,7 +74,7 @@ def _second(layers: int, tied: bool, hidden: int, **sizes: int) -> dict[str, Any
     return values | {"model_type": "qwen2_vl", "text_config": text, "vision_config": {"hidden_size": hidden}}
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "qwen2-vl-2b": _second(28, True, 1536, intermediate_size=8960, **_2B),
     "qwen2-vl-7b": _second(28, False, 3584, **_7B),
     "qwen2-vl-72b": _second(80, False, 8192),
@@ -99,7 +100,7 @@ class Config:
         qwen_vl.check_widths(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -114,7 +115,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
@@ -137,7 +138,7 @@ def _has_layer_norms(config: Config) -> bool:
     return isinstance(config.vision, qwen2_vl_vision.Config)
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.", vision="visual.")
     norms = vision.weight_and_bias("merger.norm", "visual.merger.ln_q")

@@ -22,8 +22,9 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -62,7 +63,7 @@ class Config:
         qwen_vl.check_widths(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -82,7 +83,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         tower = self.vision.to_hf()
         return vision_language.to_hf(
@@ -101,7 +102,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"merger": merger}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
     return names | qwen_vl.normed_merger_names("merger", "model.visual.merger")

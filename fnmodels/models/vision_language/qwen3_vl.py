@@ -27,9 +27,10 @@ from fnmodels import tree
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import add_features, cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.moe import transposed_experts
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
@@ -65,7 +66,7 @@ _SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstac
 _A3B = {"num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8}
 _A22B = _A3B | {"num_attention_heads": 64, "moe_intermediate_size": 1536, "intermediate_size": 12288}
 _A3B = _A3B | {"num_attention_heads": 32, "moe_intermediate_size": 768}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, ConfigJson] = {
     "qwen3-vl-2b": _preset(28, True, _SMALL, 2048, intermediate_size=6144, num_attention_heads=16),
     "qwen3-vl-4b": _preset(36, True, _SMALL, 2560, intermediate_size=9728),
     "qwen3-vl-8b": _preset(36, False, {}, 4096, intermediate_size=12288),
@@ -94,7 +95,7 @@ class Config:
             )
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -115,7 +116,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         slides = ("sliding_window", "use_sliding_window", "layer_types")
         return vision_language.to_hf(
@@ -136,7 +137,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | own
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
     for path in tree.flatten(two_towers.towers_spec(config)):

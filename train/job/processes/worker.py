@@ -18,6 +18,7 @@ from params.initialize import leaf_dtype
 from train.batch import Entries
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.saved_steps import Checkpoint
+from train.gradients import Metrics
 from train.job.blueprint import Blueprint
 from train.job.mesh_flags import MeshSetup
 from train.job.recipe import computed_in, evaluated_params, optimizer_for, step_options
@@ -52,7 +53,7 @@ class Programs:
 
     optimizer: Optimizer
     step: StepFunction
-    evaluate: Callable[[Tree, Entries], dict[str, Any]]
+    evaluate: Callable[[Tree, Entries], Metrics]
     plan: Tree | None
 
 
@@ -104,7 +105,7 @@ class Worker:
         self.state = self.blueprint.restored(self.state, loaded)
         return self.state
 
-    def step(self, batch: Entries) -> tuple[State, dict[str, Any]]:
+    def step(self, batch: Entries) -> tuple[State, Metrics]:
         self.state, metrics = self.programs.step(self.state, batch)
         return self.state, metrics
 

@@ -1,8 +1,8 @@
 """The usual parameters of a decoder, and their names in checkpoints."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.tree import Tree, flatten
 
 from ..family import DecoderConfig, UsualConfig
@@ -17,7 +17,7 @@ def spec(config: UsualConfig) -> Tree:
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
-def hf_names(config: DecoderConfig) -> dict[str, Any]:
+def hf_names(config: DecoderConfig) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     return {path: decoder_name(path) for path in flatten(family_of(config).spec(config))}
 

@@ -16,7 +16,7 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.spec import Leaf, Normal
-from fnmodels.models.common.storage import fuse
+from fnmodels.models.common.storage import StoredNames, fuse
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -90,7 +90,7 @@ def patch_leaf(config: QwenTowerConfig) -> Leaf:
     return Leaf(shape, torch.float32, axes, Normal(config.initializer_range))
 
 
-def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> dict[str, Any]:
+def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> StoredNames:
     """{path: name on disk} of the layers: q, k and v are fused; parts {path in a layer: its name without ".weight"}."""
     names: dict[str, Any] = {}
     for i in range(config.num_hidden_layers):

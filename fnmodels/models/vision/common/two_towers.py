@@ -15,7 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import family_of
-from fnmodels.models.common.storage import renamed
+from fnmodels.models.common.storage import StoredNames, renamed
 from fnmodels.tree import Tree
 
 _IGNORED = ("text_config_dict", "vision_config_dict", "initializer_factor", "projection_dim", "logit_scale_init_value")
@@ -61,7 +61,7 @@ def towers_spec(config: Any) -> Tree:
     return {name: family_of(inner).spec(inner) for name, inner in towers(config).items()}
 
 
-def towers_names(config: Any) -> dict[str, Any]:
+def towers_names(config: Any) -> StoredNames:
     """{path of a parameter: its name on disk} of both towers."""
     named = {key: family_of(inner).hf_names(inner) for key, inner in towers(config).items()}
     return {f"{key}.{path}": name for key, names in named.items() for path, name in names.items()}

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import gather_cells, place
-from fnmodels.models.common.config_json import Fields, is_bookkeeping
+from fnmodels.models.common.config_json import ConfigJson, Fields, is_bookkeeping
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
-from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.models.common.storage import Stored, StoredNames, renamed
 from fnmodels.models.vision.common.two_towers import towers, with_prefix
 from fnmodels.ops.linear import linear
 from fnmodels.run_params import with_run
@@ -93,7 +93,7 @@ def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tup
     return outer.finish(ignored) + own
 
 
-def to_hf(config: Any, architecture: str, **own: Any) -> dict[str, Any]:
+def to_hf(config: Any, architecture: str, **own: Any) -> ConfigJson:
     """A config.json: the objects of the parts, the fields kept for saving, and `own`, which wins."""
     parts = {f"{name}_config": part.to_hf() for name, part in towers(config).items()}
     for part in parts.values():
@@ -102,7 +102,7 @@ def to_hf(config: Any, architecture: str, **own: Any) -> dict[str, Any]:
     return expressible(config, {name: json.loads(value) for name, value in config.extra} | named | parts | own)
 
 
-def part_names(config: Any, **prefixes: str) -> dict[str, Any]:
+def part_names(config: Any, **prefixes: str) -> StoredNames:
     """{path of a parameter: its name on disk} of the parts, whose names begin with prefixes {part: prefix}."""
     names: dict[str, Any] = {}
     for path, prefix in prefixes.items():
