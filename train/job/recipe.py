@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.loss import LossFn
 from train.optim.adafactor import adafactor
@@ -19,7 +20,7 @@ from train.optim.schedules import warmup_stable_decay
 from train.optim.wrappers import averaged, partition, with_ema
 from train.state import State
 
-from .settings import RunSettings
+from .settings import RunSettings, imports
 
 S = TypeVar("S", bound=RunSettings)
 MATRICES = "layers.*_proj"
@@ -57,7 +58,7 @@ def fast_dtype() -> str:
 
 def with_optimizer_defaults(settings: S) -> S:
     """`settings` with defaults for all hyperparameters of its optimizer; those it does not have stay None."""
-    of_task, values = settings.adamw, dict(OPTIMIZER_DEFAULTS[settings.optimizer])
+    of_task, values = settings.adamw, dict(OPTIMIZER_DEFAULTS.get(settings.optimizer, {"rate": 1.0}))
     rate = values.pop("rate") * of_task["learning_rate"]
     values = {name: of_task[name] if value is None else value for name, value in values.items()}
     values["learning_rate"] = float(f"{rate:g}")  # rounds off binary representation errors
@@ -66,7 +67,7 @@ def with_optimizer_defaults(settings: S) -> S:
 
 def unused_settings(settings: RunSettings) -> list[str]:
     """The names of hyperparameters that are set but that the optimizer does not have."""
-    known = OPTIMIZER_DEFAULTS[settings.optimizer]
+    known = OPTIMIZER_DEFAULTS.get(settings.optimizer, ())
     return [name for name in HYPERPARAMETERS if getattr(settings, name) is not None and name not in known]
 
 
@@ -89,13 +90,19 @@ def optimizer_for(spec: Tree, settings: RunSettings) -> Optimizer:
             optimizer = partition({MATRICES: matrices, "*": adamw(rate, **keywords("betas"))})
         case "adamw":
             optimizer = adamw(rate, **keywords("betas"))
-        case unknown:
-            raise ValueError(f"There is no optimizer {unknown!r} for --optimizer.")
+        case _:
+            optimizer = imports(settings)["optimizer"](rate, spec=spec)
+            if not isinstance(optimizer, Optimizer):
+                raise UserError(
+                    f"--optimizer {settings.optimizer}: it returns no train.Optimizer, but {optimizer!r:.80}"
+                )
     return optimizer if settings.ema is None else with_ema(optimizer, settings.ema)
 
 
 def _rate(settings: RunSettings, peak: float | None) -> Callable[[Tensor], float]:
     assert peak is not None  # set by `with_optimizer_defaults`
+    if (own := imports(settings).get("decay_shape")) is not None:
+        return lambda step: peak * float(own(int(step), settings.steps))
     shape: dict[str, Any] = {"total": settings.steps, "warmup": min(settings.warmup, settings.steps // 10)}
     shape |= {"decay_ratio": settings.decay_ratio, "shape": settings.decay_shape, "floor": settings.decay_floor}
     return lambda step: peak * float(warmup_stable_decay(int(step), **shape))

@@ -32,6 +32,7 @@ from train.state import State
 
 from . import metrics_log, model_card, report, run_folder
 from .flops import peak_memory
+from .imported import is_import_path
 from .mesh_flags import resolve_mesh
 from .profile import profiled
 from .progress import progress
@@ -43,6 +44,8 @@ from .settings import (
     fixed_settings,
     flag,
     from_json,
+    imports,
+    is_importable,
     read_toml,
     types_of,
 )
@@ -166,6 +169,7 @@ def choose_settings(
     before = settings_before(path, recorded, type(defaults))
     if must_agree:
         check_unchanged(path, overrides, before, changeable(type(defaults)))
+    check_given_again(path, overrides, before, type(defaults))
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in overrides.items()})
     reason, replaced = settings.replaced
@@ -199,6 +203,16 @@ def check_unchanged(
             raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or {other}")
 
 
+def check_given_again(
+    path: Path, overrides: Mapping[str, tuple[Any, str]], before: Json, kind: type[RunSettings]
+) -> None:
+    """UserError where the run in the folder names code that the command line does not."""
+    for name, value in before.items():
+        if name not in overrides and is_importable(types_of(kind)[name]) and is_import_path(value):
+            code = f"{flag(name)} {value}"
+            raise UserError(f"the run in {path} was trained with {code}, code that a folder may not run: give it again")
+
+
 def without_unused(settings: S, overrides: Mapping[str, tuple[Any, str]]) -> S:
     """The settings without hyperparameters of other optimizers. UserError where the command line gives one."""
     unused = unused_settings(settings)
@@ -218,6 +232,8 @@ def check_machine(settings: RunSettings) -> None:
             f"--accumulate {settings.accumulate} splits a batch into more microbatches than it has rows: "
             f"{flag(name)} is {rows}"
         )
+    for function in imports(settings).values():
+        _ = function.function  # before anything is read or written
     if settings.track is not None:
         check_installed((settings.track,))
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")

@@ -10,6 +10,7 @@ from typing import Any
 
 from train.remat_budget import budget_of
 
+from .imported import is_import_path
 from .lora_flag import LORA_FORM, is_lora
 
 LARGEST = 2**63
@@ -60,6 +61,13 @@ def integer(low: int) -> SettingType:
 
 def choice(*names: str) -> SettingType:
     return SettingType(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
+
+
+def choice_or_import(*names: str) -> SettingType:
+    """One of the names, or a function of the user's own."""
+    described = f"one of {', '.join(names)}, or a function as module:name or FILE.py:name"
+    metavar = "|".join((*names, "MODULE:NAME"))
+    return SettingType(described, metavar, str, lambda value: value in names or is_import_path(value))
 
 
 NUMBER = SettingType("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
@@ -126,6 +134,7 @@ REMAT = SettingType(
         and (re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) or budget_of(value)) is not None
     ),
 )
+IMPORT = SettingType("a function as module:name or FILE.py:name", "MODULE:NAME", str, is_import_path)
 STRING = SettingType("a text", "TEXT", str, _is_text)
 NAMES = SettingType(
     "names, separated by commas",

@@ -20,6 +20,7 @@ from train.command_line import suggestion
 from train.data import sources
 from train.optim.schedules import SHAPES
 
+from .imported import Imported, absolute, is_import_path
 from .lora_flag import parse_lora
 from .setting_types import (
     BETAS,
@@ -29,6 +30,7 @@ from .setting_types import (
     FILE,
     FRACTION,
     FRACTION_BELOW_1,
+    IMPORT,
     LORA,
     NAMES,
     NUMBER,
@@ -37,6 +39,7 @@ from .setting_types import (
     STRING,
     SettingType,
     choice,
+    choice_or_import,
     integer,
 )
 
@@ -72,15 +75,19 @@ class RunSettings:
     )
     optimizer: str = training(
         "adamw",
-        choice("adamw", "muon", "lion", "sgd", "adafactor"),
-        "the optimizer; muon: Muon for the matrices in the layers, AdamW for the rest",
+        choice_or_import("adamw", "muon", "lion", "sgd", "adafactor"),
+        "the optimizer; muon: Muon for the matrices in the layers, AdamW for the rest; or your own f(rate, spec=...)",
     )
     muon_learning_rate: float | None = training(None, NUMBER, "peak learning rate of Muon's matrices (default 0.02)")
     warmup: int = training(60, integer(0), "warmup steps, at most a tenth of all steps")
     decay_ratio: float = training(
         0.6, FRACTION, "fraction of the steps, the last ones, over which the learning rate decays"
     )
-    decay_shape: str = training("linear", choice(*SHAPES), "shape of the decay; sqrt is 1 - sqrt(progress)")
+    decay_shape: str = training(
+        "linear",
+        choice_or_import(*SHAPES),
+        "shape of the decay; sqrt is 1 - sqrt(progress); or your own f(step, steps) in place of warmup and decay",
+    )
     decay_floor: float = training(0.0, FRACTION, "final learning rate as a fraction of the peak")
     betas: tuple[float, float] | None = training(
         None, BETAS, "decay rates of the moments of AdamW (default 0.9,0.95) and Lion (0.9,0.99)"
@@ -205,6 +212,9 @@ class Settings(RunSettings):
         None,
         FIELDS,
         "fields of the new model's config.json, such as num_experts=8,layer_types=[...]; null leaves a field out",
+    )
+    loss: str | None = training(
+        None, IMPORT, "your own loss(params, batch, config=...) -> (sum, count[, aux]) in place of the cross entropy"
     )
     label_smoothing: float = training(
         0.0, FRACTION_BELOW_1, "label smoothing: fraction of each target spread over the vocabulary, in training only"
@@ -332,7 +342,21 @@ def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = 
         return sources.absolute_paths(value, base)
     if setting_type is CHECKPOINT and is_hub_name(value):
         return str(local_folder(value))  # with the commit in it: a run that resumes reads the same files
+    if is_import_path(value) and is_importable(setting_type):
+        return absolute(value, base)
     return os.path.realpath(base / value) if setting_type in (CHECKPOINT, FILE) else value
+
+
+def is_importable(setting_type: SettingType) -> bool:
+    """Whether the setting may name a function of the user's own."""
+    return setting_type.accepts("module:name") and not setting_type.accepts("a text")
+
+
+def imports(settings: RunSettings) -> dict[str, Imported]:
+    """{setting: the function of the user's own that it names}."""
+    types = types_of(type(settings))
+    values = {name: getattr(settings, name) for name, kind in types.items() if is_importable(kind)}
+    return {name: Imported(value, flag(name)) for name, value in values.items() if is_import_path(value)}
 
 
 def flag(name: str) -> str:
@@ -371,6 +395,11 @@ def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
             values[name] = types[name].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r:.80}, which is not {error}") from error
+        if is_importable(types[name]) and is_import_path(value):
+            raise UserError(
+                f"{path}: {name} names code, {value}, which no file may run: remove it there, and give {flag(name)} "
+                f"{value} if it is meant"
+            )
         values[name] = absolute_paths(name, values[name], path.parent, kind)
     return values
 
@@ -380,7 +409,7 @@ def to_toml(settings: RunSettings) -> str:
     kind, lines = type(settings), []
     for name in sorted_by_group(kind):
         value = getattr(settings, name)
-        unused = value is None or name in FLAG_ONLY or name in settings.replaced[1]
+        unused = value is None or name in FLAG_ONLY or name in settings.replaced[1] or name in imports(settings)
         # JSON of these values is valid TOML, but for one character that only TOML must escape.
         text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")

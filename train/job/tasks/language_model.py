@@ -39,7 +39,7 @@ from train.job.metrics_log import Row, six_digits, step_metrics
 from train.job.model_card import name_of
 from train.job.pictures import RunRows
 from train.job.progress import tokenizing
-from train.job.settings import Settings, fixed_settings, flag, to_toml
+from train.job.settings import Settings, fixed_settings, flag, imports, to_toml
 from train.job.task import Card, Json, Weights
 from train.loss import Balance, LossFn
 from train.losses.next_token import next_token_loss
@@ -183,6 +183,9 @@ class LanguageModel:
 
 def check_settings(settings: Settings) -> None:
     """UserError where settings of adapters contradict others."""
+    terms = ("label_smoothing", "z_loss", "balance_loss", "router_z_loss")
+    if settings.loss is not None and (used := [name for name in terms if getattr(settings, name)]):
+        raise UserError(f"{flag(used[0])} is a term of the cross entropy, which --loss {settings.loss} replaces")
     if settings.ignore_fields and settings.init is None:
         raise UserError(f"--ignore-fields {','.join(settings.ignore_fields)} is for the checkpoint that --init names")
     if settings.lora is not None and settings.init is None:
@@ -285,6 +288,8 @@ def losses(config: DecoderConfig, settings: Settings) -> tuple[LossFn, LossFn]:
     """(held-out loss, training loss with the terms that only it has), with aux (expert counts) for MoE models."""
     loss = functools.partial(next_token_loss, config=config, aux=is_routed(config))
     terms = {"label_smoothing": settings.label_smoothing, "z_loss": settings.z_loss}
+    if (own := imports(settings).get("loss")) is not None:
+        return loss, functools.partial(own, config=config)
     return loss, functools.partial(loss, balance=moe_balance(settings), **terms)
 
 
@@ -301,7 +306,7 @@ def is_routed(config: DecoderConfig) -> bool:
 
 def is_cross_entropy(settings: Settings) -> bool:
     """Whether the training loss is a plain cross entropy apart from load balancing, so that perplexity is defined."""
-    return not settings.label_smoothing and not settings.z_loss
+    return not settings.label_smoothing and not settings.z_loss and settings.loss is None
 
 
 def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:
