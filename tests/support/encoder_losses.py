@@ -20,6 +20,7 @@ from fnmodels.models.common.registry import family_for, model_type_of
 from fnmodels.models.vision_language import (
     gemma3,
     gemma4,
+    glm4v,
     llama4,
     llava,
     llava_next,
@@ -32,6 +33,7 @@ from fnmodels.models.vision_language import (
 from tests.fnmodels.models import (
     test_gemma3,
     test_gemma4,
+    test_glm4v,
     test_llama4,
     test_llava,
     test_llava_next,
@@ -191,6 +193,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llava": (llava, test_llava.VARIANTS["llama"]),
     "llava_next": (llava_next, test_llava_next.VARIANTS["llava_onevision"]),
     "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
+    "glm4v": (glm4v, test_glm4v.VARIANTS["glm_ocr"]),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "qwen2_vl": (qwen2_5_vl, test_qwen2_5_vl.VARIANTS["qwen2_vl"]),
     "qwen2_5_vl": (qwen2_5_vl, test_qwen2_5_vl.VALUES),

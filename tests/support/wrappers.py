@@ -27,6 +27,16 @@ def perturbed(model: Any) -> Any:
     return model
 
 
+def with_generic_buffers(model: Any) -> Any:
+    """The model with generic values in the buffers that its files hold: biases of a router's choice."""
+    with torch.no_grad():
+        known = dict(model.named_parameters(remove_duplicate=False))
+        for path, tensor in model.state_dict().items():
+            if path not in known:
+                tensor.copy_(generic(path, tensor))
+    return model
+
+
 def as_published(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """`on_disk`, with Qwen3-VL's experts as published files have them: transformers does not transpose them back."""
     state = on_disk(model) if state is None else state
@@ -177,8 +187,8 @@ def qwen_logits(
         x, tapped = fnmodels.hidden(params["vision"], *batch, config=config.vision, taps=family.taps(config))
         features, *later = family.project(params, x, tapped, cells, config=config)
     else:
-        x, later = fnmodels.hidden(params["vision"], *batch, config=config.vision), []
-        features = family.project(params, x, cells)
+        x = fnmodels.forward(params["vision"], *batch, config=config.vision)
+        (features,), later = family.features_of(params, x, {}, cells, config=config), []
     places = family.image_places(tokens, image_token, torch.ones(features.shape[:2], dtype=torch.bool))
     grids = torch.tensor([(1, *one) for document in documents for one in document if not isinstance(one, int)])
     positions = family.image_positions(tokens == image_token, segment_ids, grids)

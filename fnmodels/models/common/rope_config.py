@@ -82,6 +82,8 @@ def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields,
 def sections_to_hf(config: Any) -> dict[str, Any]:
     """The rope object of a config whose positions have three axes: the inverse of `split_sections`."""
     own = {"mrope_section": list(config.mrope_section), "mrope_interleaved": config.mrope_interleaved}
+    if getattr(type(config), "rope", config.rope).partial != 1:  # the family's default, so 1 has to be said
+        own["partial_rotary_factor"] = config.rope.partial
     return rope_to_hf(config.rope) | own
 
 

@@ -14,6 +14,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.rope_config import sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
@@ -34,23 +35,29 @@ class Config(decoder.BaseConfig):
     attention_bias: bool = False  # of q, k and v
     sandwich: bool = True  # norms after the sublayers as well
     max_position_embeddings: int = 32768
+    # rotary frequencies of time, height and width, which are one for text: of GLM-4.1V's text models
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = Fields(values)
+        fields, sections, interleaved = split_sections(Fields(values), interleaved=False)
         defaults: Any = {"partial": _PARTIAL, "kv_heads": 2, "head_dim": 128, "max_positions": 131072}
         config = Config(
             **decoder.base_fields(fields, MODEL_TYPES, **defaults),
             **fields.plain(rms_norm_eps=1.5625e-7, attention_bias=True),
             sandwich=values.get("model_type") == "glm4",
+            mrope_section=sections,
+            mrope_interleaved=interleaved and bool(sections),
         )
         return decoder.finished(config, fields)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         name = "Glm4ForCausalLM" if self.sandwich else "GlmForCausalLM"
-        return decoder.decoder_to_hf(self, name, "rms_norm_eps", "attention_bias", "hidden_act")
+        own = {"rope_parameters": sections_to_hf(self)} if self.mrope_section else {}
+        return decoder.decoder_to_hf(self, name, "rms_norm_eps", "attention_bias", "hidden_act", **own)
 
 
 def spec(config: Config) -> Tree:

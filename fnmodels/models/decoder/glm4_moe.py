@@ -18,7 +18,7 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
-from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.rope_config import rope_to_hf, sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
@@ -48,12 +48,16 @@ class Config(mixture.GroupedConfig):
     attention_bias: bool = False  # of q, k and v
     o_bias: bool = False
     use_qk_norm: bool = False
+    # rotary frequencies of time, height and width, which are one for text: of GLM-4.5V's text models
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         dots = values.get("model_type") == "dots1"
         fields = Fields(values | {name: _DOTS[name] for name in _DOTS if values.get(name) is None} if dots else values)
+        fields, sections, interleaved = split_sections(fields, interleaved=False)
         if dots:
             fields.expect("num_nextn_predict_layers", 0)
             fields.expect("use_qk_norm", True)
@@ -70,6 +74,8 @@ class Config(mixture.GroupedConfig):
             attention_bias=bias,
             o_bias=dots and bias,
             use_qk_norm=dots or fields.boolean("use_qk_norm", False),
+            mrope_section=sections,
+            mrope_interleaved=interleaved and bool(sections),
         )
         return decoder.finished(config, fields)
 
@@ -80,6 +86,7 @@ class Config(mixture.GroupedConfig):
         if self.model_type == "dots1":
             own |= {"sliding_window": None, "rope_parameters": rope_to_hf(self.rope)}
             return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, **own)
+        own |= {"rope_parameters": sections_to_hf(self)} if self.mrope_section else {}
         names += ("use_qk_norm", "num_nextn_predict_layers")
         return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, **own)
 

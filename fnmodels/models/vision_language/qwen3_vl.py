@@ -46,6 +46,7 @@ _TEXT |= {"rope_theta": 5e5, "mrope_section": [24, 20, 20]}
 _MOE: dict[str, Any] = _TEXT | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
 _MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408}
 _MOE |= {"num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": True}
+del _MOE["head_dim"]  # by default the width by the number of heads
 # The family of the text, the fields that text_config leaves out where they equal the defaults, the model's class.
 _TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_vl": ("qwen3", _TEXT, "Qwen3VLForConditionalGeneration"),
@@ -63,7 +64,13 @@ def _preset(layers: int, tied: bool, tower: dict[str, Any], hidden: int, **sizes
 
 
 _SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
-_A3B = {"num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8}
+_A3B = {
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 _A22B = _A3B | {"num_attention_heads": 64, "moe_intermediate_size": 1536, "intermediate_size": 12288}
 _A3B = _A3B | {"num_attention_heads": 32, "moe_intermediate_size": 768}
 PRESETS: dict[str, ConfigJson] = {

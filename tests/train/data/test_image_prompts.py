@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 _QWEN = {"size": {"shortest_edge": 64, "longest_edge": 800}, "patch_size": 4} | NORMAL
 SETTINGS |= dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), (_QWEN, "qwen2_vl"))
+SETTINGS["glm4v"] = (_QWEN | {"size": {"shortest_edge": 128, "longest_edge": 1600}}, "glm4v")
 # What stands for a picture of 20 x 44 pixels in a prompt: its placeholder, and the text with "i" for features.
 TEXTS = {
     "gemma3": ("[58]", "\n\n[58]" + 9 * "i" + "[59]\n\n"),
@@ -46,7 +47,7 @@ TEXTS = {
     ),
     "llava_llama": ("i", 9 * "i"),
     "mistral3": ("i", "iii[IMG_BREAK]iii[IMG_END]"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), ("i", 12 * "i")),
+    **dict.fromkeys(("glm4v", "qwen2_5_vl", "qwen3_5", "qwen3_vl"), ("i", 12 * "i")),
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -94,7 +95,7 @@ def test_pixels_equal_transformers(case: ImageCase, tmp_path: Path) -> None:
     process: Any = next(own for key, own in found.items() if key.endswith("ImageProcessorPil"))(**settings)
     theirs = torch.as_tensor(np.stack(process(pixels.permute(1, 2, 0).numpy(), return_tensors="np")["pixel_values"]))
     bound = 2.5 / 255 / min(STD)
-    if case.name.startswith("qwen"):
+    if case.name.startswith(("qwen", "glm")):
         assert float((merged_patches(images[0], 4) - theirs).abs().max()) <= bound
     elif case.name == "gemma4":
         own = patches_of(images[0], 4, channels_last=True).flatten(0, 1)

@@ -82,7 +82,7 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict
         return test_llava_next.pixels(list(images))
     if case.name.startswith("pixel_shuffle"):
         return wrappers.pixels_for(case.config)(images)
-    if case.name.startswith("qwen"):
+    if case.name.startswith(("qwen", "glm")):
         grids = torch.tensor([(1, image.shape[1] // patch, image.shape[2] // patch) for image in images])
         cells = torch.cat([wrappers.merged_patches(image, patch) for image in images])
         return {"pixel_values": cells, "image_grid_thw": grids, "mm_token_type_ids": types}
