@@ -21,6 +21,7 @@ from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers
+from fnmodels.ops.dropout import dropped
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
@@ -55,7 +56,8 @@ def forward(
     params: the tree of `family.spec(config)`.
     inputs: those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those of
         `prepare`: it reads the padding mask "valid" and, where present, "routing", int64 [B, S, number of MoE layers,
-        k], the expert indices that replace the router's choice. In models whose attention chooses its keys, "choices",
+        k], the expert indices that replace the router's choice. "rng" [B, S], keys of noise, turns the config's dropout
+        on. In models whose attention chooses its keys, "choices",
         int64 [B, S, number of layers with an indexer, k], replaces that choice; see `fnmodels.ops.indexer`.
     masks, freqs_cis: {kind: ...} for each kind of layer.
     taps: activations to return, by the names that `fnmodels.tap_names(config)` lists, such as "embed",
@@ -234,9 +236,10 @@ def hidden_states(
                 return (*stage.layers(params, inputs, masks, freqs_cis, config, taps, options), {})
             freqs_cis, options = params.run.prepare(config, inputs, masks, freqs_cis, options)
             params = dict(params)
-        options = differentiable(options)
         family = family_of(config)
         given = inputs if isinstance(inputs, dict | Mapping) else {}
+        noise = noise_of(given, config, cached=cache is not None) if "rng" in given else None
+        options = with_kernel(options, config, noise)
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
         plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
         if valid is None and plan.experts:
@@ -245,7 +248,7 @@ def hidden_states(
                 'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
             )
         with invariant_rows(options.invariant):
-            x = family.embed(params, inputs, config=config)
+            x = embedded(params, inputs, config=config)
             if x.ndim != 3:
                 raise ValueError(
                     f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under "
@@ -255,7 +258,7 @@ def hidden_states(
             extra = layer_inputs_of(params, inputs, x, config=config)
             shared = function_of(family, "shared")
             common = None if shared is None else shared(params, given, config=config)
-        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common)
+        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise)
         ends = {"embed": x}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x)
@@ -268,9 +271,34 @@ def hidden_states(
         raise
 
 
-def differentiable(options: ForwardOptions) -> ForwardOptions:
-    """The options with kernel="math" for "auto" where the transforms of torch.func around the call need it."""
-    return replace(options, kernel="math") if options.kernel == "auto" and needs_second_order() else options
+def with_kernel(options: ForwardOptions, config: DecoderConfig, noise: Tensor | None) -> ForwardOptions:
+    """The options with kernel="math" for "auto" where no other can run: for transforms of torch.func that take a second
+    or a forward derivative, and for dropout of attention's weights."""
+    drops = noise is not None and field_of(config, "dropout").weights
+    if options.kernel == "auto" and (drops or needs_second_order()):
+        return replace(options, kernel="math")
+    return options
+
+
+def noise_of(inputs: Mapping[str, Any], config: DecoderConfig, *, cached: bool = False) -> Tensor | None:
+    """The keys of noise [B, S] of the inputs; None without them, or where the config's rates are 0.
+
+    ValueError for inputs of a step on a cache.
+    """
+    noise: Tensor | None = inputs.get("rng")
+    if noise is None or not field_of(config, "dropout").acts:
+        return None
+    if cached:
+        raise ValueError("Dropout is of training, and this call has a cache: leave rng out of the inputs.")
+    return noise
+
+
+def embedded(params: Tree, inputs: Tree, /, *, config: DecoderConfig) -> Tensor:
+    """The family's `embed`, with dropout where the inputs have keys of noise."""
+    x: Tensor = family_of(config).embed(params, inputs, config=config)
+    noise = noise_of(inputs, config) if isinstance(inputs, dict | Mapping) and "rng" in inputs else None
+    rate = 0.0 if noise is None else field_of(config, "dropout").embedding
+    return dropped(x, noise, rate, "embed") if noise is not None and rate else x
 
 
 def _taps_in_layers(taps: tuple[str, ...], config: DecoderConfig) -> tuple[str, ...]:
@@ -310,6 +338,7 @@ def run_layers(
     choices: Tensor | None = None,
     layer_inputs: Tensor | None = None,
     shared: Tree | None = None,
+    noise: Tensor | None = None,
     carried: Tree | None = None,
     taps: tuple[str, ...] = (),
     cache: Mapping[int, Entry] | CacheStep | None = None,
@@ -327,6 +356,7 @@ def run_layers(
     layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
         with hidden_size_per_layer_input; or its end, for layers lo to the last.
     shared: what the family's function of this name returns, where it has one.
+    noise: keys of dropout [B, S], inputs["rng"] of `prepare`; only for a config with a rate above 0.
     carried: what the layers before lo left, {} before layer 0; see `fnmodels.models.common.carried`.
 
     ValueError for a layer that reads keys and values of an earlier one which is neither run here nor in carried.
@@ -337,8 +367,8 @@ def run_layers(
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         freqs_cis, how = params.run.prepare(config, {}, masks, freqs_cis, how)
-    how = differentiable(how)
-    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, carried or {})
+    how = with_kernel(how, config, noise)
+    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, noise, carried or {})
     x, tapped, entries, passed = run_stack(params, x, batch, plan_stack(config, range(lo, hi), taps, how), how)
     found = _returned(x, tapped, entries, taps, cache)
     if carried is None:

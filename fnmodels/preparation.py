@@ -10,7 +10,9 @@ from torch import Tensor
 from fnmodels.inputs.documents import documents
 from fnmodels.inputs.image_places import check_places
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.inputs.noise import noise_keys
 from fnmodels.inputs.segments import integers, positions_from_segments
+from fnmodels.models.common.dropout import check_dropout
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of, traits_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import check_fields, family_of, stack_configs, text_config
@@ -27,6 +29,7 @@ def prepare(
     token_types: Tensor | None = None,
     places: Tensor | None = None,
     grids: Tensor | None = None,
+    rng: int | Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
     """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
 
@@ -43,6 +46,8 @@ def prepare(
         text: `family.with_images` puts the features into the inputs. Images that see all of themselves do so.
     grids: [images, 3], the frames, rows and columns of each image's features, which positions of three axes follow
         from; needed with places for a model that has these, unless positions are given.
+    rng: a seed, an int or an integer tensor [] or [B], or keys [B, S] of `fnmodels.inputs.noise_keys`, which makes
+        inputs["rng"] of it: with these keys `forward` drops out at the rates of `config.dropout`, without them never.
 
     `fnmodels.errors.PositionWarning` where positions go past the range of the model's rotary tables, see
     `fnmodels.ops.position_range`.
@@ -61,7 +66,9 @@ def prepare(
         ids = ones.expand(shape) if segment_ids is None else per_token("segment_ids", segment_ids, shape)
         if positions is None and places is not None:
             positions = positions_of_images(config, ids, places, grids)
-        made, masks, tables = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
+        made, masks, tables = prepare(
+            text, tokens, positions=positions, segment_ids=segment_ids, length=length, rng=rng
+        )
         return made, with_image_masks(config, masks, made["positions"], ids, places), tables
     check_text_alone(config, places, grids)
     if positions is not None:
@@ -75,7 +82,11 @@ def prepare(
         segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
-    return prepare_text(config, tokens, positions, segment_ids, length, token_types=token_types, count=count)
+    of_text = prepare_text(config, tokens, positions, segment_ids, length, token_types=token_types, count=count)
+    if rng is not None:
+        check_dropout(config)
+        of_text[0]["rng"] = noise_keys(rng, positions, segment_ids)
+    return of_text
 
 
 def prepare_text(

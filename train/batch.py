@@ -26,6 +26,7 @@ class Batch(TypedDict, total=False):
     routing: Tensor  # int64 [B, S, layers, k]: the experts to use
     choices: Tensor  # int64 [B, S, layers, k]: the keys to use, of models that choose keys
     token_types: Tensor  # int64 [B, S]: see `fnmodels.prepare`
+    rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted
 
     next_tokens: Tensor  # int64 [B, S, heads]: what follows, for heads that predict further tokens (`look_ahead`)
     next_labels: Tensor  # int64 [B, S, heads]: their labels

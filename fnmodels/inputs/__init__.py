@@ -5,6 +5,7 @@ packing       documents into rows of one length, with labels (IGNORE = -100)
 mask, rules   attention masks as data: positions and segment ids, and the static predicates over them
 layout        host-side facts of one batch that fast kernels need: document boundaries, plain causal rows
 convert       a mask as a dense tensor or as cumulative lengths; block_mask: as FlexAttention's BlockMask
+noise         keys of noise, one per token, from which dropout hashes its masks
 order         segments as what order-dependent layers read, in place of a mask
 values        reads tensor values on the host, under transforms too
 transforms    one rule for the batch and sequence dimensions: rows (for vmap), permute, split
@@ -18,6 +19,7 @@ from .images import patch_rows
 from .layout import Layout, document_layout
 from .load_balance import balance, imbalance
 from .mask import Mask, build_mask
+from .noise import noise_keys
 from .order import Segments
 from .rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from .segments import segments_from_eos, segments_from_positions, text_order
@@ -39,6 +41,7 @@ __all__ = [
     "frame_rows",
     "imbalance",
     "log_mel",
+    "noise_keys",
     "patch_rows",
     "segments_from_eos",
     "segments_from_positions",

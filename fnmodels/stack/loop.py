@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
+from fnmodels.inputs.noise import fold
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
+from fnmodels.ops.dropout import Noise
 from fnmodels.ops.rotary import Rotation, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
@@ -57,8 +59,8 @@ class LayerInputs:
     """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
-    the last layers alone. shared: what every layer reads, see `family.function_of`. carried: see
-    `common.carried`.
+    the last layers alone. shared: what every layer reads, see `family.function_of`. noise: keys [B, S] of dropout;
+    None: there is none. carried: see `common.carried`.
     """
 
     masks: Mapping[str, MaskLike]
@@ -69,13 +71,20 @@ class LayerInputs:
     cache: CacheStep | None = None
     layer_inputs: Tensor | None = None
     shared: Tree | None = None
+    noise: Tensor | None = None
     carried: Tree = field(default_factory=dict)
 
     @property
     def reads_beside(self) -> bool:
         """Whether there is something that layers may read beside x, or a tensor that no layer reads."""
         of_layers = self.routing is not None or self.choices is not None or self.layer_inputs is not None
-        return of_layers or self.cache is not None or self.shared is not None or bool(self.carried)
+        return (
+            of_layers
+            or self.cache is not None
+            or self.shared is not None
+            or self.noise is not None
+            or bool(self.carried)
+        )
 
 
 def run_stack(
@@ -179,6 +188,9 @@ class LayerSideInputs:
             tensors["layer_input"] = batch.layer_inputs[:, :, layer.index - len(self.plan.kinds)]
         if batch.shared is not None:
             tensors["shared"] = batch.shared
+        if batch.noise is not None:
+            keys = fold(batch.noise, layer.index)
+            tensors["noise"] = Noise(keys, keys, keys)
         if layer.source is not None:
             tensors["kv"] = self._lent(layer, layer.source)
         return tensors

@@ -17,6 +17,7 @@ from tests.support.cases import Case, batch_of, cases, family_modules, generic_p
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 # Fields without effect on the forward pass: the init and the trained length.
 DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
+DESCRIPTIVE |= {"dropout"}  # which acts where a batch has keys of noise, see test_dropout
 DESCRIPTIVE |= {
     "head",
     "num_labels",

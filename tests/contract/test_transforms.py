@@ -23,7 +23,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
-from fnmodels.apply import differentiable
+from fnmodels.apply import with_kernel
 from fnmodels.models.common.context import PATTERN_TAPS
 from fnmodels.models.common.family import LayerKind
 from fnmodels.options import ForwardOptions
@@ -438,7 +438,7 @@ def test_auto_is_math_where_a_second_derivative_is_taken(case: Case) -> None:
     p, asked = Problem(case), []
 
     def loss(weights: Any) -> Tensor:
-        asked.append(differentiable(ForwardOptions()).kernel)
+        asked.append(with_kernel(ForwardOptions(), p.config, None).kernel)
         return summed_loss(fnmodels.forward(weights, *p.prepared, config=p.config), p.labels)
 
     tangents = jvp(loss, (p.weights,), (p.direction,))[1], jvp(p.loss, (p.weights,), (p.direction,))[1]

@@ -24,6 +24,7 @@ LONGER = {
     "fnmodels.ops.recurrent.conv.short_conv",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
     "fnmodels.ops.recurrent.ssd.ssd",
+    "fnmodels.preparation.prepare",
     "fnmodels.research.patching.patch_grid",
     "params.checkpoint.load.load_pretrained",
     "train.engine.__init__",

@@ -224,6 +224,9 @@ class Settings(RunSettings):
         NUMBER,
         "weight of the z-loss, log(sum(exp(logits)))^2, which keeps logits from drifting (for example 1e-4)",
     )
+    dropout: str = training(
+        "off", choice("off", "config"), "dropout in training: none, or at the rates of the checkpoint's config.json"
+    )
     balance_loss: float = training(0.0, NUMBER, "MoE models: weight of the load-balancing loss of each row")
     router_z_loss: float = training(0.0, NUMBER, "MoE models: weight of the routers' z-loss")
     balance_rate: float | None = training(

@@ -43,7 +43,8 @@ def next_token_loss(
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, -100 ignored. weights [B, S] (optional, as from `fnmodels.pack`): multiplies each token's loss; a
     label of weight 0 does not count. routing and choices (optional), int64 [B, S, layers, k]: the experts and the keys
-    to use, as in `fnmodels.forward`. token_types (optional) [B, S]: see `fnmodels.prepare`. options: see `forward`;
+    to use, as in `fnmodels.forward`. rng (optional), int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`,
+    at the rates of `config.dropout`. token_types (optional) [B, S]: see `fnmodels.prepare`. options: see `forward`;
     without a layout one is computed where the host can read the batch. length: see `fnmodels.prepare`. chunk: see
     `head_loss`. label_smoothing, z_loss: see `cross_entropy`.
     balance: terms added for the routers of a model with experts. aux: also return router sums, {"counts": [sparse
@@ -152,9 +153,8 @@ def model_call(
     given = params if isinstance(params, RunParams) else RunParams(params, PLAIN)
     run = run_options(given)
     length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
-    inputs, masks, freqs_cis = fnmodels.prepare(
-        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
-    )
+    places = {"positions": batch["positions"], "segment_ids": batch["segment_ids"], "rng": batch.get("rng")}
+    inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **places, length=length)
     inputs |= {name: batch[name] for name in ("routing", "choices", "token_types") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts

@@ -66,8 +66,9 @@ _COMMON_PARTS = """
 _GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
 _DROPOUTS = """
-    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout
-    hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_pdrop residual_dropout seq_classif_dropout
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embed_dropout
+    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_dropout resid_pdrop
+    residual_dropout seq_classif_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
 # How the weights in the files are quantized, under every published name: `params.quantized` reads it on loading.

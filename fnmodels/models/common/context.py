@@ -17,6 +17,7 @@ and the new entry leaves as aux["cache"]. As arguments of the call they cause no
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
 from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of, keys_of_ranks
 from fnmodels.ops.invariant.attention import plan_tiles
 from fnmodels.ops.invariant.rows import invariant_rows
@@ -52,6 +54,7 @@ from fnmodels.tree import Tree, flatten
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
 STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
+_ADDED = ("attention", "mlp")  # taps of what a layer adds to the residual stream
 PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where attention is written out
 
 
@@ -66,11 +69,17 @@ class Context:
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
         self.options, self.taps, self.tensors = options, taps, tensors
         self.use = SlotUse()
+        self.dropout = Dropout()  # of the config, where the call has keys of noise
         self.edits: dict[str, Any] = {}
         self.aux: dict[str, Any] = {}
 
     def tap(self, name: str, value: Tensor) -> Tensor:
-        """`value`, edited if there is an edit of `name`, and then recorded if `name` is in `taps`."""
+        """`value`, edited if there is an edit of `name`, and then recorded if `name` is in `taps`.
+
+        Where the call has keys of noise, "attention" and "mlp", what is added to the residual stream, is dropped first.
+        """
+        if name in _ADDED and (rate := getattr(self.dropout, name)):
+            value = dropped(value, self.tensors["noise"].tokens, rate, name)
         if name in self.edits:
             value = self.edits[name](value, self.tensors["edit_tensors"].get(name, {}))
             self.aux["edited"] = (*self.aux.get("edited", ()), name)
@@ -243,19 +252,47 @@ class Context:
         sinks: Tensor | None = None,
         bias: RelativeBias | None = None,
     ) -> Tensor:
+        kernel, tap = self.options.kernel, self.tap if self.wants_any(PATTERN_TAPS) else None
+        if self.dropout.weights:
+            k, v, mask, noise = self._keys_of_all(k, v, mask)
+            kernel, tap = "math", functools.partial(self._dropping, noise)
         return attention(
             q,
             k,
             v,
             mask,
-            kernel=self.options.kernel,
+            kernel=kernel,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
             layout=self.options.layout,
             bias=bias,
-            tap=self.tap if self.wants_any(PATTERN_TAPS) else None,
+            tap=tap,
         )
+
+    def _keys_of_all(self, k: Tensor, v: Tensor, mask: MaskLike) -> tuple[Tensor, Tensor, MaskLike, Noise]:
+        """(k, v, mask, noise) for kernel="math", with the keys of all ranks where others have some.
+
+        ValueError for another kernel, which computes no single weights.
+        """
+        noise: Noise = self.tensors["noise"]
+        ranks, kernel = keys_of_ranks(self.options.kernel), self.options.kernel
+        if ranks is not None:
+            gathered = replace(noise, keys=ranks.gather(noise.keys))
+            return ranks.gather(k), ranks.gather(v), ranks.mask(mask), gathered
+        if kernel != "math":
+            raise ValueError(
+                f"Dropout of attention's weights, here at a rate of {self.dropout.weights}, needs them written out; "
+                f'kernel={kernel!r} has none: take "auto" or kernel="math", leave rng out, or set the rate "weights" '
+                "of config.dropout to 0."
+            )
+        return k, v, mask, noise
+
+    def _dropping(self, noise: Noise, name: str, value: Tensor) -> Tensor:
+        """The tap of the scores and weights of attention, of which the weights are dropped."""
+        if name == PATTERN_TAPS[1]:
+            value = dropped_weights(value, noise, self.dropout.weights, name)
+        return self.tap(name, value)
 
     def state(self) -> Entry | None:
         """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""
@@ -346,6 +383,8 @@ def with_context(block: Callable[..., Tensor]) -> Block:
             ctx.edits = {edit.tap: edit for edit in edits}
         if use is not None:
             ctx.use = use
+        if "noise" in tensors:
+            ctx.dropout = config.dropout
         if not (taps or edits or options.invariant or options.context):  # no scope is needed
             return block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx), ctx.aux
         with invariant_rows(options.invariant), ctx.norms(layer):

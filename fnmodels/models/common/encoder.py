@@ -14,6 +14,7 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.storage import StoredNames
+from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
@@ -25,6 +26,7 @@ from fnmodels.tree import Tree, flatten
 from . import decoder
 from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
+from .dropout import with_dropout
 from .family import field_of, model_types
 from .heads import check_problem, head_fields, head_to_hf, label_names
 from .registry import family_of
@@ -33,6 +35,8 @@ from .storage import fuse
 
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
 C = TypeVar("C")
+# Of the trait `dropout`; not the rate of heads, which transformers reads from the same field.
+DROPOUT = {"attention_probs_dropout_prob": ("weights",), "hidden_dropout_prob": ("attention", "mlp", "embedding")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class EncoderConfig:
     problem_type: str = ""
     pooler: int = 0
     initializer_range: float = 0.02
+    dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     # kept for saving only
     model_type: str = field(default="", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -127,7 +132,7 @@ def finished(config: C, fields: Fields, ignored: tuple[str, ...] = ()) -> C:
     """The config with the fields kept for saving; ConfigError for fields that the family did not read."""
     names = label_names(fields) if field_of(config, "num_labels") else ()
     object.__setattr__(config, "extra", fields.finish((*ignored, "gradient_checkpointing", "directionality")) + names)
-    return config
+    return with_dropout(config, fields)
 
 
 _WRITTEN = (

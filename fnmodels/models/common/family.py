@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.storage import StoredNames
+from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.rotary import Rope
 from fnmodels.ops.torch_internals import traced_as_constant
@@ -105,6 +106,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads
     "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
+    "dropout": Dropout(),
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }
 
@@ -208,6 +210,9 @@ class Traits:
     router: RouterDtypes | None = None  # the dtypes of its router
     sinks: bool = False  # whether its attention has sink logits
     biased: bool = False  # whether its attention has a `RelativeBias`
+    # {dropout rate in config.json: the fields of `Dropout` that it sets}; and {rate: its value where a file has none}
+    dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
+    dropout_defaults: Mapping[str, float] = field(default_factory=dict)
     weights: str = "model"  # how the names of its files of tensors begin
     # {key of params that files may lack, such as MTP heads: the Config field with its length}
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -249,7 +254,9 @@ class Traits:
 
 _VALUES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
-    **dict.fromkeys(("optional", "unread", "resaved", "in_memory", "classes"), (Mapping, "a dict")),
+    **dict.fromkeys(
+        ("dropout", "dropout_defaults", "optional", "unread", "resaved", "in_memory", "classes"), (Mapping, "a dict")
+    ),
     **dict.fromkeys(("inputs", "weights"), (str, "a string")),
     "router": (RouterDtypes | None, "a RouterDtypes, or None"),
 }

@@ -20,6 +20,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson
 
 from .config_json import Fields, shown
+from .dropout import with_dropout
 from .family import field_of, traits_of
 
 CLASSES = {
@@ -137,7 +138,7 @@ def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> 
         check_head(config)
         extra += label_names(fields)
     object.__setattr__(config, "extra", extra)
-    return config
+    return with_dropout(config, fields)
 
 
 def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) -> dict[str, Any]:

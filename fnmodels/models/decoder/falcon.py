@@ -25,6 +25,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon",)
 TRAITS = Traits(
+    dropout={},  # transformers applies its rates in part
     leftovers=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),  # a buffer in older files
 )
 

@@ -17,16 +17,20 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.dropout import dropout_to_hf
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp
+from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2", "gpt-sw3")
 TRAITS = Traits(
+    dropout={"attn_pdrop": ("weights",), "resid_pdrop": ("attention", "mlp"), "embd_pdrop": ("embedding",)},
+    dropout_defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),  # mask buffers in older files
 )
 
@@ -59,6 +63,7 @@ class Config:
     scale_attn_weights: bool = True  # scores times 1 / sqrt(head_dim)
     scale_attn_by_inverse_layer_idx: bool = False  # and times 1 / (1 + layer index)
     initializer_range: float = 0.02
+    dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     head: str = "lm"  # or "classification", see `common.heads`
     num_labels: int = 0
     problem_type: str = ""
@@ -107,7 +112,11 @@ class Config:
     def to_hf(self) -> ConfigJson:
         """A config.json under GPT-2's own names."""
         kept = {name: json.loads(value) for name, value in self.extra}
-        kept |= decoder_head_to_hf(self, "GPT2LMHeadModel", kept) | {"model_type": self.model_type}
+        kept |= (
+            decoder_head_to_hf(self, "GPT2LMHeadModel", kept)
+            | dropout_to_hf(self, kept)
+            | {"model_type": self.model_type}
+        )
         names = ("vocab_size", "tie_word_embeddings", "initializer_range", *_SCALES)
         return kept | {name: getattr(self, _USUAL.get(name, name)) for name in (*names, *_USUAL)}
 

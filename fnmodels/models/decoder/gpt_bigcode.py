@@ -22,6 +22,8 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_bigcode",)
 TRAITS = Traits(
+    dropout={"attn_pdrop": ("weights",), "resid_pdrop": ("attention", "mlp"), "embd_pdrop": ("embedding",)},
+    dropout_defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     kinds=("full_nope",),
     leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),  # mask buffers in older files
 )

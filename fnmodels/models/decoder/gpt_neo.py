@@ -22,6 +22,11 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neo",)
 TRAITS = Traits(
+    dropout={
+        "attention_dropout": ("weights",),
+        "resid_dropout": ("attention", "mlp"),
+        "embed_dropout": ("embedding",),
+    },
     kinds=("full_nope", "sliding_nope"),
     leftovers=(r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias",),  # mask buffers in older files
 )

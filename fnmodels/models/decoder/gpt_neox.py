@@ -23,6 +23,7 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights",), "hidden_dropout": ("attention", "mlp", "embedding")},
     leftovers=(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),  # buffers in older files
     in_memory={r"^embed_out\.": "lm_head."},
 )

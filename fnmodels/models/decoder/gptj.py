@@ -21,6 +21,7 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gptj", "codegen")
 TRAITS = Traits(
+    dropout={"attn_pdrop": ("weights",), "resid_pdrop": ("attention", "mlp"), "embd_pdrop": ("embedding",)},
     # mask buffers in older files, and tables of sines
     leftovers=(r"transformer\.h\.\d+\.attn\.((masked_)?bias|causal_mask|embed_positions)",),
 )

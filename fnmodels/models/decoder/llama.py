@@ -26,6 +26,7 @@ MODEL_TYPES = (
     *("exaone", "internlm3", "iquestcoder", "cwm"),
 )
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights",), "residual_dropout": ("attention", "mlp")},  # the second: of Seed-OSS
     kinds=("full", "sliding", "full_nope", "sliding_nope"),
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
     classes=dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "LlamaForCausalLM"),
@@ -95,6 +96,11 @@ class Config(decoder.BaseConfig):
         fields = renamed(fields, _RENAMED.get(model_type, {}))
         if model_type == "cwm" and not any(fields.take(name, None) for name in _ROPE):
             fields = Fields({**fields.values, "rope_parameters": _CWM_ROPE}, fields.where)
+        if model_type == "seed_oss":
+            fields = Fields({"attention_dropout": 0.1, "residual_dropout": 0.1, **fields.values}, fields.where)
+        else:  # which have no such rate
+            rest = {name: value for name, value in fields.values.items() if name != "residual_dropout"}
+            fields = Fields(rest, fields.where)
         sections, interleaved = tuple[int, ...](), True
         if model_type in ("qwen2", "qwen3"):
             fields, sections, interleaved = split_sections(fields, interleaved=model_type == "qwen3")

@@ -30,7 +30,11 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("opt",)
-TRAITS = Traits(kinds=("full_nope",))
+TRAITS = Traits(
+    kinds=("full_nope",),
+    dropout={"attention_dropout": ("weights",), "dropout": ("attention", "mlp")},
+    dropout_defaults={"dropout": 0.1},
+)
 _NAMES = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
 _FIRST = 2  # the row of the first position
 _ON_DISK = {

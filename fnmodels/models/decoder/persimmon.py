@@ -13,6 +13,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import (
     decoder_leaves,
     layer_leaves,
@@ -25,6 +26,7 @@ from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out,
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("persimmon",)
+TRAITS = Traits(dropout={"attention_dropout": ("weights",), "hidden_dropout": ("mlp",)})
 _ON_DISK = {
     ".o_proj.": ".dense.",
     ".up_proj.": ".dense_h_to_4h.",

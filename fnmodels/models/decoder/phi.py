@@ -20,6 +20,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights",), "resid_pdrop": ("attention", "mlp"), "embd_pdrop": ("embedding",)},
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
 )
 

@@ -22,7 +22,14 @@ from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("phi3",)
-TRAITS = Traits(kinds=("full", "sliding"))
+TRAITS = Traits(
+    kinds=("full", "sliding"),
+    dropout={
+        "attention_dropout": ("weights",),
+        "resid_pdrop": ("attention", "mlp"),
+        "embd_pdrop": (),
+    },  # the last: unread
+)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("stablelm",)
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights",), "hidden_dropout": ("mlp",)},
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
 )
 

@@ -19,7 +19,14 @@ from fnmodels.ops import apply_rotary, layer_norm, plain_mlp, project_out, proje
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("starcoder2",)
-TRAITS = Traits(kinds=("full", "sliding"))
+TRAITS = Traits(
+    kinds=("full", "sliding"),
+    dropout={
+        "attention_dropout": ("weights",),
+        "residual_dropout": ("attention", "mlp"),
+        "embedding_dropout": ("embedding",),
+    },
+)
 
 
 @dataclass(frozen=True)

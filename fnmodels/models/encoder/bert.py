@@ -19,6 +19,8 @@ from fnmodels.models.common.family import Traits
 
 MODEL_TYPES = ("bert",)
 TRAITS = Traits(
+    dropout=encoder.DROPOUT,
+    dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     optional={"pooler": "pooler"},
     # Files of BERT's first year name a norm's parameters gamma and beta; a model without a head may be stored with the

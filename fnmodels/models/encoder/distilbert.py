@@ -22,6 +22,8 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("distilbert",)
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights",), "dropout": ("mlp", "embedding")},
+    dropout_defaults={"attention_dropout": 0.1, "dropout": 0.1},
     causal=False,
     leftovers=(r"(distilbert\.)?embeddings\.position_ids",),
     resaved={r"distilbert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it

@@ -37,6 +37,7 @@ from fnmodels.tree import Tree
 MODEL_TYPES = ("modernbert",)
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
 TRAITS = Traits(
+    dropout={"attention_dropout": ("weights", "attention"), "embedding_dropout": ("embedding",)},
     kinds=("full", "sliding", "full_first", "sliding_first"),
     heads=HEADS,
     causal=False,

@@ -26,6 +26,8 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mpnet",)
 TRAITS = Traits(
+    dropout=encoder.DROPOUT,
+    dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     biased=True,
     optional={"pooler": "pooler"},

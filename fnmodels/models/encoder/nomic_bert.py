@@ -19,6 +19,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("nomic_bert",)
 TRAITS = Traits(
+    dropout=encoder.DROPOUT,
     causal=False,
     leftovers=(r"cls\.predictions\.decoder\.bias",),  # the head's bias once more
     resaved={r"nomic_bert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it

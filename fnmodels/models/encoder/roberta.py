@@ -19,6 +19,8 @@ from fnmodels.models.common.family import Traits
 
 MODEL_TYPES = ("roberta", "xlm-roberta")
 TRAITS = Traits(
+    dropout=encoder.DROPOUT,
+    dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     optional={"pooler": "pooler"},
     resaved={r"roberta\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it

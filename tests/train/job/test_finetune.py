@@ -1,5 +1,6 @@
 """Tests of the main job from checkpoints of every family: full fine-tuning and LoRA."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.models.common.family import parsed, traits_of
 from fnmodels.models.common.registry import family_reading
+from fnmodels.ops.dropout import Dropout
 from params.io.safetensors_file import open_tensors
 from tests.fnmodels.models import test_llava, test_qwen3_5
 from tests.support.cases import cases, generic_params, kinds_of, richest
@@ -264,6 +266,28 @@ def test_experts_are_balanced_by_losses_and_by_their_bias(tmp_path, text, capsys
     assert moved and all(set(m.mul(8).round(decimals=4).tolist()) <= {0.0, 1.0} and m.any() for m in moved)
     assert train(tmp_path / "l", text, "--init", base, "--lora", "r=2,targets=o_proj", "--balance-rate", 0.1) == 2
     assert "--balance-rate 0.1 moves parameters outside of the adapters" in one_sentence(capsys)
+
+
+def test_dropout_at_the_rates_of_a_checkpoint(tmp_path, text, capsys, monkeypatch):  # noqa: F811
+    case = next(case for case in cases() if case.name == "gpt2")
+    rates = Dropout(weights=0.2, attention=0.1, mlp=0.1, embedding=0.1)
+    longer = dataclasses.replace(case.config, max_position_embeddings=64)
+    base = checkpoint_of(tmp_path / "base", dataclasses.replace(longer, dropout=rates))
+    flags = ("--init", base, "--row-length", 32, "--save-every", 1)
+    assert train(tmp_path / "off", text, *flags, "--steps", 2) == 0
+    assert train(tmp_path / "run", text, *flags, "--steps", 2, "--dropout", "config") == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert train(tmp_path / "again", text, *flags, "--steps", 2, "--dropout", "config") != 0
+    assert saved(tmp_path / "again") == [1]
+    assert train(tmp_path / "again", text, *flags, "--steps", 2, "--dropout", "config", "--resume") == 0
+    losses = {name: [row["loss"] for row in rows(tmp_path / name)] for name in ("off", "run", "again")}
+    assert losses["again"] == losses["run"] and losses["run"][0] != losses["off"][0]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["attn_pdrop"] == 0.2
+    capsys.readouterr()
+    none = checkpoint_of(tmp_path / "none", longer)
+    assert train(tmp_path / "refused", text, "--init", none, "--row-length", 32, "--dropout", "config") == 2
+    assert "states none above 0" in one_sentence(capsys)
 
 
 def test_a_mixture_of_experts_takes_adapters_on_its_attention(tmp_path, text):  # noqa: F811

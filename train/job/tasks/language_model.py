@@ -19,8 +19,10 @@ from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, write_text
 from fnmodels.inputs.load_balance import head_tail_order
+from fnmodels.inputs.noise import noise_keys
 from fnmodels.models.common.config_json import strict_json
-from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.dropout import check_dropout
+from fnmodels.models.common.family import DecoderConfig, field_of, traits_of
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from params.io.files import plain_file
@@ -85,7 +87,12 @@ class LanguageModel:
         return int((self.heldout["labels"] >= 0).sum())
 
     def batch(self, step: int) -> Entries:
-        return mixture.batch(self.mixture, self.settings.seed, step, self.settings.batch_rows)
+        settings = self.settings
+        batch = mixture.batch(self.mixture, settings.seed, step, settings.batch_rows)
+        if settings.dropout == "off":
+            return batch
+        rng = noise_keys((settings.seed << 32) + step, batch["positions"], batch["segment_ids"])
+        return {**batch, "rng": rng}
 
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         passes = mixture.epochs(self.mixture, steps, self.settings.batch_rows)
@@ -205,7 +212,7 @@ def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
         config = provisional_config(settings, mesh_setup)
     else:
         config = initial_model.config_of_checkpoint(Path(settings.init), settings)
-    check_expert_settings(config, initial_model.run_spec(config, settings), settings)
+    check_model_settings(config, initial_model.run_spec(config, settings), settings)
     check_model_fits(mesh_setup, settings, config)
 
 
@@ -375,8 +382,18 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
             raise UserError(f"--run {path}: {change}, so resuming would not give the same result: name another --run")
 
 
-def check_expert_settings(config: DecoderConfig, spec: Tree, settings: Settings) -> None:
-    """UserError where load-balancing settings do not apply to the model."""
+def check_model_settings(config: DecoderConfig, spec: Tree, settings: Settings) -> None:
+    """UserError where settings of dropout and of load balancing do not apply to the model."""
+    if settings.dropout == "config":
+        if not field_of(config, "dropout").acts:
+            raise UserError(
+                f"--dropout config is for the rates of a config.json, and {settings.init or 'the new model'} states "
+                "none above 0"
+            )
+        try:
+            check_dropout(config)
+        except ValueError as error:
+            raise UserError(f"--dropout config: {error}") from error
     reason = f"and {settings.init or 'the new model'} has none"
     for name in ("balance_loss", "router_z_loss"):
         if getattr(settings, name) and not is_routed(config):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.apply import layer_inputs_of, stack_params
+from fnmodels.apply import embedded, layer_inputs_of, noise_of, stack_params
 from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.models.common.decoder import scores
 from fnmodels.models.common.family import function_of, parsed
@@ -155,7 +155,7 @@ def _through(
         if "x" in earlier:  # of the encoder
             encoder = stacks_of(part.config)[0]
             memory = scores(stack_params(given, encoder.name), earlier["x"], config=encoder.config)
-        states = edit_end(edits, "embed", family.embed(params, inputs, config=config))
+        states = edit_end(edits, "embed", embedded(params, inputs, config=config))
         beside = layer_inputs_of(params, inputs, states, config=config)
     else:
         states, beside = earlier["x"], earlier.get("layer_inputs")
@@ -179,6 +179,7 @@ def _through(
         routing=named.get("routing"),
         choices=named.get("choices"),
         layer_inputs=beside,
+        noise=noise_of(named, config),
         shared=None if shared is None else shared(params, named, config=config),
         carried=earlier.get("carried", {}),
         taps=taps,

@@ -30,6 +30,7 @@ from torch import Tensor
 from fnmodels import Cache, family_of, tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.spec import Leaf
+from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
@@ -109,6 +110,8 @@ class TensorParallel:
         if gathered:
             made = taps.context(self.region, how["config"], how["kind"], gathered)
             how["options"] = dataclasses.replace(how["options"], context=made)
+        if "noise" in more and HEADS in self.sharded:
+            more["noise"] = dataclasses.replace(more["noise"], head_shard=self.region.rank)
         if "valid" in more and EXPERT_MLP in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
@@ -187,6 +190,8 @@ class TensorParallel:
         def mine(name: str, value: Any) -> Any:
             if value is None or name in _WHOLE:
                 return value
+            if isinstance(value, Noise):  # attention has all positions
+                return dataclasses.replace(value, tokens=value.tokens[:, own])
             return self.region.cut(value) if value.is_floating_point() else value[:, own]
 
         return x, {name: mine(name, value) for name, value in more.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fnmodels.errors import ConfigError
+from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
@@ -35,6 +36,7 @@ class SizesConfig:
     layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
+    dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     # kept for saving only
     model_type: str = field(default="", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)

@@ -10,6 +10,7 @@ from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
 from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, Fields, shown
+from ..dropout import dropout_to_hf
 from ..family import traits_of
 from ..heads import decoder_head_to_hf, with_head
 from ..registry import family_of
@@ -134,10 +135,11 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 
 
 def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
-    """`out`, a config.json; ConfigError if it is not read back as `config`.
+    """`out`, a config.json, with the config's rates of dropout; ConfigError if it is not read back as `config`.
 
     Parts that are found by their tensors may differ, those of the trait `optional`.
     """
+    out = out | dropout_to_hf(config, out)
     again = type(config).from_hf(out)
     parts = [name for name in traits_of(family_of(config)).optional.values() if not getattr(config, name)]
     again = dataclasses.replace(again, **dict.fromkeys(parts, 0))
