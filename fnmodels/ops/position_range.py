@@ -1,6 +1,5 @@
 """One warning where positions go past the range that a model's rotary tables are for: there they extrapolate."""
 
-import functools
 import warnings
 from typing import Any
 
@@ -18,7 +17,6 @@ _KEPT = 64  # models whose first number is remembered
 _first: dict[Any, int] = {}  # {config: the number of positions of its first warning}
 
 
-@functools.lru_cache(_KEPT)
 def position_range(config: Any) -> int | None:
     """The number of positions that rotary tables of this config are for; None for a config without a `Rope`.
 

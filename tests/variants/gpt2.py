@@ -27,6 +27,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "gpt2_untied_narrow": TINY | {"tie_word_embeddings": False, "n_inner": 44, "activation_function": "relu"},
         "gpt2_numbered": TINY | numbered,
         "gpt2_unscaled": TINY | {"scale_attn_weights": False, "activation_function": "gelu"},
+        "gpt_sw3": TINY | {"model_type": "gpt-sw3"},
         "gpt2_unscaled_numbered": TINY | numbered | {"scale_attn_weights": False},
     }
 
