@@ -24,6 +24,7 @@ _SUBLAYERS = (
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
     {"attention": "attention.attn", "mlp": "output.dense"},  # MPNet
+    {"attention": "attention.dense", "mlp": "ffn_output"},  # ALBERT
     {"attention": "attention", "mlp": "ffn"},  # DistilBERT
     {"attention": "self_attn", "mlp": "mlp"},
     {"mamba": "mamba", "attention": "self_attn", "mlp": "feed_forward"},  # Falcon-H1

@@ -57,6 +57,8 @@ def layers_of(model: Any) -> Any:
     base = next((getattr(base, name) for name in ("encoder", "transformer", "decoder") if hasattr(base, name)), base)
     if hasattr(base, "layer"):
         return base.layer
+    if hasattr(base, "albert_layer_groups"):
+        return [group.albert_layers[0] for group in base.albert_layer_groups]
     return getattr(base, "layers", getattr(base, "h", None))
 
 

@@ -43,7 +43,7 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if len(leaf.shape) == 1 and path == "lm_head_bias":
             if leaf.axes != ("vocab",):
                 faults.append(f"{path} is added to logits, so its axis is 'vocab', not {leaf.axes[0]!r}.")
-        elif len(leaf.shape) == 1 and on_stream and leaf.axes[0] not in ("embed", "per_layer", "one"):
+        elif len(leaf.shape) == 1 and on_stream and leaf.axes[0] not in ("embed", "features", "per_layer", "one"):
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
         alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())

@@ -14,7 +14,8 @@ BY_TYPE = [case for case in richest(lambda case: case.config.model_type) if case
 @pytest.mark.parametrize("case", BY_TYPE, ids=str)
 def test_vectors_are_inputs_embeds(case: Case) -> None:
     model = model_of(case.values)
-    vectors = torch.randn(2, 12, case.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    width = getattr(case.config, "embedding_size", 0) or case.config.hidden_size
+    vectors = torch.randn(2, 12, width, generator=torch.Generator().manual_seed(0))
     inputs, masks, freqs_cis = fnmodels.prepare(case.config, vectors)
     more = {}
     if field_of(case.config, "hidden_size_per_layer_input"):  # embeddings of the tokens for each layer

@@ -17,24 +17,28 @@ from tests.support.oracle import assert_close, model_of, params_of, save
 
 PREFIXES = {"bert": "Bert", "distilbert": "DistilBert", "eurobert": "EuroBert", "modernbert": "ModernBert"}
 PREFIXES |= {"mpnet": "MPNet", "nomic_bert": "NomicBert", "roberta": "Roberta"}
+PREFIXES |= {"electra": "Electra", "albert": "Albert", "megatron-bert": "MegatronBert", "ernie": "Ernie"}
+PREFIXES |= {"camembert": "Camembert", "roberta-prelayernorm": "RobertaPreLayerNorm", "xlm-roberta-xl": "XLMRobertaXL"}
+# {model type: the family that reads it too}
+FAMILIES = {"megatron-bert": "bert", "ernie": "bert"}
+FAMILIES |= dict.fromkeys(("camembert", "roberta-prelayernorm", "xlm-roberta-xl"), "roberta")
+LABELLED = ("classification", "tokens")
 HEADS = ("none", "classification", "tokens", "question_answering")
 ROWS = segments((-3, 4, 5, -2), (1, 13))
 every_head = pytest.mark.parametrize(
     ("family", "head"),
-    [
-        (family, head)
-        for family in PREFIXES
-        for head in HEADS
-        if hasattr(transformers, PREFIXES[family] + CLASSES[head])
-    ],
+    [(family, head) for family in PREFIXES for head in HEADS if hasattr(transformers, PREFIXES[family] + CLASSES[head])]
+    + [("electra", "replaced"), ("albert", "masked_lm")],
     ids=str,
 )
 
 
 def values_of(family: str, head: str) -> dict[str, Any]:
     """The family's tiny config.json with another head."""
-    names = {} if head in ("none", "question_answering") else {"id2label": {"0": "a", "1": "b", "2": "c"}}
-    return variants_of(family).TINY | {"architectures": [PREFIXES[family] + CLASSES[head]]} | names
+    names = {} if head not in LABELLED else {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    names |= {"model_type": family} if family in FAMILIES else {}
+    tiny: dict[str, Any] = variants_of(FAMILIES.get(family, family)).TINY
+    return tiny | {"architectures": [PREFIXES[family] + CLASSES[head]]} | names
 
 
 def reference(values: dict[str, Any], tokens: Tensor) -> Any:
@@ -62,6 +66,8 @@ def test_a_head(family: str, head: str, tmp_path: Path) -> None:
             if getattr(theirs, "pooler_output", None) is not None:
                 pooled = fnmodels.family_of(config).pooled(weights, got, found)
                 assert_close(pooled[i], theirs.pooler_output[0])
+        elif head == "replaced":
+            assert (got[row, mine, 0] - theirs.logits[0]).abs().max() < 2e-5
         elif head == "question_answering":
             assert_close(got[row, mine], torch.stack((theirs.start_logits[0], theirs.end_logits[0]), -1))
         else:

@@ -21,7 +21,14 @@ TINY: dict[str, Any] = {
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
-    return {"bert": TINY, "bert_relu": TINY | {"hidden_act": "relu", "type_vocab_size": 1}}
+    ernie = {"model_type": "ernie", "architectures": ["ErnieForMaskedLM"], "use_task_id": True}
+    megatron = {"model_type": "megatron-bert", "architectures": ["MegatronBertForMaskedLM"]}
+    return {
+        "bert": TINY,
+        "bert_relu": TINY | {"hidden_act": "relu", "type_vocab_size": 1},
+        "ernie": TINY | ernie,
+        "megatron_bert": TINY | megatron,
+    }
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -63,4 +70,5 @@ TOTALS: dict[str, int | str] = {
 }
 
 # Fields refused at any changed value: no published encoder has them.
-REFUSED = {"bert": {"add_cross_attention", "is_decoder", "position_embedding_type", "tie_word_embeddings"}}
+_REFUSED = {"add_cross_attention", "is_decoder", "position_embedding_type", "tie_word_embeddings"}
+REFUSED = dict.fromkeys(("bert", "ernie", "megatron-bert"), _REFUSED)

@@ -14,13 +14,21 @@ TINY: dict[str, Any] = bert.TINY | {
     "intermediate_size": 40,
     "pad_token_id": 4,
 }
+_SEVERAL = {"camembert": "Camembert", "data2vec-text": "Data2VecText", "xlm-roberta-xl": "XLMRobertaXL"}
+_SEVERAL |= {"roberta-prelayernorm": "RobertaPreLayerNorm"}
 _XLM = {"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta"}
+_FIRST = ("xlm-roberta-xl", "roberta-prelayernorm")  # norms first; the others are RoBERTa by other names
 
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     relu = {"hidden_act": "relu", "pad_token_id": 1}  # the head has GELU all the same
-    return {"roberta": TINY, "roberta_relu": TINY | relu, "xlm_roberta": TINY | _XLM}
+    others = {
+        name.replace("-", "_"): TINY
+        | {"model_type": name, "architectures": [f"{classes}ForMaskedLM"], "num_hidden_layers": 1 + (name in _FIRST)}
+        for name, classes in _SEVERAL.items()
+    }
+    return {"roberta": TINY, "roberta_relu": TINY | relu, "xlm_roberta": TINY | _XLM, **others}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -58,9 +66,12 @@ TOTALS: dict[str, int] = {
     "roberta-large": 355_412_057,
     "xlm-roberta-base": 278_295_186,
     "xlm-roberta-large": 560_142_482,
+    "camembert-base": 110_655_493,
+    "xlm-roberta-xl": 3_482_741_760,
     "bge-m3": 567_754_752,
     "bge-reranker-v2-m3": 567_755_777,
 }
 
 # Fields refused at any changed value: no published encoder has them.
-REFUSED = {name: {"add_cross_attention", "is_decoder", "tie_word_embeddings"} for name in ("roberta", "xlm-roberta")}
+_NAMES = ("roberta", "xlm-roberta", *_SEVERAL)
+REFUSED = {name: {"add_cross_attention", "is_decoder", "tie_word_embeddings"} for name in _NAMES}

@@ -1,6 +1,7 @@
-"""BERT and its relatives: an encoder with a norm after each sublayer, learned positions, and its heads."""
+"""BERT and its relatives: an encoder with a norm after or before each sublayer, learned positions, and its heads."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -46,6 +47,9 @@ class EncoderConfig:
     first_position: the row of the position table that a document's first token reads; files count the rows before it
     in their max_position_embeddings. type_vocab_size: rows of the table of token types, 0 for none. head, num_labels,
     problem_type: see `heads`. pooler: 1 if a model without a head has the dense layer of `pooled`, else 0.
+    embedding_size: the width E of the embeddings, which a projection brings to hidden_size, and of what a masked-LM
+    head reads; 0: both are hidden_size wide. norm_first: norms are before the sublayers, and one after the last layer.
+    embed_norm: embeddings are normalized. repeats: passes of each layer's parameters in a row (ALBERT).
     """
 
     vocab_size: int
@@ -63,6 +67,10 @@ class EncoderConfig:
     num_labels: int = 0
     problem_type: str = ""
     pooler: int = 0
+    embedding_size: int = 0
+    norm_first: bool = False
+    embed_norm: bool = True
+    repeats: int = 1
     initializer_range: float = 0.02
     dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     # kept for saving only
@@ -78,7 +86,7 @@ class EncoderConfig:
             )
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
-        if self.head not in HEADS:
+        if self.head not in (*HEADS, "replaced"):
             raise ConfigError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}.")
         check_problem(self)
         if not self.model_type:
@@ -98,19 +106,25 @@ _DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_e
 
 
 def encoder_fields(
-    fields: Fields, model_type: str, classes: str, *, first_position: int = 0, **defaults: Any
+    fields: Fields,
+    model_type: str,
+    classes: str,
+    *,
+    first_position: int = 0,
+    heads: tuple[str, ...] = HEADS,
+    **defaults: Any,
 ) -> dict[str, Any]:
     """The fields of EncoderConfig from a config.json; `finished` keeps the rest.
 
-    classes: as for `head_fields`. defaults: the model type's, where they are not BERT's.
+    classes, heads: as for `head_fields`. defaults: the model type's, where they are not BERT's.
     """
     default = _DEFAULTS | defaults
     fields.expect("is_decoder", False)
     fields.expect("is_encoder_decoder", False)
     fields.expect("position_embedding_type", "absolute")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    heads = head_fields(fields, classes, HEADS)
-    if heads["head"] == "masked_lm":  # else no head reads the embeddings
+    head = head_fields(fields, classes, heads)
+    if head["head"] == "masked_lm":  # else no head reads the embeddings
         fields.expect("tie_word_embeddings", True)
     fields.take("tie_word_embeddings", None)
     return {
@@ -124,7 +138,7 @@ def encoder_fields(
         "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), default["hidden_act"]),
         "initializer_range": fields.number("initializer_range", 0.02, above=-1e-9),
         "model_type": model_type,
-        **heads,
+        **head,
     }
 
 
@@ -157,21 +171,46 @@ def encoder_to_hf(config: EncoderConfig, classes: str, *, names: Mapping[str, st
 def spec(config: EncoderConfig) -> Tree:
     """The parameters: weights [out, in]."""
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
-    heads = config.num_attention_heads
-    layer = {
-        "attention": attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True),
-        **layer_norm_leaves("post_attention_layernorm", D, "embed"),
-        "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
-        **layer_norm_leaves("post_feedforward_layernorm", D, "embed"),
-    }
-    tree: Tree = {
-        "embed_tokens": embedding(V, D, std),
-        "embed_positions": embedding(config.first_position + config.max_position_embeddings, D, std, axis="position"),
-    }
+    E, axis = embedded_width(config)
+    tree: Tree = {"embed_tokens": embedding(V, E, std, size_axis=axis)}
+    rows = config.first_position + config.max_position_embeddings
+    tree["embed_positions"] = embedding(rows, E, std, axis="position", size_axis=axis)
     if config.type_vocab_size:
-        tree["embed_types"] = embedding(config.type_vocab_size, D, std, axis="type")
-    tree |= layer_norm_leaves("embed_norm", D, "embed") | {"layers": [layer] * config.num_hidden_layers}
+        tree["embed_types"] = embedding(config.type_vocab_size, E, std, axis="type", size_axis=axis)
+    tree |= layer_norm_leaves("embed_norm", E, axis) if config.embed_norm else {}
+    tree |= projection_leaves(config) | {"layers": [layer_leaves(config)] * config.num_hidden_layers}
+    tree |= layer_norm_leaves("norm", D, "embed") if config.norm_first else {}
     return tree | head_leaves(config)
+
+
+def embedded_width(config: Any) -> tuple[int, str]:
+    """(width of the embeddings, the logical axis of that width)."""
+    return (config.embedding_size, "features") if config.embedding_size else (config.hidden_size, "embed")
+
+
+def projection_leaves(config: Any) -> Tree:
+    """The projection of embeddings [.., E] to the residual stream, where they are of another width."""
+    if not config.embedding_size:
+        return {}
+    sizes, D = (config.hidden_size, config.embedding_size), config.hidden_size
+    projection = weight(sizes, ("embed", "features"), config.initializer_range)
+    return {"embed_projection": {"weight": projection, "bias": bias(D, "embed")}}
+
+
+def layer_leaves(config: Any) -> Tree:
+    """The parameters of a layer, with biases everywhere."""
+    D, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
+    first, second = NORMS[config.norm_first]
+    return {
+        **layer_norm_leaves(first, D, "embed"),
+        "attention": attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True),
+        **layer_norm_leaves(second, D, "embed"),
+        "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
+    }
+
+
+# Of attention and of the MLP, after them and before them.
+NORMS = ("post_attention_layernorm", "post_feedforward_layernorm"), ("input_layernorm", "post_attention_layernorm")
 
 
 def head_leaves(config: Any) -> Tree:
@@ -180,14 +219,44 @@ def head_leaves(config: Any) -> Tree:
     dense = {"dense": weight((D, D), ("features", "embed"), std), "dense_bias": bias(D, "embed")}
     if config.head == "none":
         return {"pooler": dense} if config.pooler else {}
+    if config.head == "replaced":
+        return {"head": dense | {"score": weight((1, D), ("label", "embed"), std), "score_bias": bias(1, "label")}}
     if config.head == "masked_lm":
-        tree: Tree = {"head": dense | layer_norm_leaves("norm", D, "embed")}
+        E, axis = embedded_width(config)
+        if config.embedding_size:
+            dense = {"dense": weight((E, D), ("features", "embed"), std), "dense_bias": bias(E, axis)}
+        tree: Tree = {"head": dense | layer_norm_leaves("norm", E, axis)}
         tree["lm_head_bias"] = bias(config.vocab_size, "vocab")
-        untied = {"lm_head": weight((config.vocab_size, D), ("vocab", "embed"), std)}
+        untied = {"lm_head": weight((config.vocab_size, E), ("vocab", axis), std)}
         return tree if config.tie_word_embeddings else tree | untied
     labels = config.num_labels
     score = {"score": weight((labels, D), ("label", "embed"), std), "score_bias": bias(labels, "label")}
     return {"head": dense | score if config.head == "classification" else score}
+
+
+ROBERTA_HEADS: dict[str, dict[str, str]] = {
+    "masked_lm": {
+        "head.dense": "lm_head.dense",
+        "head.norm": "lm_head.layer_norm",
+        "lm_head": "lm_head.decoder",
+        "lm_head_bias": "lm_head.bias",
+    },
+    "classification": {"head.dense": "classifier.dense", "head.score": "classifier.out_proj"},
+    "tokens": {"head.score": "classifier"},
+    "question_answering": {"head.score": "qa_outputs"},
+    "none": {},
+}
+
+
+def roberta_leftovers(prefix: str, config: Any) -> tuple[str, ...]:
+    """Patterns of buffers of older files, of the pooler, which the heads do not read, and of the head's bias again.
+
+    prefix: of the model in files of one with a head, such as "roberta.".
+    """
+    prefix = re.escape(prefix)
+    buffers = (rf"({prefix})?embeddings\.position_ids",)
+    unread = (rf"{prefix}pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")
+    return buffers if config.head == "none" else (*buffers, *unread)
 
 
 def bert_names(prefix: str) -> dict[str, str]:
@@ -206,6 +275,8 @@ def bert_names(prefix: str) -> dict[str, str]:
         "mlp.up": f"{layer}intermediate.dense",
         "mlp.down": f"{layer}output.dense",
         "post_feedforward_layernorm": f"{layer}output.LayerNorm",
+        "embed_projection.weight": f"{prefix}embeddings_project.weight",
+        "embed_projection.bias": f"{prefix}embeddings_project.bias",
         "pooler.dense": f"{prefix}pooler.dense",
     }
 
@@ -259,8 +330,8 @@ def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = N
 def embed(params: Tree, inputs: Tree, /, *, config: EncoderConfig) -> Tensor:
     """x [B, S, D]: the norm of the sum of token (or given) embeddings, position and token type embeddings.
 
-    inputs: those of `prepare`; "token_types" [B, S] is optional, 0 by default. ValueError for bare tokens, which have
-    no positions.
+    inputs: those of `prepare`; "token_types" [B, S] is optional, 0 by default. Where embeddings are narrower than the
+    residual stream, vectors of its width are returned unchanged. ValueError for bare tokens, which have no positions.
     """
     if not isinstance(inputs, Mapping):
         raise ValueError(
@@ -269,37 +340,60 @@ def embed(params: Tree, inputs: Tree, /, *, config: EncoderConfig) -> Tensor:
         )
     positions = inputs["positions"]
     x = embed_tokens(params["embed_tokens"], inputs)
+    if config.embedding_size not in (0, x.shape[-1]):
+        return x
     x = x + look_up(params["embed_positions"], positions + config.first_position, "positions")
+    if "embed_tasks" in params:  # ERNIE's, of which a text has the first unless inputs say another
+        x = x + _row_of(params["embed_tasks"], inputs.get("task_types"), x, "task types")
     return embed_types(params, x, inputs, config)
 
 
+def _row_of(table: Tensor, ids: Tensor | None, x: Tensor, name: str) -> Tensor:
+    """The rows of the table for ids [B, S], 0 by default."""
+    ids = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if ids is None else ids
+    return look_up(table, ids, name)
+
+
 def embed_types(params: Tree, x: Tensor, inputs: Mapping[str, Tensor], config: Any) -> Tensor:
-    """The norm of x [B, S, D] and the token type embeddings, if the model has them."""
+    """x [B, S, E] with the token type embeddings, if the model has them, then normalized and projected, [B, S, D]."""
     if config.type_vocab_size:
-        types = inputs.get("token_types")
-        types = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if types is None else types
-        x = x + look_up(params["embed_types"], types, "token types")
+        x = x + _row_of(params["embed_types"], inputs.get("token_types"), x, "token types")
     if "valid" in inputs:  # before the norm, through whose backward a NaN in padding would reach its parameters
         x = x.where(inputs["valid"][..., None], 0)
-    return layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
+    if "embed_norm" in params:
+        x = layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
+    if projection := params.get("embed_projection"):
+        x = linear(x, projection["weight"], projection["bias"])
+    return x
 
 
 @with_context
 def block(
     layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: EncoderConfig, kind: str, ctx: Context
 ) -> Tensor:
-    """One layer: x [B, S, D] -> x. Its MLP has a gate if there is one in its parameters."""
-    eps, weights = config.layer_norm_eps, layer["attention"]
-    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    """One layer, or as many passes of it as the config has: x [B, S, D] -> x."""
+    for _ in range(config.repeats):
+        x = _pass(layer, x, mask, freqs, config, ctx)
+    return x
+
+
+def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context) -> Tensor:
+    """One pass of a layer, whose MLP has a gate if there is one in its parameters."""
+    weights, (first, second) = layer["attention"], NORMS[config.norm_first]
+
+    def norm(name: str, x: Tensor, *, before: bool) -> Tensor:
+        if before is not config.norm_first:
+            return x
+        return layer_norm(x, layer[name], layer[f"{name}_bias"], eps=config.layer_norm_eps)
+
+    q, k, v = project_qkv(weights, norm(first, x, before=True), head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, bias=ctx.shared("bias"))
     mixed = ctx.tap("attention", project_out(weights, mixed))
-    name = "post_attention_layernorm"
-    x = ctx.tap("middle", layer_norm(x + mixed, layer[name], layer[f"{name}_bias"], eps=eps))
-    feed = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp
-    inner = ctx.tap("mlp", feed(layer["mlp"], x, activation=config.hidden_act, tap=ctx.shown))
-    name = "post_feedforward_layernorm"
-    return layer_norm(x + inner, layer[name], layer[f"{name}_bias"], eps=eps)
+    x = ctx.tap("middle", norm(first, x + mixed, before=False))
+    feed, read = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp, norm(second, x, before=True)
+    inner = ctx.tap("mlp", feed(layer["mlp"], read, activation=config.hidden_act, tap=ctx.shown))
+    return norm(second, x + inner, before=False)
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: EncoderConfig) -> Tensor:
@@ -313,6 +407,7 @@ def unembed_gelu(params: Tree, x: Tensor, /, *, config: EncoderConfig) -> Tensor
 
 
 def _unembed(params: Tree, x: Tensor, config: EncoderConfig, activation: str) -> Tensor:
+    x = final_norm(params, x, config)
     if config.head == "none":
         return x
     weights = params["head"]
@@ -323,9 +418,14 @@ def _unembed(params: Tree, x: Tensor, config: EncoderConfig, activation: str) ->
     return linear(x, decoder.head(params, config), params["lm_head_bias"])
 
 
+def final_norm(params: Tree, x: Tensor, config: Any) -> Tensor:
+    """x [..., D] after the norm behind the last layer, where there is one."""
+    return layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps) if "norm" in params else x
+
+
 def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: EncoderConfig) -> Tensor:
     """Logits [N, labels] of each document's first token."""
-    return classify_with(torch.tanh, params, x, documents)
+    return classify_with(torch.tanh, params, final_norm(params, x, config), documents)
 
 
 def classify_with(activation: Callable[[Tensor], Tensor], params: Tree, x: Tensor, documents: Documents) -> Tensor:

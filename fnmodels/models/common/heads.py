@@ -5,6 +5,7 @@
 | "none" | ...Model | the hidden states [B, S, D] |
 | "lm" | ...ForCausalLM | logits [B, S, V] |
 | "masked_lm" | ...ForMaskedLM | logits [B, S, V] |
+| "replaced" | ...ForPreTraining of ELECTRA | whether a token was replaced, logits [B, S, 1] |
 | "tokens" | ...ForTokenClassification | logits [B, S, labels] |
 | "question_answering" | ...ForQuestionAnswering | the logits of an answer's first and last token, [B, S, 2] |
 | "classification" | ...ForSequenceClassification | logits [N, labels], one row per document of `fnmodels.documents` |
@@ -27,6 +28,7 @@ CLASSES = {
     "none": "Model",
     "lm": "ForCausalLM",
     "masked_lm": "ForMaskedLM",
+    "replaced": "ForPreTraining",
     "tokens": "ForTokenClassification",
     "question_answering": "ForQuestionAnswering",
     "classification": "ForSequenceClassification",

@@ -1,4 +1,8 @@
-"""BERT (arXiv 1810.04805): an encoder with a norm after each sublayer and learned positions and token types."""
+"""BERT (arXiv 1810.04805): an encoder with a norm after each sublayer and learned positions and token types.
+
+ERNIE (arXiv 1904.09223) is BERT, in later versions with embeddings of tasks. Megatron's BERT (arXiv 1909.08053) has
+norms before the sublayers, and none of embeddings.
+"""
 
 from dataclasses import dataclass
 
@@ -12,12 +16,14 @@ from fnmodels.models.common.encoder import (  # noqa: F401
     freqs_cis,
     kinds,
     pooled,
-    spec,
     unembed,
 )
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.spec import embedding
+from fnmodels.tree import Tree
 
-MODEL_TYPES = ("bert",)
+_CLASSES = {"bert": "Bert", "ernie": "Ernie", "megatron-bert": "MegatronBert"}
+MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(
     dropout=encoder.DROPOUT,
     dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
@@ -28,35 +34,44 @@ TRAITS = Traits(
     resaved={
         r"(.*LayerNorm)\.gamma": r"\1.weight",
         r"(.*LayerNorm)\.beta": r"\1.bias",
-        r"bert\.(.*)": r"\1",
+        r"(?:bert|ernie)\.(.*)": r"\1",
     },
 )
 
-_NAMES = encoder.bert_names("bert.") | {
+_HEADS = {
     "head.score": "classifier",
     "lm_head": "cls.predictions.decoder",
     "lm_head_bias": "cls.predictions.bias",
     "head.norm": "cls.predictions.transform.LayerNorm",
 }
-_DENSE = {"masked_lm": "cls.predictions.transform.dense", "classification": "bert.pooler.dense"}
+_NORMS = {"input_layernorm": "encoder.layer.{}.attention.ln", "post_attention_layernorm": "encoder.layer.{}.ln"}
+_NORMS |= {"norm": "encoder.ln"}  # of Megatron's
 
 
 @dataclass(frozen=True)
 class Config(encoder.EncoderConfig):
-    """Sizes and switches."""
+    """Sizes and switches. task_types: rows of ERNIE's table of tasks, 0 for none."""
+
+    task_types: int = 0
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        usual = encoder.encoder_fields(fields, model_type, "Bert")
-        config = Config(**usual, pooler=int(usual["head"] == "none"))
-        return encoder.finished(config, fields, _POOLER_FIELDS)
+        usual = encoder.encoder_fields(fields, model_type, _CLASSES[model_type])
+        tasks = 0
+        if model_type == "ernie" and fields.boolean("use_task_id", False):
+            tasks = fields.integer("task_type_vocab_size", 3)
+        first = model_type == "megatron-bert"
+        pooler = int(usual["head"] == "none")
+        config = Config(**usual, pooler=pooler, task_types=tasks, norm_first=first, embed_norm=not first)
+        return encoder.finished(config, fields, (*_POOLER_FIELDS, *(("task_type_vocab_size",) if not tasks else ())))
 
     def to_hf(self) -> ConfigJson:
         """A config.json."""
-        return encoder.encoder_to_hf(self, "Bert", names={})
+        tasks = {"use_task_id": True, "task_type_vocab_size": self.task_types} if self.task_types else {}
+        return encoder.encoder_to_hf(self, _CLASSES[self.model_type], names={}, **tasks)
 
 
 # Fields of the published files of multilingual BERT, which no code reads.
@@ -66,20 +81,35 @@ _POOLER_FIELDS = (
 )
 
 
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    if not config.task_types:
+        return encoder.spec(config)
+    tasks = embedding(config.task_types, config.hidden_size, config.initializer_range, axis="type")
+    return {"embed_tasks": tasks} | encoder.spec(config)
+
+
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
-    own = {"head.dense": _DENSE.get(config.head, "")}
-    own |= {"head.score": "qa_outputs"} if config.head == "question_answering" else {}
-    names = encoder.encoder_names(config, _NAMES | own)
-    return {path: name.removeprefix("bert.") for path, name in names.items()} if config.head == "none" else names
+    prefix = "" if config.head == "none" else ("ernie." if config.model_type == "ernie" else "bert.")
+    names = encoder.bert_names(prefix) | _HEADS
+    names["embed_tasks"] = f"{prefix}embeddings.task_type_embeddings"
+    names["head.dense"] = f"{prefix}pooler.dense"
+    if config.head == "masked_lm":
+        names["head.dense"] = "cls.predictions.transform.dense"
+    if config.head == "question_answering":
+        names["head.score"] = "qa_outputs"
+    if config.norm_first:
+        names |= {path: prefix + name for path, name in _NORMS.items()}
+    return encoder.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
     """Buffers of older files, and the parts of the pre-training model that the head does not use."""
-    buffers = (r"(bert\.)?embeddings\.position_ids",)
+    buffers = (r"((bert|ernie)\.)?embeddings\.position_ids",)
     if config.head in ("none", "classification"):
         return buffers
-    pretraining = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
+    pretraining = (r"(bert|ernie)\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
     return (*buffers, *pretraining, r"cls\.predictions\.decoder\.bias")  # the last is the head's bias once more
 
 

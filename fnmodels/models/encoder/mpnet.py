@@ -34,18 +34,6 @@ TRAITS = Traits(
     resaved={r"mpnet\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
 )
 MAX_DISTANCE = 128
-_HEADS = {
-    "masked_lm": {
-        "head.dense": "lm_head.dense",
-        "head.norm": "lm_head.layer_norm",
-        "lm_head": "lm_head.decoder",
-        "lm_head_bias": "lm_head.bias",
-    },
-    "classification": {"head.dense": "classifier.dense", "head.score": "classifier.out_proj"},
-    "tokens": {"head.score": "classifier"},
-    "question_answering": {"head.score": "qa_outputs"},
-    "none": {},
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "mpnet."
-    names = encoder.bert_names(prefix) | _HEADS[config.head]
+    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
     names |= {f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.attn.{name}" for name in "qkvo"}
     names["post_attention_layernorm"] = f"{prefix}encoder.layer.{{}}.attention.LayerNorm"
     # the table's path ends like that of a bias, and it is none
@@ -95,10 +83,8 @@ def hf_names(config: Config) -> dict[str, str]:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Buffers of older files, the pooler, which the heads do not read, and the head's bias once more."""
-    buffers = (r"(mpnet\.)?embeddings\.position_ids",)
-    unread = (r"mpnet\.pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")
-    return buffers if config.head == "none" else (*buffers, *unread)
+    """See `encoder.roberta_leftovers`."""
+    return encoder.roberta_leftovers("mpnet.", config)
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:

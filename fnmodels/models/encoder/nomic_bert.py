@@ -102,16 +102,19 @@ class Config(encoder.EncoderConfig):
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     D, std, heads = config.hidden_size, config.initializer_range, config.num_attention_heads
+    (E, axis), (first, second) = encoder.embedded_width(config), encoder.NORMS[config.norm_first]
     layer = {
+        **layer_norm_leaves(first, D, "embed"),
         "attention": attention_leaves(D, heads, heads, config.head_dim, std=std),
-        **layer_norm_leaves("post_attention_layernorm", D, "embed"),
+        **layer_norm_leaves(second, D, "embed"),
         "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std),
-        **layer_norm_leaves("post_feedforward_layernorm", D, "embed"),
     }
-    tree: Tree = {"embed_tokens": embedding(config.vocab_size, D, std)}
+    tree: Tree = {"embed_tokens": embedding(config.vocab_size, E, std, size_axis=axis)}
     if config.type_vocab_size:
-        tree["embed_types"] = embedding(config.type_vocab_size, D, std, axis="type")
-    tree |= layer_norm_leaves("embed_norm", D, "embed") | {"layers": [layer] * config.num_hidden_layers}
+        tree["embed_types"] = embedding(config.type_vocab_size, E, std, axis="type", size_axis=axis)
+    tree |= layer_norm_leaves("embed_norm", E, axis) if config.embed_norm else {}
+    tree |= encoder.projection_leaves(config) | {"layers": [layer] * config.num_hidden_layers}
+    tree |= layer_norm_leaves("norm", D, "embed") if config.norm_first else {}
     return tree | head_leaves(config)
 
 

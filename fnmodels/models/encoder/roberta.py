@@ -1,4 +1,9 @@
-"""RoBERTa (arXiv 1907.11692) and XLM-RoBERTa: BERT whose positions begin after the row of the padding token."""
+"""RoBERTa (arXiv 1907.11692) and its relatives: BERT whose positions begin after the row of the padding token.
+
+XLM-RoBERTa, CamemBERT (arXiv 1911.03894) and data2vec's texts (arXiv 2202.03555) are RoBERTa by other names.
+XLM-RoBERTa XL (arXiv 2105.00572) and RoBERTa-PreLayerNorm have norms before the sublayers, and the first of them has
+none of embeddings.
+"""
 
 from dataclasses import dataclass
 
@@ -17,27 +22,31 @@ from fnmodels.models.common.encoder import (  # noqa: F401
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 
-MODEL_TYPES = ("roberta", "xlm-roberta")
+# {model type: (what its classes begin with, the prefix of a model with a head in files)}
+_NAMES = {
+    "roberta": ("Roberta", "roberta."),
+    "xlm-roberta": ("XLMRoberta", "roberta."),
+    "camembert": ("Camembert", "roberta."),
+    "data2vec-text": ("Data2VecText", "data2vec_text."),
+    "xlm-roberta-xl": ("XLMRobertaXL", "roberta."),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", "roberta_prelayernorm."),
+}
+MODEL_TYPES = tuple(_NAMES)
 TRAITS = Traits(
     dropout=encoder.DROPOUT,
     dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     optional={"pooler": "pooler"},
-    resaved={r"roberta\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
+    # a model without a head may be stored with the prefix of one that has it
+    resaved={r"(?:roberta|data2vec_text|roberta_prelayernorm)\.(.*)": r"\1"},
 )
-
-_CLASSES = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
-_HEADS = {
-    "masked_lm": {
-        "head.dense": "lm_head.dense",
-        "head.norm": "lm_head.layer_norm",
-        "lm_head": "lm_head.decoder",
-        "lm_head_bias": "lm_head.bias",
-    },
-    "classification": {"head.dense": "classifier.dense", "head.score": "classifier.out_proj"},
-    "tokens": {"head.score": "classifier"},
-    "question_answering": {"head.score": "qa_outputs"},
-    "none": {},
+# {model type with norms first: names of the norms before attention, before the MLP and behind the last layer}
+_NORMS = {
+    "xlm-roberta-xl": ("attention.self_attn_layer_norm", "LayerNorm", "encoder.LayerNorm"),
+    "roberta-prelayernorm": ("attention.LayerNorm", "intermediate.LayerNorm", "LayerNorm"),
+}
+_DEFAULTS: dict[str, ConfigJson] = {
+    "xlm-roberta-xl": {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 }
 
 
@@ -52,28 +61,32 @@ class Config(encoder.EncoderConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        first = fields.integer("pad_token_id", 1, low=0) + 1
-        usual = encoder.encoder_fields(fields, model_type, _CLASSES[model_type], first_position=first)
+        first, default = fields.integer("pad_token_id", 1, low=0) + 1, _DEFAULTS.get(model_type, {})
+        usual = encoder.encoder_fields(fields, model_type, _NAMES[model_type][0], first_position=first, **default)
+        usual |= {"norm_first": model_type in _NORMS, "embed_norm": model_type != "xlm-roberta-xl"}
         config = Config(**usual, pooler=int(usual["head"] == "none"))
         return encoder.finished(config, fields, ("output_past",))
 
     def to_hf(self) -> ConfigJson:
         """A config.json."""
         pad = self.first_position - 1
-        return encoder.encoder_to_hf(self, _CLASSES[self.model_type], names={}, pad_token_id=pad)
+        return encoder.encoder_to_hf(self, _NAMES[self.model_type][0], names={}, pad_token_id=pad)
 
 
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
-    prefix = "" if config.head == "none" else "roberta."
-    return encoder.encoder_names(config, encoder.bert_names(prefix) | _HEADS[config.head])
+    prefix = "" if config.head == "none" else _NAMES[config.model_type][1]
+    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
+    if norms := _NORMS.get(config.model_type):
+        first, second, last = norms
+        layer = f"{prefix}encoder.layer.{{}}."
+        names |= {"input_layernorm": layer + first, "post_attention_layernorm": layer + second, "norm": prefix + last}
+    return encoder.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Buffers of older files, the pooler, which the heads do not read, and the head's bias once more."""
-    buffers = (r"(roberta\.)?embeddings\.position_ids",)
-    unread = (r"roberta\.pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")
-    return buffers if config.head == "none" else (*buffers, *unread)
+    """See `encoder.roberta_leftovers`."""
+    return encoder.roberta_leftovers(_NAMES[config.model_type][1], config)
 
 
 _BASE: ConfigJson = {
@@ -103,3 +116,12 @@ PRESETS = {
     | _LONG
     | {"architectures": ["XLMRobertaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
 }
+_CAMEMBERT = {"architectures": ["CamembertForMaskedLM"], "model_type": "camembert", "vocab_size": 32005}
+_XL: ConfigJson = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 10240,
+}
+_XL |= {"architectures": ["XLMRobertaXLForMaskedLM"], "model_type": "xlm-roberta-xl", "vocab_size": 250880}
+PRESETS |= {"camembert-base": _BASE | _CAMEMBERT, "xlm-roberta-xl": _BASE | _XL}
