@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.dtypes import widest
 from fnmodels.tree import Tree
 from train.batch import Entries
 from train.loss import LossFn as LossFn
@@ -181,8 +182,9 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
 
 
 def exact(number: Tensor) -> Tensor:
-    """The tensor in int64, or in fp64 where it is floating: fp32 counts no further than 2^24."""
-    return number if number.is_complex() else number.to(torch.float64 if number.is_floating_point() else torch.int64)
+    """The tensor in int64, or in fp64 where it is floating and the device has it: fp32 counts to 2^24."""
+    wide = widest(number.device) if number.is_floating_point() else torch.int64
+    return number if number.is_complex() else number.to(wide)
 
 
 def valid_count(total: Tensor, count: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.dtypes import widest
+
 
 def earlier_of_document(run: Tensor) -> Tensor:
     """bool [B, C, C] of the runs [B, C] of a chunk's tokens: whether j is of i's document and not later."""
@@ -19,7 +21,8 @@ def decay_in_document(g: Tensor, same: Tensor) -> Tensor:
     A product with zeros and ones, so that no bit depends on another document; in fp64, because differences of these
     sums are what counts. same: from `earlier_of_document`.
     """
-    return (same.double() @ g.double().flatten(2)).view(g.shape)
+    dtype = widest(g.device)
+    return (same.to(dtype) @ g.to(dtype).flatten(2)).view(g.shape)
 
 
 def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import constants
+from fnmodels.ops.dtypes import in_fp64
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
     return base / torch.where(is_long, long, short)
 
 
+@in_fp64
 def query_temperature(positions: Tensor, *, beta: float, period: int) -> Tensor:
     """1 + beta ln(1 + floor(positions / period)), fp32 in the shape of `positions`: a factor on queries.
 
@@ -193,6 +195,7 @@ def mrope_table(
     return _table(rope, head_dim, chosen, length)
 
 
+@in_fp64
 def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
     """The table [B, S, R/2, 2] for positions [B, S, 1], or [B, S, R/2] with one position per pair."""
     device, size = positions.device, None

@@ -13,6 +13,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.ops.dtypes import widest
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
@@ -173,7 +174,8 @@ def _scored(
     chunk = chunk_of("auto", config.vocab_size, device, x.dtype)
     logp, likeliest = per_token(one, (x[valid], labels), labels.shape, chunk)
     wrong = torch.zeros(count, dtype=torch.int64, device=device).index_add(0, of, (~likeliest).long())
-    return torch.zeros(count, dtype=torch.float64, device=device).index_add(0, of, logp.double()), wrong == 0
+    logp = logp.to(widest(logp.device))
+    return torch.zeros(count, dtype=logp.dtype, device=device).index_add(0, of, logp), wrong == 0
 
 
 def _score_shared(
@@ -196,4 +198,4 @@ def _score_shared(
     step = fnmodels.prepare_step(config, ids, cache, segment_ids=segment_ids, length=length)
     logits, _ = fnmodels.decode_(params, *step, cache, config=config, kernel=options.kernel)
     likeliest = (logits.argmax(-1) == labels) | (labels == IGNORE)
-    return scores(logits, labels, 1.0)[0].double().sum(1), likeliest.all(1)
+    return scores(logits, labels, 1.0)[0].to(widest(labels.device)).sum(1), likeliest.all(1)

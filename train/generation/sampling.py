@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.dtypes import widest
 
 from .noise import exponential
 
@@ -190,7 +191,7 @@ def truncated(scaled: Tensor, sampling: Sampling) -> Tensor:
         rank = torch.arange(ranked.shape[-1], device=scaled.device)
         inside = rank < (ranked.shape[-1] if top_k is None else _column(top_k, rank))
         # fp64 and in order: the sums do not depend on how many tokens stand behind
-        share = torch.where(inside, (ranked - highest).exp(), 0.0).double()
+        share = torch.where(inside, (ranked - highest).exp(), 0.0).to(widest(ranked.device))
         until = share.cumsum(-1)
         top_p = _column(sampling.top_p, until)
         # top_p = 1 by name, for the shares of unlikely tokens vanish in the sum

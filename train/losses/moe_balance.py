@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.ops.dtypes import upcast
+from fnmodels.ops.dtypes import upcast, widest
 from fnmodels.tree import Tree
 from train.loss import Adding, Balance
 
@@ -71,7 +71,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
             f"The selection bias is {bias.dtype}, in which moves of {rate} are lost to rounding: it must be fp32 at "
             "least, as params.load_pretrained returns it whatever the other leaves are."
         )
-    wide = counts.double()  # fp32 does not tell counts above 2^24 apart
+    wide = counts.to(widest(counts.device))  # fp32 does not tell counts above 2^24 apart
     return (bias + rate * torch.sign(wide.mean() - wide).to(bias.dtype)).to(bias.dtype)
 
 

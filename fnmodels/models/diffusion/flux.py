@@ -35,6 +35,7 @@ from fnmodels.ops import (
     project_qkv,
     rms_norm,
 )
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.rotary import Rope, frequencies
@@ -254,6 +255,7 @@ def attention_masks(
     return dict.fromkeys(KINDS, mask)
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, H/2, 2]} of positions [B, S, 3]; each axis has its own dimensions and frequencies."""
     if positions.ndim != 3 or positions.shape[-1] != 3:
@@ -305,6 +307,7 @@ def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:
 _ACTIVATION = "gelu_pytorch_tanh"
 
 
+@in_fp64
 def _waves(value: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, M, 256] in `dtype`, of values [B, M]."""
     steps = torch.arange(_FREQUENCIES, dtype=torch.float64, device=value.device)

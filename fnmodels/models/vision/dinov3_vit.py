@@ -16,6 +16,7 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -112,6 +113,7 @@ def hf_names(config: Config) -> dict[str, str]:
     return vision.of_spec(spec(config), names)
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: the first half of the pairs turns with the row, the second with the column.
 

@@ -22,6 +22,7 @@ from fnmodels.models.common.spec import Constant, Leaf, Normal, attention_leaves
 from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, look_up, split_heads
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
@@ -139,6 +140,7 @@ def hf_names(config: Config) -> StoredNames:
     return vision.of_spec(spec(config), names)
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: of the first half of each head by the column, then of the second by the row."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)

@@ -21,6 +21,7 @@ from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import project_out, project_qkv
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm
@@ -132,6 +133,7 @@ def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
     return {"table_index": index, "table_weight": torch.where(special, first.to(weights.dtype), weights)}
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: half of the angles turn with the column, half with the row, both from 1.
 

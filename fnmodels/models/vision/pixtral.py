@@ -16,6 +16,7 @@ from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, gated_mlp_leaves, layer_leaves, norm
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -81,6 +82,7 @@ def hf_names(config: Config) -> dict[str, str]:
     return vision.of_spec(spec(config), names | vision.layer_names(config, "transformer.layers.", _LAYER))
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: the even frequencies turn with the row, then the odd ones with the column."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim, device=positions.device)

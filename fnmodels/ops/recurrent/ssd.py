@@ -20,7 +20,7 @@ from fnmodels.ops.cpu.recurrent import ssd_chunk
 from fnmodels.ops.cpu.recurrent.scan import Output, scan
 from fnmodels.ops.cpu.recurrent.ssd_chunk import by_group, of_groups, of_heads
 from fnmodels.ops.decay import decay_in_document, decay_of, decay_of_pairs, earlier_of_document
-from fnmodels.ops.dtypes import upcast
+from fnmodels.ops.dtypes import upcast, widest
 from fnmodels.ops.invariant.by_token import by_token, ssd_token
 from fnmodels.ops.invariant.rows import rows_are_invariant
 
@@ -79,7 +79,7 @@ def _continued(
     segments = segment_ids.expand(x.shape[:2])
     goes_on = (runs(segments, before.segment(segment_ids))[0] == 0)[..., None]  # the first tokens of a row
     decay = (upcast(dt) * upcast(A)).where(goes_on & (segments > 0)[..., None], 0)
-    since = decay_of(decay.double().cumsum(1).to(y.dtype)).where(goes_on, 0)  # [R, S, H]
+    since = decay_of(decay.to(widest(decay.device)).cumsum(1).to(y.dtype)).where(goes_on, 0)  # [R, S, H]
     transition = since[:, -1, :, None, None]
     state = before.state(transition, own.flatten(2)[:, :, None]).view(own.shape)
     read = upcast(C).transpose(1, 2) @ of_groups(state, B.shape[2]).transpose(-1, -2)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import readable
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.embedding import look_up
 
 
@@ -70,6 +71,7 @@ def _antialias(index: Tensor, count: Tensor, side: int, weight: Callable[[Tensor
 Resample = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
+@in_fp64
 def table_inputs(config: Any, positions: Tensor, *, resample: Resample, placed: int = 1) -> dict[str, Tensor]:
     """Inputs made by `prepare` for a learned position table [placed + side * side, D] resampled to each image's grid.
 

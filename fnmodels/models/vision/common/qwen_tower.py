@@ -17,6 +17,7 @@ from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.spec import Leaf, Normal
 from fnmodels.models.common.storage import StoredNames, fuse
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -100,6 +101,7 @@ def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> StoredName
     return names | vision.layer_names(config, "blocks.", {"attention.o_proj": "attn.proj", **parts})
 
 
+@in_fp64
 def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, H/2, 2]}: the first half of the angles turns with the row, the second with the column."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
