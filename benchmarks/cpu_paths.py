@@ -57,10 +57,10 @@ PATHS: dict[str, Patches] = {
         "fnmodels.ops.moe.experts.sorted_rows_cpu": _generic_rows,
         "fnmodels.ops.moe.experts.combine_cpu": combine,
     },
-    "recurrent/scan, chunks": {"fnmodels.ops.cpu.recurrent.scan.alone": never},
+    "recurrent/scan, chunks": {"fnmodels.ops.cpu.recurrent.scan.is_plain_eager": never},
     "recurrent/delta_per_head": {"fnmodels.ops.cpu.recurrent.delta_per_head.by_hand": nothing},
     "recurrent/ssd_chunk": {"fnmodels.ops.cpu.recurrent.ssd_chunk.by_hand": nothing},
-    "recurrent/conv": {"fnmodels.ops.recurrent.conv.alone": never},
+    "recurrent/conv": {"fnmodels.ops.recurrent.conv.is_plain_eager": never},
 }
 COMPILED: dict[str, Patches] = {  # of blocks that are compiled
     "linear_op": {"fnmodels.ops.linear.linear_in_graph": F.linear},

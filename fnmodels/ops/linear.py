@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .cpu.linear import is_large, large_linear, large_linear_gelu, linear_in_graph
 from .invariant.rows import INVARIANT, invariant_linear
-from .torch_internals import alone
+from .torch_internals import is_plain_eager
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,10 +40,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: 
     A weight may be a form that has a product with gelu of its own (`params.packed`).
     """
     own = getattr(weight, "linear_gelu", None)
-    if own is not None and alone(x):
+    if own is not None and is_plain_eager(x):
         found: Tensor = own(x, bias, approximate)
         return found
     if (fused := large_linear_gelu(x, weight, bias, approximate)) is not None:
         return fused
     y = linear(x, weight, bias)
-    return torch.ops.aten.gelu_(y, approximate=approximate) if alone(y) else F.gelu(y, approximate=approximate)
+    return torch.ops.aten.gelu_(y, approximate=approximate) if is_plain_eager(y) else F.gelu(y, approximate=approximate)

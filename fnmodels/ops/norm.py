@@ -13,7 +13,7 @@ from .cpu.norm import inverse_rms, large_layer_norm, large_rms_norm, takes_large
 from .dtypes import upcast
 from .invariant.rows import INVARIANT
 from .norm_taps import any_watched, watched
-from .torch_internals import alone, without_modes
+from .torch_internals import is_plain_eager, without_modes
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -74,7 +74,14 @@ def layer_norm(
     """
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
     w = 1 + w if zero_centered and w is not None else w
-    if w is not None and b is not None and _is_large(x, w) and b.dtype is w.dtype and alone(b) and not any_watched():
+    if (
+        w is not None
+        and b is not None
+        and _is_large(x, w)
+        and b.dtype is w.dtype
+        and is_plain_eager(b)
+        and not any_watched()
+    ):
         return large_layer_norm(x, w, b, eps)
     wide = upcast(x)
     # Not F.layer_norm, see `ops.cpu.norm`.

@@ -143,7 +143,7 @@ def differentiated_once(*tensors: Tensor) -> bool:
     return not any(t.requires_grad or forward_ad.unpack_dual(t).tangent is not None for t in inner)
 
 
-def alone(*tensors: Tensor, cuda: bool = False) -> bool:
+def is_plain_eager(*tensors: Tensor, cuda: bool = False) -> bool:
     """Whether these are dense CPU tensors and only reverse-mode autograd is active, so that a custom Function is safe.
 
     cuda: they may be CUDA tensors too.
@@ -166,7 +166,7 @@ def _autocast(cuda: bool) -> bool:
 
 
 def in_graph(*tensors: Tensor, cuda: bool = False) -> bool:
-    """`alone` for a custom operator in a graph traced by torch.compile: no torch.func transform is active in it.
+    """`is_plain_eager` for a custom operator in a graph of torch.compile: no transform of torch.func is active in it.
 
     False under torch.export, whose graphs run elsewhere and with sizes that are not known yet.
     """

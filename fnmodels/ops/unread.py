@@ -7,14 +7,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from .torch_internals import alone
+from .torch_internals import is_plain_eager
 
 _UNREAD: ContextVar[bool] = ContextVar("fnmodels_unread_gradients", default=False)
 
 
 def gradients_are_unread(weight: Tensor) -> bool:
     """Whether this leaf is used in a scope of `unread_gradients`, outside of all transforms."""
-    return not torch.compiler.is_compiling() and _UNREAD.get() and alone(weight) and weight.is_leaf
+    return not torch.compiler.is_compiling() and _UNREAD.get() and is_plain_eager(weight) and weight.is_leaf
 
 
 @contextmanager

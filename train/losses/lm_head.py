@@ -19,7 +19,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig, field_of
-from fnmodels.ops.torch_internals import alone, transformed
+from fnmodels.ops.torch_internals import is_plain_eager, transformed
 from fnmodels.tree import Tree
 
 from .cross_entropy import (
@@ -116,7 +116,7 @@ def loss_of_targets(
         return _HeadLoss.apply(_Chunked(head, chunk, needs, terms), targets, factors, tokens, *leaves)[0], count
     loss = torch.zeros((), dtype=wide_of(x), device=x.device)
 
-    fused = not torch.is_grad_enabled() and alone(tokens, *leaves)
+    fused = not torch.is_grad_enabled() and is_plain_eager(tokens, *leaves)
 
     def one(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         logits = head(leaves, x)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
-from fnmodels.ops.torch_internals import alone, in_graph, no_view, onednn_linear
+from fnmodels.ops.torch_internals import in_graph, is_plain_eager, no_view, onednn_linear
 from fnmodels.ops.unread import within_unread
 
 from .onednn import dense, product, transposed
@@ -78,7 +78,7 @@ def uses_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == weight.shape[1]
         and (bias is None or bias.shape == weight.shape[:1])
         and (not compiled or is_large(x, weight))
-        and (compiled or alone(*tensors))  # late, because it takes longer
+        and (compiled or is_plain_eager(*tensors))  # late, because it takes longer
         and (within_unread() or _gains(x, weight, bias is not None and not compiled))
     )
 

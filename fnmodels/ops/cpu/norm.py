@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import is_plain_eager
 
 from .blocks import Space, blocks, like
 
@@ -30,7 +30,7 @@ def takes_large_norm(x: Tensor, weight: Tensor) -> bool:
         and weight.dtype in (x.dtype, torch.float32)
         and x.ndim > 1
         and weight.shape == x.shape[-1:]
-        and alone(x, weight)
+        and is_plain_eager(x, weight)
     )
 
 
@@ -89,7 +89,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        if not torch.is_grad_enabled() and alone(grad_output, x):
+        if not torch.is_grad_enabled() and is_plain_eager(grad_output, x):
             return *_rms_norm_backward(grad_output, x, weight, scale), None
         wide, grad, factors = upcast(x), upcast(grad_output), upcast(weight)
         if torch.is_grad_enabled():  # double backward: recompute the scale as part of the graph

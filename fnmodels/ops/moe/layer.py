@@ -13,7 +13,7 @@ from fnmodels.inputs.values import readable
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear, linears
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import is_plain_eager
 from fnmodels.options import Experts, Tap, untapped
 from fnmodels.tree import Tree
 
@@ -92,7 +92,7 @@ def moe(
 
 def _zero_padding(x: Tensor, valid: Tensor) -> Tensor:
     """x with zeros at padding; without copies (of x and its gradient) if values can be read and there is no padding."""
-    return x if alone(x, valid) and bool(valid.all()) else x.where(valid[..., None], 0)
+    return x if is_plain_eager(x, valid) and bool(valid.all()) else x.where(valid[..., None], 0)
 
 
 def check_range(routing: Tensor, valid: Tensor, experts: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.ops.cpu.recurrent.conv import conv_by_blocks
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import is_plain_eager
 
 from .before import before_of
 from .conv_reads import Reads, reads_of
@@ -92,7 +92,7 @@ def _convolved(
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
-    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and alone(*tensors, reads.ends)
+    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and is_plain_eager(*tensors, reads.ends)
     near = reads.near() if by_blocks else None
     if near is not None:
         return conv_by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.order import runs
 from fnmodels.inputs.segments import previous
-from fnmodels.ops.torch_internals import alone
+from fnmodels.ops.torch_internals import is_plain_eager
 
 from .before import before_of
 
@@ -51,7 +51,7 @@ def _near(segment_ids: Tensor, K: int) -> Tensor | None:
 
     A fifth of the operations of `_sources`. None for rows with padding, and where values cannot be read.
     """
-    if not alone(segment_ids) or not segment_ids.numel() or not bool((segment_ids > 0).all()):
+    if not is_plain_eager(segment_ids) or not segment_ids.numel() or not bool((segment_ids > 0).all()):
         return None
     near = segment_ids.new_zeros((K - 1, *segment_ids.shape), dtype=torch.bool)
     if K > 1:

@@ -31,10 +31,10 @@ from fnmodels.ops.moe.experts import grouped_experts, loop_experts
 from fnmodels.ops.torch_internals import (
     COSTLY,
     PRIVATE,
-    alone,
     costly_operators,
     full_graph,
     fused_adamw_,
+    is_plain_eager,
     quiet,
     softmax_backward,
     undisturbed,
@@ -216,10 +216,10 @@ def test_who_is_looking_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(quiet() or alone(x))
+        seen.append(quiet() or is_plain_eager(x))
         return x.sum()
 
-    assert quiet() and alone(X)
+    assert quiet() and is_plain_eager(X)
     vmap(look)(X)
     grad(look)(X)
     with Modes():
@@ -234,7 +234,7 @@ def test_who_is_looking_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with monkeypatch.context() as patch:
             patch.setitem(PRIVATE, name, None)
-            assert not quiet() and not alone(X)
+            assert not quiet() and not is_plain_eager(X)
 
 
 def test_an_undisturbed_call_under_a_transform_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
-from fnmodels.ops.torch_internals import alone, in_graph
+from fnmodels.ops.torch_internals import in_graph, is_plain_eager
 
 from .chunks import ByHand, ChunkStep, Given, scan_backward, scan_forward
 
@@ -54,7 +54,7 @@ def scan(
 
         found = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
         return found[0], found[1]
-    if kernel == "math" or not alone(*tensors, cuda=by_hand is not None):
+    if kernel == "math" or not is_plain_eager(*tensors, cuda=by_hand is not None):
         return _written_out(step, chunk, state, along, constants)
     by = _by_autograd(step, tuple(t.requires_grad for t in tensors)) if by_hand is None else by_hand
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
