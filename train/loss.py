@@ -28,7 +28,8 @@ from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import has_values, unwrapped
 from fnmodels.models.common.family import DecoderConfig, parsed
-from fnmodels.ops.torch_internals import full_graph, undisturbed
+from fnmodels.ops.torch_compilation import full_graph
+from fnmodels.ops.torch_internals import undisturbed
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree

@@ -14,7 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fnmodels.ops.remat import remat
-from fnmodels.ops.torch_internals import costly_operators, full_graph, transformed
+from fnmodels.ops.torch_compilation import full_graph
+from fnmodels.ops.torch_internals import costly_operators, transformed
 from fnmodels.options import Block, LayerFn
 
 from .remat_budget import budget_of, within

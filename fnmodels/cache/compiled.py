@@ -10,7 +10,7 @@ from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import refuse_towers
 from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
-from fnmodels.ops.torch_internals import mark_dynamic, one_graph
+from fnmodels.ops.torch_compilation import mark_dynamic, one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 

@@ -36,7 +36,7 @@ from fnmodels.inputs.values import has_values
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
 from fnmodels.ops.cpu.machine import machine
-from fnmodels.ops.torch_internals import compile_to_file, has_compiler_to_files, load_compiled
+from fnmodels.ops.torch_compilation import compile_to_file, has_compiler_to_files, load_compiled
 from fnmodels.options import ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree

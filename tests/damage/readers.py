@@ -23,7 +23,7 @@ import params.inspect
 from fnmodels.cache import saved
 from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.ops.cpu import product_table
-from fnmodels.ops.torch_internals import compile_to_file
+from fnmodels.ops.torch_compilation import compile_to_file
 from params import lora
 from params.quantized.methods import HF_QUANT
 from tests.support.gguf_files import MODELS, tensors_of, write_gguf

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.torch_internals import set_up_inductor
+from fnmodels.ops.torch_compilation import set_up_inductor
 
 MIN_HEAD_DIM = 16  # of FlexAttention's CUDA kernels
 

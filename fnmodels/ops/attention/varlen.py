@@ -11,6 +11,7 @@ from fnmodels.inputs.convert import to_cu_seqlens
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
 from fnmodels.ops import torch_internals
+from fnmodels.ops.torch_compilation import mark_dynamic
 
 
 @tree.pytree
@@ -35,7 +36,7 @@ def by_document(layout: Layout, window: tuple[int, int], device: torch.device | 
     if not torch.compiler.is_compiling():
         for sizes in (documents.offsets, documents.tokens):
             if sizes is not None:
-                torch_internals.mark_dynamic(sizes, 0, required=False)
+                mark_dynamic(sizes, 0, required=False)
     longest = min(1 << (documents.longest - 1).bit_length(), layout.length) if documents.longest else 0
     return ByDocument(documents.offsets, documents.tokens, longest, (len(layout.rows), layout.length), window)
 

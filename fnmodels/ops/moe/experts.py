@@ -34,7 +34,8 @@ from fnmodels.ops.cpu.dispatch import DispatchedCpu, combine_cpu, dispatch_cpu
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_linear
 from fnmodels.ops.linear import linear
-from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, guarded_true, in_graph
+from fnmodels.ops.torch_compilation import guarded_true
+from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, in_graph
 from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.values import aside, batched_gradient, has_values, readable, unwrapped
-from fnmodels.ops import torch_internals
+from fnmodels.ops import torch_compilation, torch_internals
 from fnmodels.ops.cpu import product_table
 from fnmodels.ops.cpu.tiled import causal_tiles
 from fnmodels.ops.float8 import cast
@@ -28,11 +28,11 @@ from fnmodels.ops.float8 import product as eighths
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import grouped_experts, loop_experts
+from fnmodels.ops.torch_compilation import full_graph
 from fnmodels.ops.torch_internals import (
     COSTLY,
     PRIVATE,
     costly_operators,
-    full_graph,
     fused_adamw_,
     is_plain_eager,
     quiet,
@@ -354,7 +354,8 @@ def test_gradients_side_by_side_are_recognized() -> None:
 
 def test_no_other_file_uses_private_names() -> None:
     """Ruff (SLF001, TID251) sees attributes without a noqa and some imports; this sees all of them, and strings."""
-    allowed = {Path(torch_internals.__file__), Path(tree.__file__)}  # tree registers nodes, which has no public way
+    allowed = {Path(module.__file__) for module in (torch_internals, torch_compilation)}
+    allowed.add(Path(tree.__file__))  # it registers nodes, which has no public way
     ours = _own_names()
     found = [
         f"{path}:{node.lineno}: {name}"
@@ -450,7 +451,7 @@ def test_the_width_of_vectors_is_in_the_key_of_compiled_code(
 def test_inductor_is_imported_without_collecting_garbage(collecting: bool) -> None:
     program = f"""
 import gc, sys
-from fnmodels.ops.torch_internals import full_graph
+from fnmodels.ops.torch_compilation import full_graph
 if not {collecting}:
     gc.disable()
 made = []
@@ -466,7 +467,7 @@ assert "torch._inductor.compile_fx" in sys.modules
 def test_matrix_tiles_that_onednn_may_not_use_are_none() -> None:
     program = """
 import importlib, os, torch
-from fnmodels.ops import torch_internals
+from fnmodels.ops import torch_compilation, torch_internals
 limits = {"ALL": True, "avx10_1_512_amx": True, "AVX512_CORE_BF16": True, "AVX2": True, "DEFAULT": False}
 for limit, tiles in limits.items():
     torch.cpu.get_capabilities = lambda: {"amx_bf16": tiles}

@@ -1,0 +1,120 @@
+"""torch.compile, Inductor and AOTInductor as this package calls them, with private names where no public one exists."""
+
+import gc
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_internals import PRIVATE, find
+
+
+def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile with fullgraph=True and `options`, by Inductor as `set_up_inductor` leaves it."""
+    set_up_inductor()
+    return torch.compile(function, fullgraph=True, **options)
+
+
+def set_up_inductor() -> None:
+    """Imports what a compilation needs and sets what Inductor leaves open; settings of the caller stay.
+
+    Without the test of the C++ compiler: Inductor knows the CPU's vector instructions, and compiles torch's vector
+    headers three times to see whether the compiler has them too: 6 to 8 s of the first start. A compiler that is new
+    enough for these headers has them, and AVX-512's bf16 and VNNI, which are newer, are still tested.
+
+    The width of vectors is that of the instructions in use, said aloud: so it is in the key of Inductor's cache on
+    disk, which would else give a process loops of another width, with ATEN_CPU_CAPABILITY=avx2 or from another machine.
+
+    Imports make many objects and no garbage: collecting meanwhile takes a tenth of a start that finds its code on disk.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        import torch._inductor.compile_fx
+        import torch._inductor.config
+
+        cpp: Any = getattr(torch._inductor.config, "cpp", None)  # a release without a setting has no attribute for it
+        if getattr(cpp, "vec_isa_ok", False) is None:
+            cpp.vec_isa_ok = True
+        instructions = find("_inductor.cpu_vec_isa.pick_vec_isa")
+        if instructions is not None and getattr(cpp, "simdlen", 0) is None and (isa := instructions()):
+            cpp.simdlen = isa.bit_width()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`full_graph`. Newer releases count the graphs of each such call apart; older ones raise when all calls for
+    functions with the same code, such as one step for each of many models, have more than 8 in sum."""
+    # Guards on globals ask whether this package's functions are still the same: half of the guards, 0.2 ms a call.
+    inductor: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+    inductor["size_asserts"] = False  # guards have compared the sizes of arguments
+    inductor["cpp.enable_floating_point_contract_flag"] = "fast"  # fused multiply-add
+    options: dict[str, Any] = {"options": inductor}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    return full_graph(function, **options)
+
+
+def has_compiler_to_files() -> bool:
+    """Whether this torch can load what `compile_to_file` writes."""
+    return PRIVATE["_C._aoti.AOTIModelPackageLoader"] is not None
+
+
+def compile_to_file(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    path: Path,
+    *,
+    sizes_of_last: tuple[int, int] | None,
+) -> None:
+    """Compiles function(*tensors) of plain CPU tensors into a package of AOTInductor at `path` (`*.pt2`).
+
+    sizes_of_last: the least and the most that dimension 0 of the last tensor may have; None: as it is. All other sizes,
+    strides and the number of threads are constants of the code, and are not checked by it.
+    """
+    set_up_inductor()
+    import torch._inductor
+
+    def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return function(*tensors)
+
+    graph: Any = torch.nn.Module()  # torch.export takes no function
+    graph.forward = forward
+    sizes: list[Any] = [None] * len(tensors)
+    if sizes_of_last is not None:
+        least, most = sizes_of_last
+        sizes[-1] = {0: torch.export.Dim("last", min=least, max=most)}
+    with torch.no_grad():
+        program = torch.export.export(graph, (list(tensors),), dynamic_shapes=(sizes,), strict=False)
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(path),
+            inductor_configs={"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"},
+        )
+
+
+def load_compiled(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What `compile_to_file` compiled. RuntimeError: the file is damaged."""
+    package = PRIVATE["_C._aoti.AOTIModelPackageLoader"](str(path), "model", False, 1, -1)
+    run: Callable[[list[Tensor]], list[Tensor]] = package.boxed_run
+    return run
+
+
+def guarded_true(condition: bool | torch.SymBool) -> bool:
+    """Whether this holds, with a guard on the sizes of the graph; False where sizes are unknown until it runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # here, for it imports sympy
+
+    return bool(guard_or_false(condition))
+
+
+def mark_dynamic(tensor: Tensor, dim: int, *, required: bool = True) -> None:
+    """Makes this size a symbol of the graphs compiled for `tensor`, from the first on.
+
+    required: torch raises for code that needs a number.
+    """
+    (torch._dynamo.mark_dynamic if required else torch._dynamo.maybe_mark_dynamic)(tensor, dim)
