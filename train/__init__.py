@@ -35,7 +35,6 @@ from train.generation.serve import serve_step
 from train.generation.transcribe import transcribe
 from train.handover.deltas import Delta, apply_deltas, deltas
 from train.job.cpu_memory import keep_freed_memory
-from train.loss import Balance
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill
 from train.losses.documents import classification_loss, contrastive_loss, document_batch
@@ -55,6 +54,7 @@ from train.optim.muon import muon
 from train.optim.schedules import warmup_stable_decay
 from train.optim.transforms import chain
 from train.optim.wrappers import partition, with_ema
+from train.run_options import Balance
 from train.state import State, init_state
 from train.step import make_eval_step, make_forward_only, make_step, pure_step
 

@@ -40,7 +40,6 @@ from train import (
 from train.comm.collectives import summed
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, gradient_sums
-from train.loss import Balance
 from train.losses import look_ahead, routed_logprobs
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
@@ -50,6 +49,7 @@ from train.parallel.padding import padded
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of, shardings
 from train.remat import layer_fn
+from train.run_options import Balance
 from train.update import update
 
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the

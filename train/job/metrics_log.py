@@ -20,7 +20,7 @@ from fnmodels.errors import UserError
 from fnmodels.files import open_append, read_bytes, write_text
 from params.io.files import parse_line
 from train.command_line import DIVERGED
-from train.loss import Balance
+from train.run_options import Balance
 
 from .run_folder import METRICS, SAMPLES, SPEED
 from .trackers import Tracker

@@ -14,7 +14,8 @@ from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.comm.dtensor import is_dtensor
-from train.loss import Balance, beside
+from train.loss import beside
+from train.run_options import Balance
 
 from .batch_checks import check_batch, checked_by
 from .cross_entropy import counted, wide_of

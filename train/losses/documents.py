@@ -168,7 +168,7 @@ def contrastive_loss(
     widths: Matryoshka (arXiv 2205.13147); the loss is the sum of those of the vectors' first elements, as many as each
     width says. () is the full width alone.
 
-    The candidates are the documents of one microbatch, of all ranks together (`train.loss.Ranks`): the loss
+    The candidates are the documents of one microbatch, of all ranks together (`train.run_options.Ranks`): the loss
     depends on how a batch is split into microbatches, and not on the mesh. ValueError, on all ranks alike, for a query
     without exactly one positive there, and for a model with a head.
     """

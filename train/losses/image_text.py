@@ -88,7 +88,7 @@ def image_text_loss(
     batch: as of `image_text_batch`; the k-th caption of the batch belongs to its k-th image. CLIP: the mean of two
     cross entropies, of a caption over all images and of an image over all captions. SigLIP, whose model has a bias:
     the sum over all images of the binary cross entropies of a caption. Other pairs of the microbatch are negatives,
-    over a mesh those of all ranks (`train.loss.Ranks`). options: see `fnmodels.forward`. ValueError for a
+    over a mesh those of all ranks (`train.run_options.Ranks`). options: see `fnmodels.forward`. ValueError for a
     missing entry and for other numbers of captions than of images.
     """
     check_entries(batch, *_TEXT, *_IMAGE, "labels")

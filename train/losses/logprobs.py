@@ -20,7 +20,7 @@ from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
-from train.loss import Balance
+from train.run_options import Balance
 
 from .cross_entropy import check_labels, check_targets
 from .lm_head import head_logits, head_name

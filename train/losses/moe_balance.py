@@ -16,7 +16,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.ops.dtypes import upcast, widest
 from fnmodels.tree import Tree
-from train.loss import Adding, Balance
+from train.run_options import Adding, Balance
 
 
 def balance_loss(

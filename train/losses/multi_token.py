@@ -12,7 +12,7 @@ from fnmodels import mtp
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
-from train.loss import Balance
+from train.run_options import Balance
 
 from .cross_entropy import check_targets
 from .lm_head import head_loss

@@ -16,8 +16,9 @@ from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
-from train.loss import PLAIN, Balance, RouterTerms, run_options
+from train.loss import run_options
 from train.losses.moe_balance import balance_terms
+from train.run_options import PLAIN, Balance, RouterTerms
 
 from .cross_entropy import check_labels, check_targets, counted
 from .lm_head import loss_of_targets

@@ -22,10 +22,11 @@ from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from train.comm.collectives import all_gather, maximum
-from train.loss import Blocks, ModelLoss, Ranks, Reports, RunOptions, as_loss
+from train.loss import ModelLoss, as_loss
 from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel
 from train.remat import layer_fn
+from train.run_options import Blocks, Ranks, Reports, RunOptions
 
 from .expert import expert_parallel
 from .fsdp import Watch, gather_layers, sharded_params

@@ -22,7 +22,7 @@ from fnmodels import tree
 from fnmodels.options import Block, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
-from train.loss import Blocks, RunOptions
+from train.run_options import Blocks, RunOptions
 
 from .mesh import mesh_of
 

@@ -24,7 +24,7 @@ from tests.support.cases import cases, generic_params, positions_of, segments, t
 from tests.support.ranks_pool import Ranks
 from tests.variants.t5 import TINY as T5
 from train.gradients import gradient_sums
-from train.loss import Balance, as_loss
+from train.loss import as_loss
 from train.losses.moe_balance import balance_terms
 from train.optim.base import with_paths
 from train.parallel import padding
@@ -34,6 +34,7 @@ from train.parallel.pipeline.microbatch import microbatches
 from train.parallel.pipeline.schedule import check_microbatches, pipeline
 from train.parallel.pipeline.staged_loss import StagedLoss
 from train.parallel.pipeline.tree_split import copies, entry_of, held, holders, share
+from train.run_options import Balance
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")

@@ -22,7 +22,6 @@ from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import mtp_loss, next_token_loss
 from train.comm import collectives
-from train.loss import Balance, Blocks, RunOptions
 from train.losses import look_ahead
 from train.parallel import Mesh
 from train.parallel.tensor import api
@@ -30,6 +29,7 @@ from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parall
 from train.parallel.tensor.cache import CacheShards, cache_shards
 from train.parallel.tensor.leaf_roles import sharded_dims
 from train.remat import layer_fn
+from train.run_options import Balance, Blocks, RunOptions
 
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
 LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")

@@ -43,9 +43,10 @@ from train.job.pictures import RunRows
 from train.job.progress import tokenizing
 from train.job.settings import Settings, fixed_settings, flag, imports, to_toml
 from train.job.task import Card, Json, Weights
-from train.loss import Balance, LossFn
+from train.loss import LossFn
 from train.losses.next_token import next_token_loss
 from train.parallel.context.api import resolved_order
+from train.run_options import Balance
 
 from . import initial_model
 from .initial_model import InitialModel

@@ -46,9 +46,9 @@ from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Kernel, is_invariant
 from train.comm import collectives
-from train.loss import Balance
 from train.parallel.mesh import DATA, mesh_of
 from train.parallel.padding import is_per_row
+from train.run_options import Balance
 
 from . import ring
 from .keys import RanksKeys, of_all_ranks, over_all_keys

@@ -18,7 +18,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.models.common.carried import borrowed, takes_choice
 from fnmodels.models.common.family import field_of
-from train.loss import RouterTerms
+from train.run_options import RouterTerms
 
 from .microbatch import Microbatch
 from .stacks import stacks_of

@@ -14,9 +14,10 @@ from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 from train.batch import Entries, check_entries
-from train.loss import ModelLoss, RouterTerms, Stage, as_loss
+from train.loss import ModelLoss, as_loss
 from train.losses.batch_checks import check_of
 from train.parallel.padding import padded
+from train.run_options import RouterTerms, Stage
 
 from .schedule import Pipeline, check_microbatches
 from .stacks import stacks_of

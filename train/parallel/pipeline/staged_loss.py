@@ -21,8 +21,9 @@ from fnmodels.models.common.family import function_of, parsed
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.gradients import exact, loss_and_outputs
-from train.loss import Balance, ModelLoss, Stage
+from train.loss import ModelLoss
 from train.losses.moe_balance import balance_terms
+from train.run_options import Balance, Stage
 
 from .boundary import NOTHING_SHARED, Sharing, carries_term, term_dtype
 from .joint_node import together
