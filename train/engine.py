@@ -49,7 +49,7 @@ from train.parallel.whole_model import aux_of_stages, fetching
 
 from .gradients import LossFn, Metrics, Sums, gradient_sums, joined
 from .handover.exports import Shard, full_tensors, shards
-from .offload import offload
+from .handover.offload import offload
 from .state import State, init_state, on_all_stages
 from .step import check_strategy, make_forward_only
 from .update import StepOptions, check_state, update

@@ -18,10 +18,10 @@ from torch import Tensor
 import params as P
 from fnmodels.tree import Tree
 from train.engine import Engine
+from train.handover.offload import offload
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import OutputLoss
 from train.losses.values import token_values
-from train.offload import offload
 from train.parallel.mesh import DataParallel, data_parallel
 
 from . import settings
