@@ -68,7 +68,7 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    for folder in ("decoder", "encoder", "encoder_decoder", "vision", "vision_language", "diffusion"):
+    for folder in ("decoder", "encoder", "encoder_decoder", "vision", "vision_language", "audio_language", "diffusion"):
         spec = find_spec(f"fnmodels.models.{folder}.{name}")
         if spec is not None and spec.submodule_search_locations is None:  # a file, not the folder "common"
             return import_module(f"fnmodels.models.{folder}.{name}")

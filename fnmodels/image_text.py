@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.apply import forward, hidden
+from fnmodels.inputs.audio import frame_rows, groups
 from fnmodels.inputs.image_places import cells
 from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.mask import MaskLike
@@ -66,10 +67,14 @@ def check_reads_images(config: Any) -> None:
 def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
     """(1, rows, columns) of the features of an image [C, H, W]. ValueError for sizes without whole cells.
 
-    Those of a `TiledImage` are one row: newlines are among them.
+    Those of a `TiledImage` are one row: newlines are among them. So are those of a sound, [bins, frames], for a family
+    of `fnmodels.models.audio_language`.
     """
     check_reads_images(config)
     family: Any = family_of(config)
+    if hasattr(family, "input_grid"):  # of sounds
+        found: tuple[int, int, int] = family.input_grid(image, config)
+        return found
     if isinstance(image, TiledImage) != hasattr(family, "arranged"):
         expected = "a fnmodels.image_text.TiledImage" if hasattr(family, "arranged") else "a tensor [C, H, W]"
         raise TypeError(f"An image of {config.model_type} is {expected}, not a {type(image).__name__}.")
@@ -106,7 +111,9 @@ def image_features(params: Tree, images: Sequence[Image], *, config: Any, kernel
     family: Any = family_of(config)
     found: list[tuple[Tensor, ...]] = []
     for image in images:
-        if isinstance(image, TiledImage):
+        if hasattr(family, "input_grid") and isinstance(image, Tensor):
+            found.append((_sound_features(params, image, family, config, kernel),))
+        elif isinstance(image, TiledImage):
             tiles = [_features(params, tile, family, config, kernel)[0] for tile in image.tiles]
             found.append((family.arranged(params, torch.cat(tiles, 1), image.size, config=config),))
         else:
@@ -129,6 +136,16 @@ def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any
     found: tuple[Tensor, ...] = family.features_of(
         params, x, tapped, cells(at, ids, family.cell_side(config)), config=config
     )
+    return found
+
+
+def _sound_features(params: Tree, clip: Tensor, family: Any, config: Any, kernel: Any) -> Tensor:
+    """Those of one sound [bins, frames], which the encoder reads alone."""
+    like = next(leaf for leaf in tree.leaves(params["audio"]) if leaf.is_floating_point())
+    frames, at, ids = frame_rows([clip.to(like.device, like.dtype)], config.audio)
+    batch = prepare(config.audio, frames, positions=at, segment_ids=ids)
+    x = hidden(params["audio"], *batch, config=config.audio, kernel=kernel)
+    found: Tensor = family.project(params, x, groups(at, ids, config.group), config=config)
     return found
 
 

@@ -98,3 +98,21 @@ def _tokens(mel: Tensor, index: int, bins: int) -> Tensor:
     if mel.ndim != 2 or mel.shape[0] != bins or mel.shape[1] % 2 or not mel.shape[1]:
         raise ValueError(f"Clip {index} must be [{bins}, frames] with an even number of frames, not {list(mel.shape)}.")
     return F.pad(mel, (2, 1)).unfold(1, REACH, 2).permute(1, 2, 0).flatten(1)
+
+
+def groups(positions: Tensor, segment_ids: Tensor, size: int) -> Tensor:
+    """The (row, slot) of the tokens of every group of `size` in a row: int64 [groups, size, 2], clip after clip.
+
+    positions, segment_ids [B, S]: those of `frame_rows`; tokens of segment 0 are in no group, and those after a clip's
+    last whole group neither. Reads values: not for use in transforms.
+    """
+    found = (segment_ids > 0).nonzero()
+    b, s = found.unbind(-1)
+    keys = (positions[b, s], segment_ids[b, s], b)
+    order = torch.arange(len(found), device=found.device)
+    for key in keys:
+        order = order[key[order].argsort(stable=True)]
+    found, (at, clip, row) = found[order], (key[order] for key in keys)
+    _, counts = torch.stack((row, clip)).unique_consecutive(dim=1, return_counts=True)
+    whole = (counts // size * size).repeat_interleave(counts)
+    return found[at < whole].unflatten(0, (-1, size))

@@ -79,7 +79,7 @@ def assert_gradients(model: Any, config: Any, params: Any, *, bound: float = 5e-
         assert worst <= bound * max(float(theirs[path].abs().max()), floor), f"{path} is off by {worst:.1e}"
 
 
-def assert_files(model: Any, config: Any, folder: Path) -> None:
+def assert_files(model: Any, config: Any, folder: Path, *, parts: Sequence[str] = ("text", "vision")) -> None:
     """Their folder is read as this config and these values; ours is read by them without a missing or extra tensor."""
     save(model, folder / "theirs")
     read, params = P.load_pretrained(folder / "theirs")
@@ -90,7 +90,7 @@ def assert_files(model: Any, config: Any, folder: Path) -> None:
     again, told = type(model).from_pretrained(folder / "ours", output_loading_info=True)
     assert not any(told.values()), told
     assert all(torch.equal(value, model.state_dict()[path]) for path, value in again.state_dict().items())
-    for part in ("text", "vision"):
+    for part in parts:
         own, loaded = P.load_pretrained(folder / "theirs", part=part)
         assert own == getattr(config, part) == P.load_config(folder / "theirs", part=part)
         assert all(torch.equal(leaf, mine[f"{part}.{path}"]) for path, leaf in tree.flatten(loaded).items())

@@ -24,7 +24,6 @@ from tests.support.oracle import assert_close
 
 # {wrapper: the model type of the text in its default config}
 WRAPPERS = {
-    "audioflamingo3": "qwen2",
     "exaone4_5": "exaone4",
     "fun_asr_nano": "qwen3",
     "glmasr": "llama",
@@ -44,12 +43,10 @@ WRAPPERS = {
     "paligemma": "gemma",
     "pp_chart2table": "qwen2",
     "qianfan_ocr": "qwen3",
-    "qwen2_audio": "qwen2",
     "qwen3_asr": "qwen3",
     "shieldgemma2": "gemma3_text",
     "video_llama_3": "qwen2",
     "video_llava": "llama",
-    "voxtral": "llama",
 }
 # Those whose text is read too, but of which this test makes no tiny model: why.
 NOT_MADE = {
