@@ -45,6 +45,7 @@ UNREACHED = {
     "falcon": _INLINE,  # its module computes attention itself
     "gpt_neo": (*_INLINE, "attention.z"),
     "mpnet": (*_INLINE, "attention.z"),
+    "deberta_v2": (*_INLINE, "attention.z"),
     "granitemoehybrid": ("mlp",),  # a sum of two modules, multiplied
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
     # files name the modules of these norms otherwise

@@ -17,7 +17,13 @@ from tests.support.oracle import assert_close, model_of, params_of, save
 
 PREFIXES = {"bert": "Bert", "distilbert": "DistilBert", "eurobert": "EuroBert", "modernbert": "ModernBert"}
 PREFIXES |= {"mpnet": "MPNet", "nomic_bert": "NomicBert", "roberta": "Roberta"}
-PREFIXES |= {"electra": "Electra", "albert": "Albert", "megatron-bert": "MegatronBert", "ernie": "Ernie"}
+PREFIXES |= {
+    "electra": "Electra",
+    "albert": "Albert",
+    "deberta_v2": "DebertaV2",
+    "megatron-bert": "MegatronBert",
+    "ernie": "Ernie",
+}
 PREFIXES |= {"camembert": "Camembert", "roberta-prelayernorm": "RobertaPreLayerNorm", "xlm-roberta-xl": "XLMRobertaXL"}
 # {model type: the family that reads it too}
 FAMILIES = {"megatron-bert": "bert", "ernie": "bert"}
@@ -129,6 +135,24 @@ def test_older_names_and_missing_parts(tmp_path: Path) -> None:
     save_file(old | {"classifier.weight": torch.ones(2, 32)}, file, metadata={"format": "pt"})
     with pytest.raises(fnmodels.errors.MismatchError, match=r"'classifier.weight'.*unexpected"):
         P.load_pretrained(tmp_path)
+
+
+def test_deberta_v3_as_published(tmp_path: Path) -> None:
+    """Its files name the masked-LM head otherwise, and have another one of pre-training."""
+    from safetensors.torch import load_file, save_file
+
+    save(model_of(variants_of("deberta_v2").TINY), tmp_path)
+    wanted = {path: leaf.clone() for path, leaf in tree.flatten(P.load_pretrained(tmp_path)[1]).items()}
+    file = tmp_path / "model.safetensors"
+    names = {"cls.predictions.transform.": "lm_predictions.lm_head.", "cls.predictions.": "lm_predictions.lm_head."}
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        old = next((one for one in names if name.startswith(one)), None)
+        tensors[names[old] + name.removeprefix(old) if old else name] = tensor.clone()
+    assert "lm_predictions.lm_head.bias" in tensors and "lm_predictions.lm_head.dense.weight" in tensors
+    save_file(tensors | {"mask_predictions.classifier.bias": torch.ones(1)}, file, metadata={"format": "pt"})
+    got = tree.flatten(P.load_pretrained(tmp_path)[1])
+    assert got.keys() == wanted.keys() and all(torch.equal(leaf, wanted[path]) for path, leaf in got.items())
 
 
 def test_token_types() -> None:

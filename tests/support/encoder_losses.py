@@ -293,7 +293,18 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "pictures": picture_setting,
     "shared": shared_setting,
 }
-TEXTS = ("bert", "roberta", "distilbert", "mpnet", "modernbert", "eurobert", "nomic_bert")
+TEXTS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "mpnet",
+    "modernbert",
+    "eurobert",
+    "nomic_bert",
+    "electra",
+    "albert",
+    "deberta_v2",
+)
 TOWERS = ("dinov2_registers", "dinov3", "clip_vision", "siglip_vision", "siglip2_vision", "pixtral")
 SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
 SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}

@@ -26,7 +26,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.attention.relative_bias import RelativeBias
+from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
 from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of, keys_of_ranks
@@ -121,7 +121,7 @@ class Context:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        bias: RelativeBias | None = None,
+        bias: Bias | None = None,
         lend: bool = False,
     ) -> Tensor:
         """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`.
@@ -250,7 +250,7 @@ class Context:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        bias: RelativeBias | None = None,
+        bias: Bias | None = None,
     ) -> Tensor:
         kernel, tap = self.options.kernel, self.tap if self.wants_any(PATTERN_TAPS) else None
         if self.dropout.weights:

@@ -15,6 +15,7 @@ from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.storage import StoredNames
+from fnmodels.ops.attention.disentangled import DistanceEmbeddings
 from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
@@ -96,6 +97,11 @@ class EncoderConfig:
     def head_dim(self) -> int:
         """Elements of a head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return float(self.head_dim**-0.5)
 
     def to_hf(self) -> ConfigJson:
         """A config.json, which each family writes."""
@@ -388,7 +394,10 @@ def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Co
 
     q, k, v = project_qkv(weights, norm(first, x, before=True), head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, bias=ctx.shared("bias"))
+    scale, bias = config.score_scale, ctx.shared("bias")
+    if isinstance(bias, DistanceEmbeddings):
+        bias = bias.of_layer(weights, q, k, scale=scale)
+    mixed = ctx.attend(q, k, v, mask, scale=scale, bias=bias)
     mixed = ctx.tap("attention", project_out(weights, mixed))
     x = ctx.tap("middle", norm(first, x + mixed, before=False))
     feed, read = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp, norm(second, x, before=True)

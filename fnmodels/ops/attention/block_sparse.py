@@ -24,7 +24,7 @@ from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.ops.cpu.tiled import causal_tiles, tiles_are_faster
 
 from .math import math_attention
-from .relative_bias import RelativeBias
+from .relative_bias import Bias
 from .sdpa import sdpa_attention
 
 Span = tuple[int, int]  # offset and count
@@ -112,7 +112,7 @@ def blocks_attention(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    bias: RelativeBias | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Shapes as in `ops.attention.select`. ValueError if B or S is not that of the plan."""
     batch, length = plan.shape
@@ -124,7 +124,7 @@ def blocks_attention(
     # One split and one concatenation per tensor: the gradient of a slice would be a tensor of the full length.
     qs, ks, vs = (t.reshape(1, -1, *t.shape[2:]) if plan.merged else t for t in (q, k, v))
     rows, (qs, ks, vs) = len(qs), (t.split(plan.sizes, dim=1) for t in (qs, ks, vs))
-    places = None if bias is None else bias.pieces(plan.sizes, merged=plan.merged, rows=batch)
+    places = None if bias is None else [_pieces(ts, plan, batch) for ts in (bias.queries, bias.keys)]
     out = []
     for index, (piece, step) in enumerate(zip(qs, plan.steps, strict=True)):
         if step is None:
@@ -134,9 +134,11 @@ def blocks_attention(
         piece, keys, values = (_parts(t, step.count) for t in (piece, keys, values))
         allowed = None if step.mask is None else plan.masks[step.mask]
         if bias is not None and places is not None:
-            seen = _join([keys_at for _, keys_at in places[step.start : step.stop]])
-            at = (t.expand(rows if step.count > 1 else 1, -1) for t in (places[index][0], seen))
-            added = RelativeBias(bias.values, *(_parts(t, step.count) for t in at)).dense()
+            seen = tuple(map(_join, zip(*places[1][step.start : step.stop], strict=True)))
+            read = [
+                tuple(_parts(_of_rows(t, rows, step.count), step.count) for t in ts) for ts in (places[0][index], seen)
+            ]
+            added = bias.of(*read).dense()
             out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, bias=added))
         elif step.causal and softcap is None and sinks is None and tiles_are_faster(piece):
             out.append(causal_tiles(piece, keys, values, scale=scale))
@@ -153,6 +155,22 @@ def blocks_attention(
         return joined
     # Only padding: empty sums keep the graph connected, with gradient 0 whatever the padding holds.
     return joined + sum(t[:0].sum() for t in (q, k, v, sinks) if t is not None)
+
+
+def _pieces(tensors: tuple[Tensor, ...], plan: Plan, rows: int) -> list[tuple[Tensor, ...]]:
+    """Of each piece of a row, its part of what a bias reads, [B or 1, S, ...]; positions are those of the first row,
+    unless the plan joins all rows into one."""
+    joined = []
+    for t in tensors:
+        if plan.merged:
+            t = t.expand(rows, *t.shape[1:]).reshape(1, -1, *t.shape[2:])
+        joined.append((t[:1] if t.ndim == 2 else t).split(plan.sizes, dim=1))
+    return list(zip(*joined, strict=True))
+
+
+def _of_rows(t: Tensor, rows: int, count: int) -> Tensor:
+    """Positions for all rows where a step has several parts of each."""
+    return t.expand(rows, *t.shape[1:]) if count > 1 else t
 
 
 def _parts(t: Tensor, count: int) -> Tensor:

@@ -27,7 +27,7 @@ from fnmodels.options import Tap
 from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
 from .math import math_attention
-from .relative_bias import RelativeBias
+from .relative_bias import Bias
 from .sdpa import ByIndex, by_index, sdpa_attention
 from .varlen import ByDocument, by_document, varlen_attention, varlen_window
 
@@ -40,7 +40,7 @@ class Scoring(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    bias: RelativeBias | None = None
+    bias: Bias | None = None
     tap: Tap | None = None
 
 

@@ -6,6 +6,7 @@ permuted. The table has a value for each bucket of distances and each head; all 
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Ten
     return table[constants(found, torch.int64, table.device)]
 
 
+class Bias(Protocol):
+    """What a kernel adds to scores: `RelativeBias`, or `disentangled.DisentangledBias`.
+
+    queries, keys: what it reads of them, tensors [B or 1, S, ...], which may be pieces of a row.
+    """
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]: ...
+    @property
+    def keys(self) -> tuple[Tensor, ...]: ...
+
+    def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> Self: ...
+    def dense(self) -> Tensor: ...
+
+
 @tree.pytree
 @dataclass(frozen=True)
 class RelativeBias:
@@ -61,11 +77,16 @@ class RelativeBias:
         found = self.values.mT.contiguous().index_select(1, distance.flatten())
         return found.unflatten(1, distance.shape).transpose(0, 1)
 
-    def pieces(self, sizes: tuple[int, ...], *, merged: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """The positions of queries and keys of each of the pieces of a row; see `block_sparse.Plan`.
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        """What the bias reads of queries, tensors [B or 1, Q, ...]."""
+        return (self.q_positions,)
 
-        merged: the `rows` rows are concatenated into one, else they all have the positions of the first.
-        """
-        both = (self.q_positions, self.kv_positions)
-        joined = [(t.expand(rows, -1).reshape(1, -1) if merged else t[:1]).split(sizes, dim=1) for t in both]
-        return list(zip(*joined, strict=True))
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """What the bias reads of keys, tensors [B or 1, K, ...]."""
+        return (self.kv_positions,)
+
+    def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "RelativeBias":
+        """The same for other queries and keys."""
+        return RelativeBias(self.values, *queries, *keys)

@@ -19,7 +19,7 @@ from fnmodels.options import Kernel, Tap
 
 from .checks import check_layout, check_shapes
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
-from .relative_bias import RelativeBias
+from .relative_bias import Bias
 from .sdpa import by_index
 from .varlen import varlen_window
 
@@ -49,7 +49,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     layout: Layout | None = None,
-    bias: RelativeBias | None = None,
+    bias: Bias | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + bias, masked) v.
