@@ -9,7 +9,9 @@ is of a kind that is not read.
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 
 from fnmodels.errors import memory_for, printable
-from fnmodels.files import write_new
+from fnmodels.files import cache_folder, write_new
+from params.checkpoint.config import CONFIG
 from params.checkpoint.load_gguf import read_gguf
+from params.checkpoint.manifest import digest
 from params.checkpoint.save import write_model
 from params.gguf.blocks import check_installed
 from params.gguf.header import GgufFile, open_gguf
@@ -80,6 +84,21 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, token
 
         write_model(folder, config, params, beside=write)
     return tuple(companions)
+
+
+def converted(path: Path) -> Path:
+    """The folder of a GGUF file in the cache folder, in fp32; it is made where there is none of a file with its bytes.
+
+    Raises:
+        CheckpointError, UserError: as of `convert`.
+    """
+    folder = cache_folder() / f"gguf-{digest(path)}"
+    while not os.path.lexists(folder / CONFIG):
+        try:
+            convert(path, folder)
+        except BlockingIOError:  # another process of this run is at it
+            time.sleep(0.2)
+    return folder
 
 
 def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
     python -m params.inspect FOLDER             from config.json, headers and sizes alone: as quick for 1 TB as for 1 MB
     python -m params.inspect FOLDER --verify    and every byte: checksums, tied heads, values that are not finite
+    python -m params.inspect X.gguf             a GGUF file: its model, types of blocks and tokenizer
 
 The exit code is 0 without problems and 2 with problems, which standard error summarizes in a sentence. The sections of
 the report are independent, so that one damage does not hide the next.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError, printable
@@ -23,8 +25,12 @@ from params.checkpoint.config import read_config
 from params.checkpoint.header_checks import check_folder
 from params.checkpoint.hub import local_folder
 from params.checkpoint.load import load_pretrained
+from params.checkpoint.load_gguf import described, is_gguf, read_gguf
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
+from params.gguf.blocks import check_installed, name_of
+from params.gguf.header import open_gguf
+from params.gguf.tokenizer import tokenizer_json
 from params.io.files import inner_file
 from params.quantized.methods import read_quantization
 
@@ -59,7 +65,9 @@ def _parser() -> Parser:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     arguments.folder = local_folder(arguments.folder)
-    if not os.path.isdir(arguments.folder):  # False too where the system refuses even to look
+    if not is_gguf(arguments.folder) and not os.path.isdir(
+        arguments.folder
+    ):  # False too where the system refuses even to look
         read_config(arguments.folder)  # raises, and there is nothing else to report
     problems = []
     print(printable(str(arguments.folder)))
@@ -78,6 +86,12 @@ def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[st
 
     verified: read every tensor too, and compare with the checksums. ignore_fields: as in `load_pretrained`.
     """
+    if is_gguf(folder):
+        try:
+            yield from _gguf(folder, verified)
+        except CheckpointError as error:
+            yield "problem", str(error)
+        return
     reported = set()
 
     def reading(section: Callable[..., Lines]) -> Callable[[Path], Lines]:
@@ -99,14 +113,36 @@ def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[st
 def _model(folder: Path, ignore_fields: Collection[str]) -> Lines:
     """Family, layers and parameters, from config.json."""
     config, values = read_config(folder, ignore_fields=ignore_fields)
-    yield "family", f"{family_of(config).__name__}, model type {model_type_of(values)}"
-    kinds = Counter(family_of(config).kinds(config))
-    yield "layers", f"{sum(kinds.values())}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    yield "parameters", f"{count(config):,}"
+    yield from _config(config, model_type_of(values))
     if quantization := read_quantization(values, folder):
         yield "quantized", quantization.summary
     if ignore_fields:
         yield "without", f"the fields {', '.join(ignore_fields)} of config.json"
+
+
+def _config(config: Any, model_type: Any) -> Lines:
+    yield "family", f"{family_of(config).__name__}, model type {model_type}"
+    kinds = Counter(family_of(config).kinds(config))
+    yield "layers", f"{sum(kinds.values())}: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    yield "parameters", f"{count(config):,}"
+
+
+def _gguf(path: Path, verified: bool) -> Lines:
+    """A GGUF file: its model, how its tensors are stored, and its tokenizer."""
+    check_installed()
+    with ExitStack() as stack:
+        file = open_gguf(path, stack)
+        yield "format", f"GGUF, architecture {file.metadata.get('general.architecture')}"
+        counts = Counter(name_of(tensor.kind) for tensor in file.tensors.values())
+        size = sum(tensor.nbytes for tensor in file.tensors.values())
+        yield "tensors", f"{len(file.tensors):,}, {_size(size)}: " + ", ".join(f"{n} {k}" for k, n in counts.items())
+        config, _ = described(file)
+        yield from _config(config, config.model_type)
+        if verified:
+            read_gguf(file, check_finite=True)
+            yield "values", "all finite"
+        tokens = tokenizer_json(path, file.metadata)["model"]["vocab"]
+        yield "tokenizer", f"{file.metadata['tokenizer.ggml.model']}, {len(tokens):,} tokens"
 
 
 def _files(folder: Path) -> Lines:

@@ -69,7 +69,8 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
     The files of diffusers are diffusion_pytorch_model.safetensors and its shards. `path` may be a GGUF file (the extra
-    `gguf`), which is read by dtype, device and check_finite alone: dtype None is fp32, the values of quantized blocks.
+    `gguf`), which is read by dtype, device, check_finite and keep_quantized alone: dtype None is fp32, the values of
+    quantized blocks.
     `path` may be "org/name", a model of the Hub (the extra `hub`), where nothing on this disk has that name: the files
     that are needed are downloaded into the cache of huggingface_hub, with its settings of the environment.
 
@@ -115,13 +116,13 @@ def load_pretrained(
     folder = local_folder(path, revision)
     if is_gguf(folder):
         others = {"family": family, "plan": plan, "drop": drop, "head": head, "part": part, "report": report}
-        others |= {"ignore_fields": ignore_fields, "keep_quantized": keep_quantized}
+        others["ignore_fields"] = ignore_fields
         if used := [name for name, value in others.items() if value]:
             raise ValueError(
                 f"{folder}: a GGUF file is read without {' and '.join(used)}: fnmodels-convert {folder} FOLDER "
                 "makes a folder of it, which is read with them."
             )
-        return load_gguf(folder, dtype, device, check_finite)
+        return load_gguf(folder, dtype, device, check_finite, keep_quantized)
     with memory_for(folder), ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part, ignore_fields)
         if part is None:

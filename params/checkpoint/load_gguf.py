@@ -1,6 +1,6 @@
-"""Loading a GGUF file as (config, params): every tensor dequantized to a plain leaf."""
+"""Loading a GGUF file as (config, params): tensors dequantized to plain leaves, or linear weights kept in blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.errors import CheckpointError, MismatchError, memory_for
-from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.registry import config_class, family_reading
+from fnmodels.models.common.storage import Stack, TensorSlice, disk_names, extract_parameter
 from fnmodels.tree import Tree
-from params.gguf.architectures import config_values, named_tensors
-from params.gguf.blocks import check_installed
+from params.gguf.architectures import Stored, blocks_of, config_values, shape_of, stored_tensors, value_of
+from params.gguf.blocks import block_form, block_of, check_installed
 from params.gguf.header import GgufFile, open_gguf
 from params.initialize import leaf_dtype
+from params.quantized.kept import KeptWeight, may_stay
 
 from .from_tensors import from_tensors
 from .shard_index import as_lines
-from .tensor_map import by_name, stored_leaves
+from .tensor_map import StoredLeaf, by_name, stored_leaves
 
 
 def is_gguf(path: Path) -> bool:
@@ -28,12 +30,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def load_gguf(
-    path: Path, dtype: torch.dtype | None, device: torch.device | str | None, check_finite: bool
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    check_finite: bool,
+    keep_quantized: bool = False,
 ) -> tuple[Any, Tree]:
     """(config, params) of a GGUF file. Arguments as of `load_pretrained`; dtype None is fp32, which is exact."""
     check_installed()
     with ExitStack() as stack, memory_for(path):
-        return read_gguf(open_gguf(path, stack), dtype, device, check_finite)
+        return read_gguf(open_gguf(path, stack), dtype, device, check_finite, keep_quantized)
 
 
 def read_gguf(
@@ -41,31 +47,70 @@ def read_gguf(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_finite: bool = False,
+    keep_quantized: bool = False,
 ) -> tuple[Any, Tree]:
     """`load_gguf` of a file whose header is checked."""
-    values = config_values(file)
     try:
-        config = config_class(family_reading(values, None)).from_hf(values)
-        from_tensors(config, named_tensors(file, values, meta=True))
-        return config, from_tensors(config, _tensors(file, config, values, dtype, device, check_finite))
+        config, stored = described(file)
+        leaves = stored_leaves(config)
+        kept = {leaf.path: kind for leaf in leaves if (kind := _kind_kept(leaf, file, stored)) and keep_quantized}
+        blocks = {name for leaf in leaves if leaf.path in kept for name in disk_names(leaf.stored)}
+        params = from_tensors(config, _tensors(file, config, stored, blocks, dtype, device, check_finite))
+        flat = tree.flatten(params)
+        for leaf in leaves:
+            if leaf.path in kept:
+                rows = {name: blocks_of(file, stored[name]) for name in disk_names(leaf.stored)}
+                codes = extract_parameter(leaf.stored, rows).contiguous().to(device or "cpu")
+                target = torch.float32 if dtype is None else leaf_dtype(leaf.leaf, dtype)
+                flat[leaf.path] = KeptWeight((codes,), (), block_form(kept[leaf.path]), leaf.leaf.shape, target)
+        return config, tree.unflatten(flat)
     except CheckpointError as error:
         raise type(error)(f"{file.path}: {error}") from None
+
+
+def described(file: GgufFile) -> tuple[Any, dict[str, Stored]]:
+    """(config, the file's tensors by their Hugging Face names). MismatchError where they are not the config's."""
+    values = config_values(file)
+    config = config_class(family_reading(values, None)).from_hf(values)
+    stored = stored_tensors(file, values)
+    from_tensors(config, ((name, torch.empty(shape_of(file, one), device="meta")) for name, one in stored.items()))
+    return config, stored
+
+
+def _kind_kept(leaf: StoredLeaf, file: GgufFile, stored: Mapping[str, Stored]) -> int | None:
+    """The ggml type of a leaf that may stay in its blocks; None for others, of floating point too."""
+    if not may_stay(leaf.path, leaf.leaf.shape) or any(name not in stored for name in disk_names(leaf.stored)):
+        return None  # a tied head
+    singles = leaf.stored.tensors if isinstance(leaf.stored, Stack) else (leaf.stored,)
+    slices = [one for one in singles if isinstance(one, TensorSlice)]
+    kinds = {file.tensors[stored[name].name].kind for name in disk_names(leaf.stored)}
+    if len(kinds) > 1 or any(one.transposed or one.columns or one.ones or one.batched for one in slices):
+        return None
+    (kind,) = kinds
+    return kind if block_of(kind)[0] > 1 else None
 
 
 def _tensors(
     file: GgufFile,
     config: Any,
-    values: ConfigJson,
+    stored: Mapping[str, Stored],
+    kept: Collection[str],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     check_finite: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the dtype and on the device asked for. MismatchError: one has a NaN or an infinity."""
+    """The tensors in the dtype and on the device asked for, those that are kept without values.
+
+    MismatchError: one has a NaN or an infinity.
+    """
     leaves = {name: pieces[0].leaf for name, pieces in by_name(stored_leaves(config)).items()}
     faults = []
-    for name, tensor in named_tensors(file, values, meta=False):
-        cast = tensor.to(device or "cpu", torch.float32 if dtype is None else leaf_dtype(leaves[name], dtype))
-        if check_finite and not cast.isfinite().all():
+    for name, one in stored.items():
+        is_read = check_finite or name not in kept
+        tensor = value_of(file, one) if is_read else torch.empty(shape_of(file, one), device="meta")
+        target = torch.float32 if dtype is None else leaf_dtype(leaves[name], dtype)
+        cast = tensor.to("meta" if name in kept else device or "cpu", target)
+        if is_read and check_finite and not tensor.to(target).isfinite().all():
             faults.append(name)
         yield name, cast
     if faults:

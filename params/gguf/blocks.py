@@ -1,6 +1,7 @@
 """Blocks of ggml's types, by the gguf package: their sizes, and their values in fp32."""
 
 import importlib.util
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError, UserError
+from params.quantized.form import EACH, Axis, Form, Part
 
 
 def check_installed() -> None:
@@ -34,6 +36,13 @@ def block_of(kind: int) -> tuple[int, int]:
     return elements, size
 
 
+def name_of(kind: int) -> str:
+    """The name of a ggml type that the file's header has."""
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
+
+
 def dequantized(data: bytearray, kind: int, shape: tuple[int, ...]) -> Tensor:
     """The values in fp32 of a tensor that is stored as `data`."""
     from gguf.constants import GGMLQuantizationType
@@ -42,3 +51,24 @@ def dequantized(data: bytearray, kind: int, shape: tuple[int, ...]) -> Tensor:
     rows = np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1)
     with np.errstate(all="ignore"):  # scales of damaged blocks are not finite, which check_finite finds
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType(kind))).view(shape)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A decoder of rows of blocks, uint8 [rows, bytes] -> fp32 [rows, elements], see `params.quantized.decode`."""
+
+    kind: int
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        elements, size = block_of(self.kind)
+        rows = raw.contiguous().cpu().numpy()
+        return dequantized(bytearray(rows.data), self.kind, (raw.shape[0], raw.shape[1] // size * elements)).to(
+            raw.device
+        )
+
+
+def block_form(kind: int) -> Form:
+    """The storage form of a weight in rows of blocks."""
+    elements, size = block_of(kind)
+    codes = Part("", (torch.uint8,), EACH, Axis(elements, size, packed=True), Blocks(kind))
+    return Form(f"blocks of the ggml type {kind}", codes, None)

@@ -52,10 +52,12 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def read(self, name: str) -> bytearray:
-        """The bytes of a tensor."""
-        data = bytearray(self.tensors[name].nbytes)
-        self.handles.fill(self.path, data, self.tensors[name].start)
+    def read(self, name: str, part: int | None = None) -> bytearray:
+        """The bytes of a tensor, or of an entry of its first dimension."""
+        tensor = self.tensors[name]
+        size = tensor.nbytes if part is None else tensor.nbytes // tensor.shape[0]
+        data = bytearray(size)
+        self.handles.fill(self.path, data, tensor.start + (part or 0) * size)
         return data
 
 

@@ -11,6 +11,7 @@ from fnmodels.models.common.config_json import ConfigJson
 from .header import GgufTensor
 
 # what changes nothing: how the file was made, and settings of llama.cpp for what the tensors show
+_ROTATED = "rope.dimension_count"
 _NEUTRAL = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
@@ -34,6 +35,9 @@ class Metadata:
     def take(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         return self._values.get(name, default)
+
+    def has_read(self, name: str) -> bool:
+        return name in self._read
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number from 1; a list of equal ones, one for each layer, counts as one."""
@@ -63,11 +67,12 @@ class Metadata:
         return f"{self.path}: '{self.architecture}.{name}'"
 
 
-def decoder_fields(metadata: Metadata) -> ConfigJson:
-    """The fields of a config.json that all decoders here share."""
+def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_epsilon") -> ConfigJson:
+    """The fields of a config.json that all decoders here share. epsilon: the key of that of norms."""
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", max(hidden // heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
+    checked = ("attention.value_length",) + (() if metadata.has_read(_ROTATED) else (_ROTATED,))
+    for name in checked:
         if (other := metadata.integer(name, head_dim)) != head_dim:
             raise UnsupportedError(
                 f"{metadata.path}: '{metadata.architecture}.{name}' is {other}, where heads have {head_dim} channels; "
@@ -84,7 +89,7 @@ def decoder_fields(metadata: Metadata) -> ConfigJson:
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "max_position_embeddings": metadata.integer("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number(epsilon),
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
     }

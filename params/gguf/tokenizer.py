@@ -22,6 +22,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_DIGITS = {"type": "Digits", "individual_digits": True}
 _GPT2 = ({**_BYTES, "use_regex": True},)
 
 
@@ -34,15 +35,13 @@ _QWEN = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}")
 _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}")
 PRE_TOKENIZERS: Mapping[str, tuple[Json, ...]] = MappingProxyType(
     {
-        "default": _GPT2,
-        "gpt-2": _GPT2,
-        "smollm": ({"type": "Digits", "individual_digits": True}, *_GPT2),
-        "qwen2": _QWEN,
-        "llama-bpe": _LLAMA3,
-        "smaug-bpe": _LLAMA3,
+        **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "mpt"), _GPT2),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), (_DIGITS, *_GPT2)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), _LLAMA3),
     }
 )
-_WHOLE_WORDS_FIRST = ("llama-bpe", "smaug-bpe")  # a word of the vocabulary is taken without merges
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")  # words are taken without merges
 
 
 class _Fields:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.errors import MismatchError
+from fnmodels.errors import MismatchError, UnsupportedError
 from fnmodels.tree import Tree
 
-from .decode import E2M1, PackedIntegers, Slabs, e2m1
+from .decode import E2M1, PackedIntegers, Slabs, e2m1, floats
 from .form import Form, Part
 from .kept import KeptWeight
 
@@ -35,6 +35,7 @@ def requantize(params: Tree, like: Tree) -> Tree:
 
     Raises:
         MismatchError: the trees are of different models.
+        UnsupportedError: `like` is of a GGUF file, to whose types nothing is rounded.
     """
     if isinstance(like, KeptWeight):
         if isinstance(params, KeptWeight):
@@ -77,7 +78,7 @@ def _codes(weight: KeptWeight, values: Tensor) -> Tensor:
         entries = _from_table(targets, weight.reader().read(form.table, (slice(0, 1), slice(None))).flatten())
     else:
         turned = stored.mT if form.codes.inputs_first else stored
-        entries = _encode(form.codes, targets, turned.dtype, turned.shape[0])
+        entries = _encode(form, targets, turned.dtype, turned.shape[0])
     return (entries.mT if form.codes.inputs_first else entries).reshape(stored.shape).contiguous()
 
 
@@ -117,9 +118,9 @@ def _from_table(targets: Tensor, table: Tensor) -> Tensor:
     return (pairs[..., 0] << 4 | pairs[..., 1]).to(torch.uint8)
 
 
-def _encode(part: Part, targets: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+def _encode(form: Form, targets: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     """The entries of codes [rows, ..] for numbers of each element."""
-    decode = part.decode
+    decode = form.codes.decode
     if isinstance(decode, PackedIntegers):
         low = -(1 << decode.bits - 1) if decode.signed else 0
         integers = targets.round().clamp(low, low + (1 << decode.bits) - 1).long()
@@ -135,6 +136,8 @@ def _encode(part: Part, targets: Tensor, dtype: torch.dtype, rows: int) -> Tenso
         codes = torch.where(size - table[above - 1] <= table[above] - size, above - 1, above)
         pairs = (codes | targets.signbit().long() << 3).view(len(codes), -1, 2)
         return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8).view(dtype)
+    if decode is not floats:
+        raise UnsupportedError(f"Values are not rounded to {form.name}: dequantize the weight, and save it plain.")
     if dtype.is_floating_point:
         return targets.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
     return targets.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)

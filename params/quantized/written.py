@@ -56,7 +56,10 @@ def file_tensors(slices: Sequence[tuple[Single, KeptWeight]]) -> dict[str, LazyT
     weight, name = slices[0][1], disk_name(slices[0][0])
     origin, form = weight.origin, weight.form
     if origin is None:
-        raise MismatchError(f"{name} is kept over a mesh, where it is not written: load it without a plan.")
+        raise MismatchError(
+            f"{name} is kept over a mesh or as a GGUF file has it, and its form is not written then: params.dequantize "
+            "makes it plain."
+        )
     if any(other.form != form or other.origin != origin for _, other in slices):
         raise MismatchError(f"{name} is one tensor in the file, and its parts are kept in different forms.")
     module, shapes = name.rpartition(".")[0] + ".", dict(origin.shapes)

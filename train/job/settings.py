@@ -15,6 +15,8 @@ from typing import Any
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
 from params.checkpoint.hub import is_hub_name, local_folder
+from params.checkpoint.load_gguf import is_gguf
+from params.convert import converted
 from params.io.files import is_deep
 from train.command_line import suggestion
 from train.data import sources
@@ -338,7 +340,7 @@ def from_json(values: Mapping[str, Any], kind: type[RunSettings] = Settings) -> 
 def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = Settings) -> Any:
     """`value` with absolute paths, where the setting names files; relative ones are resolved against `base`.
 
-    A model of the Hub is downloaded.
+    A model of the Hub is downloaded, and a GGUF file converted into the cache folder.
     """
     setting_type = types_of(kind)[name]
     if setting_type is DATA:
@@ -347,6 +349,8 @@ def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = 
         return str(local_folder(value))  # with the commit in it: a run that resumes reads the same files
     if is_import_path(value) and is_importable(setting_type):
         return absolute(value, base)
+    if setting_type is CHECKPOINT and is_gguf(base / value) and (base / value).exists():
+        return str(converted(Path(os.path.realpath(base / value))))
     return os.path.realpath(base / value) if setting_type in (CHECKPOINT, FILE) else value
 
 

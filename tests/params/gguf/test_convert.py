@@ -13,8 +13,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import params as P
 from fnmodels import tree
+from params import inspect
 from params.convert import main
 from tests.support.gguf_files import MODELS, Change, tensors_of, write_gguf
+from train import cli
 
 LLAMA = MODELS["llama"] | {"vocab_size": 400}
 TEXTS = (
@@ -110,6 +112,44 @@ def test_each_rule_cuts_something_that_another_does_not(tmp_path: Path) -> None:
 def converted(path: Path, folder: Path) -> Tokenizer:
     assert main([str(path), str(folder / "folder")]) == 0
     return Tokenizer.from_file(str(folder / "folder/tokenizer.json"))
+
+
+def test_inspect_reports_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, byte_bpe(trained("smollm"), "smollm"))
+    assert inspect.main([str(path), "--verify"]) == 0
+    report = capsys.readouterr().out
+    for part in (
+        "GGUF, architecture llama",
+        "llama, model type llama",
+        "2: 2 full",
+        "20, ",
+        "20 F32",
+        "gpt2, 330 tokens",
+    ):
+        assert part in report
+    assert "all finite" in report
+    path.write_bytes(path.read_bytes()[:-40])
+    assert inspect.main([str(path)]) == 2
+    assert "truncated?" in capsys.readouterr().err
+    assert inspect.main([str(tmp_path / "absent.gguf")]) == 2
+    assert "absent.gguf" in capsys.readouterr().err
+
+
+def test_a_run_begins_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from the folder that is made of it, once, in the cache; resuming does not need the file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write(tmp_path, byte_bpe(trained("gpt-2"), "gpt-2"))
+    text = tmp_path / "text.txt"
+    text.write_text("Hello world, it is 2024! " * 400)
+    assert main([str(path), str(tmp_path / "folder")]) == 0
+    flags = ["--data", str(text), "--batch-rows", "2", "--steps", "2"]
+    for init, run in ((path, "one"), (tmp_path / "folder", "other")):
+        assert cli.main(["--run", str(tmp_path / run), "--init", str(init), *flags]) == 0
+    one, other = (P.load_pretrained(tmp_path / run)[1] for run in ("one", "other"))
+    assert all(map(torch.equal, tree.leaves(one), tree.leaves(other)))
+    assert len(list((tmp_path / "cache/fnmodels").glob("gguf-*/config.json"))) == 1
+    path.unlink()
+    assert cli.main(["--run", str(tmp_path / "one"), "--resume", "--steps", "2"]) == 0
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcde", "ab", "bc", "cd", "abc", "▁a"]

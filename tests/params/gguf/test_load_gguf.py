@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import fnmodels
 import params as P
+from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models.common.registry import config_class, family_for
 from params.gguf.architectures import ARCHITECTURES
+from params.quantized.kept import KeptWeight
+from params.quantized.written import by_path
+from tests.support.cases import batch_of, off, segments
 from tests.support.gguf_files import MODELS, add_bytes, tensors_of, write_gguf
 
 LLAMA = MODELS["llama"]
@@ -39,7 +44,7 @@ def test_load_gives_the_model_that_was_written(architecture: str, tmp_path: Path
     read = dict(P.export(config, params))
     assert read.keys() == expected.keys()
     for name, tensor in read.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6 if architecture == "gemma3" else 0)
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6 if architecture.startswith("gemma") else 0)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +157,8 @@ def test_a_missing_tensor_and_an_unknown_architecture_are_named(tmp_path: Path) 
     tensors = {name: one for name, one in tensors_of(LLAMA).items() if name != "model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(P.MismatchError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: missing"):
         P.load_pretrained(write_gguf(tmp_path / "it.gguf", "llama", LLAMA, tensors))
-    path = write_gguf(tmp_path / "it.gguf", "falcon", LLAMA, {})
-    with pytest.raises(P.UnsupportedError, match=r"is 'falcon'; of GGUF files llama, qwen2, .* are read"):
+    path = write_gguf(tmp_path / "it.gguf", "bloom", LLAMA, {})
+    with pytest.raises(P.UnsupportedError, match=r"is 'bloom'; of GGUF files llama, qwen2, .* are read"):
         P.load_pretrained(path)
 
 
@@ -215,8 +220,8 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
 
 def test_options_of_folders_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path)
-    with pytest.raises(ValueError, match=r"read without head and keep_quantized: fnmodels-convert .*it\.gguf FOLDER"):
-        P.load_pretrained(path, head="none", keep_quantized=True)
+    with pytest.raises(ValueError, match=r"read without head and part: fnmodels-convert .*it\.gguf FOLDER"):
+        P.load_pretrained(path, head="none", part="text")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'fnmodels\[gguf\]'"):
         P.load_pretrained(path)
@@ -237,4 +242,45 @@ def test_another_file_says_what_to_do(name: str, message: str, tmp_path: Path) -
 
 
 def test_every_architecture_that_is_read_is_tested() -> None:
-    assert ARCHITECTURES.keys() == MODELS.keys()
+    assert ARCHITECTURES.keys() | {"mixtral"} == MODELS.keys()  # Mixtral's files are of the architecture llama
+
+
+# Architectures that transformers' own reader of GGUF files has: what it makes of their tensors, with the right config.
+READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "stablelm", "starcoder2", "phi3")
+READ_BY_TRANSFORMERS += ("gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("architecture", READ_BY_TRANSFORMERS)
+def test_logits_are_those_of_transformers_reading_the_file(architecture: str, tmp_path: Path) -> None:
+    path, wanted = write(tmp_path, MODELS[architecture], architecture), AutoConfig.for_model(**MODELS[architecture])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, config=wanted, dtype=torch.float32)
+    config, params = P.load_pretrained(path)
+    ids = torch.arange(24).view(2, 12) * 5 % 64
+    with torch.no_grad():
+        expected = theirs.eval()(ids).logits
+        logits = fnmodels.forward(params, *fnmodels.prepare(config, ids), config=config)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "phi3", "qwen2moe", "gemma2"])
+def test_weights_kept_in_blocks_are_the_dequantized_ones(architecture: str, tmp_path: Path) -> None:
+    """Linear weights and experts, fused rows and turned ones; adapters train on them, and saving is refused."""
+    values = MODELS[architecture]
+    path = write(tmp_path, values, architecture, quantized=gguf.GGMLQuantizationType.Q8_0)
+    config, plain = P.load_pretrained(path)
+    kept = P.load_pretrained(path, keep_quantized=True, check_finite=True)[1]
+    flat, nodes = tree.flatten(plain), {p: one for p, one in by_path(kept).items() if isinstance(one, KeptWeight)}
+    assert len(nodes) >= 7 * config.num_hidden_layers
+    assert all(torch.equal(one.dequantized(), flat[p]) for p, one in nodes.items())
+    assert sum(one.nbytes for one in nodes.values()) < 0.3 * sum(flat[p].nbytes for p in nodes)
+    batch, grads = batch_of(config, segments((7, 5), (12,))), []
+    for base in (plain, kept):
+        tuned = P.lora.add(config, base, rank=2, targets=("q_proj", "o_proj"), seed=1)
+        adapters = tree.map(lambda leaf: (leaf + 0.01).requires_grad_(), P.lora.adapters(tuned))
+        loss = batch.forward(P.lora.attach(base, adapters)).square().mean()
+        grads.append(torch.autograd.grad(loss, tree.leaves(adapters)))
+    assert all(off(other, one) < 1e-5 for one, other in zip(*grads, strict=True))
+    with pytest.raises(P.MismatchError, match="dequantize"):
+        P.save_pretrained(tmp_path / "out", config, kept)
+    with pytest.raises(P.UnsupportedError, match="blocks of the ggml type"):
+        P.requantize(plain, kept)
