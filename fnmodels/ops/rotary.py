@@ -211,6 +211,16 @@ def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | 
     return torch.stack((cos, sin), dim=-1).float()
 
 
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """fp32 [B, S, width]: sines of positions [B, S] over periods from 2 pi to 20000 pi, then the cosines.
+
+    As tensor2tensor computes them (arXiv 1706.03762, section 3.5, has them in turn).
+    """
+    half = width // 2
+    cosines, sines = rotary_table(Rope(1e4 ** (half / (half - 1))), width, positions).unbind(-1)
+    return torch.cat((sines, cosines), -1)
+
+
 def no_rotation(positions: Tensor) -> Tensor:
     """The table [B, S, 0, 2] of a layer without positional encoding (NoPE), which rotates no dimension."""
     return torch.empty((*positions.shape[:2], 0, 2), dtype=torch.float32, device=positions.device)

@@ -22,6 +22,7 @@ def variants() -> dict[str, dict[str, Any]]:
     constants = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.3}
     return {
         "granite": values | constants | {"logits_scaling": 0.7},
+        "hyperclovax": values | constants | {"model_type": "hyperclovax", "head_dim": 12, "logits_scaling": 0.5},
         "granite_bias_tied": values
         | constants
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "logits_scaling": 1.5},
@@ -62,6 +63,7 @@ def sizes() -> dict[str, int]:
 TOTALS: dict[str, int | str] = {
     "granite-3.1-2b": 2_533_531_648,
     "granite-3.1-8b": 8_170_848_256,
+    "hyperclovax-seed-think-14b": 14_748_112_896,
 }
 
 # The complete published config.json files of presets.

@@ -15,6 +15,8 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_SHARED = {name: TINY[name] for name in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")}
+_SHARED |= {"pad_token_id": 0, "dropout": 0.0, "attention_dropout": 0.0}
 # transformers 5.24 makes its mask without positions, so that packed documents see each other.
 SEPARATE = {"packed": "documents see each other"}
 
@@ -23,7 +25,10 @@ def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     narrow = {"do_layer_norm_before": False, "word_embed_proj_dim": 20}
     bare = {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
-    return {"opt": TINY, "opt_narrow": TINY | narrow, "opt_bare": TINY | bare}
+    xglm = {"model_type": "xglm", "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 44} | _SHARED
+    bio = {"model_type": "biogpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | _SHARED
+    bio |= {"intermediate_size": 44, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return {"opt": TINY, "opt_narrow": TINY | narrow, "opt_bare": TINY | bare, "xglm": xglm, "biogpt": bio}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -51,4 +56,9 @@ TOTALS: dict[str, int | str] = {
     "opt-13b": 12_853_473_280,
     "opt-30b": 29_974_540_288,
     "opt-66b": 65_719_701_504,
+    "xglm-564m": 564_463_616,
+    "xglm-1.7b": 1_732_907_008,
+    "xglm-2.9b": 2_941_505_536,
+    "xglm-7.5b": 7_492_771_840,
+    "biogpt": 346_763_264,
 }

@@ -1,7 +1,8 @@
-"""OPT (Meta; arXiv 2205.01068), also of Galactica (arXiv 2211.09085).
+"""OPT (Meta; arXiv 2205.01068), also of Galactica (arXiv 2211.09085), XGLM (arXiv 2112.10668), BioGPT (2210.10341).
 
-Learned positions, of which a document's first token reads row 2, LayerNorms and a ReLU MLP. OPT 350M has its norms
-after the sublayers and none at the end, and embeddings narrower than the layers.
+Learned positions, of which a document's first token reads row 2, LayerNorms and an MLP without a gate. OPT 350M has its
+norms after the sublayers and none at the end, and embeddings narrower than the layers. XGLM and BioGPT scale the
+embeddings; XGLM adds sines and cosines of positions that begin with 2.
 """
 
 from dataclasses import dataclass
@@ -27,25 +28,35 @@ from fnmodels.models.common.spec import (
 from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
+from fnmodels.ops.rotary import sinusoids
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("opt",)
+MODEL_TYPES = ("opt", "xglm", "biogpt")
 TRAITS = Traits(
     kinds=("full_nope",),
     dropout={"attention_dropout": ("weights",), "dropout": ("attention", "mlp")},
     dropout_defaults={"dropout": 0.1},
 )
-_NAMES = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
+_OPT = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
+_XGLM = _OPT | {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "attention_heads": "num_attention_heads"}
+_NAMES: dict[str, dict[str, str]] = {"opt": _OPT, "xglm": _XGLM, "biogpt": {}}
+_ARCHITECTURES = {"opt": "OPTForCausalLM", "xglm": "XGLMForCausalLM", "biogpt": "BioGptForCausalLM"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "opt": {"positions": 2048, "activation": "relu", "inner": lambda hidden: 3072},
+    "xglm": {"positions": 2048, "activation": "gelu", "inner": lambda hidden: 4096},
+    "biogpt": {"positions": 1024, "activation": "gelu", "inner": lambda hidden: 4096},
+}
 _FIRST = 2  # the row of the first position
 _ON_DISK = {
-    "model.": "model.decoder.",
-    "model.decoder.norm.": "model.decoder.final_layer_norm.",
     ".o_proj.": ".out_proj.",
     ".input_layernorm.": ".self_attn_layer_norm.",
     ".post_attention_layernorm.": ".final_layer_norm.",
     ".mlp.up_proj.": ".fc1.",
     ".mlp.down_proj.": ".fc2.",
 }
+# The beginning of names and the final norm, where they differ.
+_BASES = {"opt": "model.decoder.", "xglm": "model.", "biogpt": "biogpt."}
+_LAST_NORMS = {"opt": "final_layer_norm.", "xglm": "layer_norm.", "biogpt": "layer_norm."}
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class Config(older.PlacedConfig):
     last_norm: bool = True
     biases: bool = True
     norm_weights: bool = True
+    scale_embedding: bool = False
+    sinusoids: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +84,14 @@ class Config(older.PlacedConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields, usual = older.older_fields(
-            values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="relu", inner=lambda hidden: 3072
-        )
+        kin = str(values.get("model_type"))
+        names, defaults = _NAMES.get(kin, {}), _DEFAULTS.get(kin, _DEFAULTS["opt"])
+        fields, usual = older.older_fields(values, MODEL_TYPES, names, tied=True, **defaults)
+        if usual["model_type"] != "opt":
+            fields.take("layer_norm_eps", None)  # BioGPT's, which nothing reads
+            scaled = fields.boolean("scale_embedding", True)
+            own = usual | {"layer_norm_eps": 1e-5, "scale_embedding": scaled, "sinusoids": kin == "xglm"}
+            return decoder.finished(Config(**own), fields)
         first = fields.boolean("do_layer_norm_before", True)
         config = Config(
             **usual,
@@ -87,10 +105,14 @@ class Config(older.PlacedConfig):
 
     def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
-        own: ConfigJson = {"do_layer_norm_before": self.norm_first, "word_embed_proj_dim": self.embedding_size}
+        names, name = _NAMES[self.model_type], _ARCHITECTURES[self.model_type]
+        if self.model_type != "opt":
+            own: ConfigJson = {"scale_embedding": self.scale_embedding, "layer_norm_eps": None}
+            return older.older_to_hf(self, name, names, **own)
+        own = {"do_layer_norm_before": self.norm_first, "word_embed_proj_dim": self.embedding_size}
         own |= {"_remove_final_layer_norm": self.norm_first and not self.last_norm}
         own |= {"enable_bias": self.biases, "layer_norm_elementwise_affine": self.norm_weights, "layer_norm_eps": None}
-        return older.older_to_hf(self, "OPTForCausalLM", _NAMES, **own)
+        return older.older_to_hf(self, name, names, **own)
 
 
 def spec(config: Config) -> Tree:
@@ -101,7 +123,7 @@ def spec(config: Config) -> Tree:
     layer = layer_leaves(D, attention, mlp, norm_bias=True)
     tree = decoder_leaves(config, [_with_norms(layer, config.norm_weights) for _ in config.layer_kinds], norm_bias=True)
     tree = _with_norms(tree, config.last_norm and config.norm_weights)
-    tree = {"embed_positions": older.position_table(config, _FIRST)} | tree
+    tree = tree if config.sinusoids else {"embed_positions": older.position_table(config, _FIRST)} | tree
     if E == D:
         return tree
     tree["embed_tokens"] = embedding(config.vocab_size, E, std, size_axis="narrow_embed")
@@ -120,7 +142,11 @@ def _with_norms(leaves: Tree, kept: bool) -> Tree:
 
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}."""
+    base, last = _BASES[config.model_type], _LAST_NORMS[config.model_type]
     names = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    names = {path: n.replace("model.norm.", f"model.{last}").replace("model.", base, 1) for path, n in names.items()}
+    if config.model_type == "biogpt" and "lm_head" in names:
+        names["lm_head"] = "output_projection.weight"
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs, 1) for path, name in names.items()}
     return names
@@ -130,6 +156,11 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, S, D]: token or given embeddings in the layers' width, plus learned positions."""
     x = embed_tokens(params["embed_tokens"], inputs)
     x = linear(x, params["project_in"]) if "project_in" in params and x.shape[-1] == config.embedding_size else x
+    if config.scale_embedding:
+        tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
+        x = x if tokens.is_floating_point() else x * config.hidden_size**0.5
+    if config.sinusoids:
+        return x + sinusoids(older.positions_of(inputs) + _FIRST, config.hidden_size).to(x.dtype)
     return older.placed(params, inputs, x, first=_FIRST)
 
 
@@ -172,3 +203,15 @@ PRESETS = {
         ("opt-66b", 9216, 36864, 64, 72, {}),
     )
 }
+_XGLM_SIZES = ("d_model", "ffn_dim", "num_layers", "attention_heads")
+PRESETS |= {
+    name: {"model_type": "xglm", "vocab_size": 256008, **dict(zip(_XGLM_SIZES, sizes, strict=True))}
+    for name, *sizes in (
+        ("xglm-564m", 1024, 4096, 24, 16),
+        ("xglm-1.7b", 2048, 8192, 24, 16),
+        ("xglm-2.9b", 2048, 8192, 48, 16),
+        ("xglm-7.5b", 4096, 16384, 32, 32),
+    )
+}
+PRESETS["biogpt"] = {"model_type": "biogpt", "vocab_size": 42384, "hidden_size": 1024, "intermediate_size": 4096}
+PRESETS["biogpt"] |= {"num_hidden_layers": 24, "num_attention_heads": 16}

@@ -34,6 +34,7 @@ from fnmodels.models.encoder_decoder.transformer import block  # noqa: F401
 from fnmodels.ops import Rope, embed_tokens, layer_norm, rotary_table
 from fnmodels.ops.embedding import look_up
 from fnmodels.ops.linear import linear
+from fnmodels.ops.rotary import sinusoids
 from fnmodels.tree import Tree, flatten
 
 
@@ -207,10 +208,9 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 
 def _sinusoids(positions: Tensor, config: Config) -> Tensor:
     """[B, S, D], fp32: the sines of positions [B, S] over periods from 2 pi to about 20000 pi, then the cosines."""
-    half = config.hidden_size // 2
-    # M2M100's last period is 20000 pi, and the one after the others' last would be
-    theta = 1e4 ** (half / (half - 1)) if config.model_type == "m2m_100" else 1e4
-    cosines, sines = rotary_table(Rope(theta), config.hidden_size, positions).unbind(-1)
+    if config.model_type == "m2m_100":  # whose last period is 20000 pi, where the one after the others' last would be
+        return sinusoids(positions, config.hidden_size)
+    cosines, sines = rotary_table(Rope(), config.hidden_size, positions).unbind(-1)
     return torch.cat((sines, cosines), -1)
 
 

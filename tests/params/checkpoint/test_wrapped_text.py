@@ -25,7 +25,12 @@ from tests.support.oracle import assert_close
 # {wrapper: the model type of the text in its default config}
 WRAPPERS = {
     "exaone4_5": "exaone4",
+    "blip-2": "opt",
     "fun_asr_nano": "qwen3",
+    "fuyu": "persimmon",
+    "hyperclovax_vision_v2": "hyperclovax",
+    "instructblip": "opt",
+    "instructblipvideo": "opt",
     "glmasr": "llama",
     "got_ocr2": "qwen2",
     "granite_speech": "granite",
@@ -140,7 +145,9 @@ def test_the_text_of_a_wrapper_is_read_and_its_logits_are_transformers(wrapper: 
     ours = fnmodels.forward(params, inputs, masks, freqs_cis, config=config, kernel="math")
     extra = {"token_type_ids": torch.ones_like(tokens)} if wrapper == "paligemma" else {}  # a suffix alone: causal
     with torch.no_grad():
-        theirs = model(input_ids=tokens, use_cache=False, **extra).logits
+        theirs = (model.language_model if "blip" in wrapper else model)(
+            input_ids=tokens, use_cache=False, **extra
+        ).logits
     # these classes leave out the scale of the text's logits
     ours = ours / config.logit_scale if config.model_type == "cohere2" else ours
     ours = ours * config.logits_scaling if config.model_type == "granite" else ours

@@ -110,16 +110,19 @@ def position_table(config: BaseConfig, more: int = 0) -> Leaf:
 
 
 def placed(params: Tree, inputs: Tree | Tensor, x: Tensor, *, first: int = 0) -> Tensor:
-    """x [B, S, D] plus learned positions, of which a document's first token reads row `first`.
+    """x [B, S, D] plus learned positions, of which a document's first token reads row `first`."""
+    return x + look_up(params["embed_positions"], positions_of(inputs) + first, "positions")
 
-    ValueError for bare tokens, which have no positions.
-    """
+
+def positions_of(inputs: Tree | Tensor) -> Tensor:
+    """The positions [B, S] of inputs; ValueError for bare tokens, which have none."""
     if not isinstance(inputs, dict):
         raise ValueError(
-            "This model has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "
+            "This model has a vector for each position, so it needs the dict of inputs that `prepare` makes, "
             "with tokens and positions; bare token ids or vectors do not say where they stand."
         )
-    return x + look_up(params["embed_positions"], inputs["positions"] + first, "positions")
+    positions: Tensor = inputs["positions"]
+    return positions
 
 
 def embed_placed(params: Tree, inputs: Tree, /, *, config: BaseConfig) -> Tensor:
