@@ -20,6 +20,7 @@ _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier"
 # modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP. Where several modules are
 # named, their sum, without those that are None in a layer.
 _SUBLAYERS = (
+    {"attention": "post_norm1", "mlp": "post_norm2"},  # HyperCLOVA X
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT

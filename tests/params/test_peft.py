@@ -34,7 +34,7 @@ from tests.support.peft_cases import (
 )
 
 MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h")
-FP32 = ("gpt2_numbered",)  # transformers' attention refuses fp64
+FP32 = ("gpt2_numbered", "xglm")  # transformers' attention refuses fp64
 ALL = pytest.mark.parametrize("case", peft_cases(), ids=str)
 # Routers, which multiply in another dtype here; Whisper's head, which is its embedding whatever a config says
 OTHERS = (".router", ".router.proj", ".mlp.gate", ".mixer.gate", ".feed_forward.gate", "proj_out")

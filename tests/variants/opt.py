@@ -17,6 +17,7 @@ TINY: dict[str, Any] = {
 }
 _SHARED = {name: TINY[name] for name in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")}
 _SHARED |= {"pad_token_id": 0, "dropout": 0.0, "attention_dropout": 0.0}
+REFUSED = {"xglm": {"add_cross_attention"}}
 # transformers 5.24 makes its mask without positions, so that packed documents see each other.
 SEPARATE = {"packed": "documents see each other"}
 

@@ -13,30 +13,25 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import short_conv
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.moe import check_experts, expert_names, experts_from_hf
 from fnmodels.models.common.spec import (
-    Leaf,
-    bias,
     decoder_leaves,
     head_norms,
     layer_leaves,
     moe_leaves,
     usual_attention,
     usual_mlp,
-    weight,
 )
-from fnmodels.models.common.storage import Stored, fuse
-from fnmodels.ops.linear import linear
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
@@ -85,8 +80,7 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.conv_kernel, bool) or not isinstance(self.conv_kernel, int) or self.conv_kernel < 2:
-            raise ConfigError(f"conv_kernel is {self.conv_kernel!r}; it must be an integer of at least 2.")
+        short_conv.check_kernel(self)
         if any(kind.routed for kind in parsed(self.layer_kinds)):
             check_experts(self.num_experts, self.num_experts_per_tok)
 
@@ -168,23 +162,12 @@ def spec(config: Config) -> Tree:
     layers = [
         layer_leaves(
             D,
-            _conv_leaves(config) if kind.ordered else full,
+            short_conv.conv_leaves(config) if kind.ordered else full,
             sparse if kind.routed else dense,
         )
         for kind in parsed(config.layer_kinds)
     ]
     return decoder_leaves(config, layers)
-
-
-def _conv_leaves(config: Config) -> dict[str, Leaf]:
-    """The gate before the convolution (b), the one after it (c), what is convolved (x), and the output projection."""
-    D, std = config.hidden_size, config.initializer_range
-    leaves = {f"{name}_proj": weight((D, D), ("conv", "embed"), std) for name in "bcx"}
-    leaves |= {"conv": weight((D, 1, config.conv_kernel), ("conv", "one", "kernel"), std)}
-    leaves |= {"o_proj": weight((D, D), ("embed", "conv"), std)}
-    if config.conv_bias:
-        leaves |= {f"{name}_bias": bias(D, "conv") for name in ("b", "c", "x", "conv")} | {"o_bias": bias(D, "embed")}
-    return leaves
 
 
 _NAMES = {  # of modules on disk
@@ -211,22 +194,14 @@ def hf_names(config: Config) -> dict[str, Stored]:
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
         names[path] = name
-    D = config.hidden_size
     for index, kind in enumerate(parsed(config.layer_kinds)):
         if kind.routed:
             there = f"model.layers.{index}.feed_forward.experts"
             for leaf, disk in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
                 stack = expert_names(there, config.num_experts, f"{disk}.weight")
                 names[f"layers.{index}.mlp.experts.{leaf}_proj"] = stack
-        if not kind.ordered:
-            continue
-        ours, theirs = f"layers.{index}.attention", f"model.layers.{index}.conv"
-        for leaf, disk in (("proj", "weight"), ("bias", "bias")):
-            if leaf == "bias" and not config.conv_bias:
-                continue
-            names |= fuse(f"{theirs}.in_proj.{disk}", {f"{ours}.{name}_{leaf}": D for name in "bcx"})
-            names[f"{ours}.o_{leaf}"] = f"{theirs}.out_proj.{disk}"
-            names[f"{ours}.conv" + ("_bias" if leaf == "bias" else "")] = f"{theirs}.conv.{disk}"
+        if kind.ordered:
+            names |= short_conv.conv_names(config, index)
     return {path: names[path] for path in flatten(spec(config))}
 
 
@@ -243,7 +218,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     weights, eps = layer["attention"], config.rms_norm_eps
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     if LayerKind.parse(kind).ordered:
-        mixed = _gated_convolution(weights, normed, mask, ctx)
+        mixed = short_conv.gated_convolution(weights, normed, mask, ctx)
     else:
         q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
@@ -262,15 +237,3 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         scale=config.routed_scaling_factor,
     )
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
-
-
-def _gated_convolution(weights: Tree, x: Tensor, mask: Segments, ctx: Context) -> Tensor:
-    """c * convolution(b * x) of projections of x [B, S, D]."""
-    state, ids = ctx.state() or {}, mask.segment_ids
-    before, after, value = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "bcx")
-    last = state.get("segment")
-    taps, added = weights["conv"][:, 0], weights.get("conv_bias")
-    given = before * value, taps, added, ids, state.get("conv"), last
-    y, tail = short_conv(*given, overwrite=True, kernel=ctx.options.kernel)
-    ctx.keep(conv=tail, segment=last_segment(ids, last).expand(x.shape[0]))
-    return linear(after * y, weights["o_proj"], weights.get("o_bias"))

@@ -73,10 +73,12 @@ def older_fields(
 
     names: {name in the file: common name}. inner: the width of the MLP where the file has none.
     """
+    model_type = Fields(values).choice("model_type", model_types)
     for name in (*(name for name, ours in names.items() if ours == "num_hidden_layers"), "num_hidden_layers"):
         Fields(values).integer(name, 1, high=LAYERS_LIMIT)
     fields = renamed_fields(Fields(values), names)
-    fields.expect("is_encoder_decoder", False)
+    for name in ("add_cross_attention", "is_encoder_decoder"):
+        fields.expect(name, False)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     return fields, {
         "vocab_size": fields.integer("vocab_size"),
@@ -90,7 +92,7 @@ def older_fields(
         "initializer_range": fields.number("initializer_range", 0.02, above=-1e-9),
         "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), activation),
         "layer_norm_eps": fields.number("layer_norm_eps", 1e-5),
-        "model_type": fields.choice("model_type", model_types),
+        "model_type": model_type,
     }
 
 
