@@ -322,6 +322,7 @@ PRESETS: dict[str, ConfigJson] = {
     "falcon3-3b": _sized(_FALCON3, 3072, 9216, 22, 12, 4),
     "falcon3-7b": _sized(_FALCON3, 3072, 23040, 28, 12, 4),
     "falcon3-10b": _sized(_FALCON3, 3072, 23040, 40, 12, 4),
+    "openai-gpt": {"model_type": "openai-gpt", "vocab_size": 40478, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2": _GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2-medium": _GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "gpt2-large": _GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20},

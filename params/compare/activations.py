@@ -20,6 +20,7 @@ _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier"
 # modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP. Where several modules are
 # named, their sum, without those that are None in a layer.
 _SUBLAYERS = (
+    {"attention": "post_operator_norm", "mlp": "post_ffn_norm"},  # LFM3
     {"attention": "post_norm1", "mlp": "post_norm2"},  # HyperCLOVA X
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
@@ -62,7 +63,7 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
+        value = output[0] if isinstance(output, tuple | list) else output
         own = _ADDED.get(tap.rpartition(".")[2])
         value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place

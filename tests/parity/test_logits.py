@@ -77,7 +77,8 @@ def _theirs(case: Case, form: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _is_separate(case: Case, form: str) -> bool:
     """Whether transformers reads such a batch wrongly: see SEPARATE; and where tokens see later ones, all documents."""
     wrong = getattr(variants_of(case.family), "SEPARATE", {})
-    return form.partition("_")[0] in wrong or (form.startswith("packed") and not causal(case))
+    kind = form.partition("_")[0]
+    return kind in wrong or f"{case.name} {kind}" in wrong or (form.startswith("packed") and not causal(case))
 
 
 def _grid() -> list[tuple[Case, str, str]]:

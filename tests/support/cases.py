@@ -15,8 +15,8 @@ Where they are needed:
                         every expert is used and no choice is close
     BLIND               {variant: {fields of Config}} for fields that a variant has no use for
     BIDIRECTIONAL       {variants} whose tokens see later ones
-    SEPARATE            {form of batch: why} for batches that transformers itself reads wrongly: parity compares their
-                        documents one by one
+    SEPARATE            {form of batch, or "variant form": why} for batches that transformers itself reads wrongly:
+                        parity compares their documents one by one
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type, and

@@ -18,12 +18,16 @@ TINY: dict[str, Any] = {
     "resid_pdrop": 0.0,
 }
 
+# transformers 5.24 masks padding alone in this one.
+SEPARATE = {"openai_gpt packed": "documents see each other"}
+
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     numbered = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_layer": 3}
     return {
         "gpt2": TINY,
+        "openai_gpt": {n: v for n, v in TINY.items() if n != "model_type"} | {"model_type": "openai-gpt"},
         "gpt2_untied_narrow": TINY | {"tie_word_embeddings": False, "n_inner": 44, "activation_function": "relu"},
         "gpt2_numbered": TINY | numbered,
         "gpt2_unscaled": TINY | {"scale_attn_weights": False, "activation_function": "gelu"},
@@ -62,6 +66,7 @@ def sizes() -> dict[str, int]:
 
 # Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
+    "openai-gpt": 116_534_784,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

@@ -1,7 +1,8 @@
-"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), and GPT (2018, openai-gpt).
 
-A pre-norm decoder with LayerNorms, learned position embeddings, an MLP without a gate and a tied head. On disk weights
-are [in, out] ("Conv1D") with q, k and v fused; here they are [out, in] and separate, as in every family.
+A pre-norm decoder with LayerNorms, learned position embeddings, an MLP without a gate and a tied head. GPT has its
+norms after the sublayers, and none at the end. On disk weights are [in, out] ("Conv1D") with q, k and v fused; here
+they are [out, in] and separate, as in every family.
 """
 
 import json
@@ -17,33 +18,28 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import older
+from fnmodels.models.common.decoder.older import embed_placed as embed  # noqa: F401
 from fnmodels.models.common.dropout import dropout_to_hf
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf, with_head
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp
+from fnmodels.ops import ACTIVATIONS, layer_norm, no_rotation, plain_mlp
 from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("gpt2", "gpt-sw3")
+MODEL_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
 TRAITS = Traits(
     dropout={"attn_pdrop": ("weights",), "resid_pdrop": ("attention", "mlp"), "embd_pdrop": ("embedding",)},
     dropout_defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),  # mask buffers in older files
+    # mask buffers in older files, and GPT's numbers of positions
+    leftovers=(r"transformer\.h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?position_ids"),
 )
 
-# Heads for other tasks, and n_ctx, an unused duplicate of n_positions: its old default 1024 is also in files of models
-# with other lengths.
-_IGNORED = (
-    *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
-    *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-)
-# {GPT-2's name of a field: the name in Config, which for sizes is also read from config.json}
-_USUAL = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-_USUAL |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
-_USUAL |= {"layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"}
+# The activations of GPT by its names.
+_GPT_ACTS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
 _SCALES = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
@@ -62,6 +58,7 @@ class Config:
     hidden_act: str = "gelu_new"
     scale_attn_weights: bool = True  # scores times 1 / sqrt(head_dim)
     scale_attn_by_inverse_layer_idx: bool = False  # and times 1 / (1 + layer index)
+    post_norm: bool = False
     initializer_range: float = 0.02
     dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     head: str = "lm"  # or "classification", see `common.heads`
@@ -91,6 +88,13 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name in ("add_cross_attention", "is_encoder_decoder"):
             fields.expect(name, False)
+        first = model_type == "openai-gpt"
+        if first:
+            act = fields.choice("afn", tuple(_GPT_ACTS), "gelu")
+            fields = Fields({**fields.values, "activation_function": _GPT_ACTS[act], "afn": None}, fields.where)
+            for name in _SCALES:
+                fields.expect(name, name == "scale_attn_weights")
+            fields.expect("n_inner", 4 * _size(fields, "n_embd"))
         hidden = _size(fields, "n_embd")
         config = Config(
             vocab_size=fields.integer("vocab_size"),
@@ -98,32 +102,42 @@ class Config:
             intermediate_size=fields.integer("n_inner", 4 * hidden),
             num_hidden_layers=_size(fields, "n_layer", high=LAYERS_LIMIT),
             num_attention_heads=_size(fields, "n_head"),
-            max_position_embeddings=_size(fields, "n_positions", 1024),
+            max_position_embeddings=_size(fields, "n_positions", 512 if first else 1024),
             layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
             **fields.plain(tie_word_embeddings=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
             hidden_act=fields.choice("activation_function", tuple(ACTIVATIONS), "gelu_new"),
             initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
+            post_norm=first,
             model_type=model_type,
         )
         # Scores and softmax in fp32, as they always are here.
         upcast = (("reorder_and_upcast_attn", "true"),) * fields.boolean("reorder_and_upcast_attn", False)
-        return with_head(config, fields, fields.finish(_IGNORED) + upcast)
+        return with_head(config, fields, fields.finish(older.UNUSED) + upcast)
 
     def to_hf(self) -> ConfigJson:
         """A config.json under GPT-2's own names."""
         kept = {name: json.loads(value) for name, value in self.extra}
+        if self.post_norm:
+            kept |= decoder_head_to_hf(self, "OpenAIGPTLMHeadModel", kept) | dropout_to_hf(self, kept)
+            names: tuple[str, ...] = ("vocab_size", "tie_word_embeddings", "initializer_range")
+            theirs = {act: name for name, act in _GPT_ACTS.items()}
+            kept |= {"model_type": self.model_type, "afn": theirs.get(self.hidden_act, self.hidden_act)}
+            sizes = [name for name in older.GPT_NAMES if name not in ("n_inner", "activation_function")]
+            return decoder.expressible(
+                self, kept | {name: getattr(self, older.GPT_NAMES.get(name, name)) for name in (*names, *sizes)}
+            )
         kept |= (
             decoder_head_to_hf(self, "GPT2LMHeadModel", kept)
             | dropout_to_hf(self, kept)
             | {"model_type": self.model_type}
         )
         names = ("vocab_size", "tie_word_embeddings", "initializer_range", *_SCALES)
-        return kept | {name: getattr(self, _USUAL.get(name, name)) for name in (*names, *_USUAL)}
+        return kept | {name: getattr(self, older.GPT_NAMES.get(name, name)) for name in (*names, *older.GPT_NAMES)}
 
 
 def _size(fields: Fields, own: str, default: int | None = None, high: int = 1 << 31) -> int:
     """A size under GPT-2's name or under the common one, which transformers reads too."""
-    usual = _USUAL[own]
+    usual = older.GPT_NAMES[own]
     given = [name for name in (own, usual) if fields.take(name, None) is not None] or [own]
     first, *others = [fields.integer(name, default, high=high) for name in given]
     if others not in ([], [first]):
@@ -141,14 +155,17 @@ def spec(config: Config) -> Tree:
     layers = [layer_leaves(D, attention, mlp, norm_bias=True) for _ in range(config.num_hidden_layers)]
     tree = decoder_leaves(config, layers, norm_bias=True)
     positions = replace(tree["embed_tokens"], shape=(config.max_position_embeddings, D), axes=("position", "embed"))
-    return {"embed_tokens": tree["embed_tokens"], "embed_positions": positions} | tree
+    tree = {"embed_tokens": tree["embed_tokens"], "embed_positions": positions} | tree
+    return {name: leaf for name, leaf in tree.items() if not (config.post_norm and name in ("norm", "norm_bias"))}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its slice of a transposed tensor}."""
     D, inner = config.hidden_size, config.intermediate_size
-    names: dict[str, Stored] = {"embed_tokens": "transformer.wte.weight", "embed_positions": "transformer.wpe.weight"}
-    norms = {"norm": "transformer.ln_f"}
+    words, places = ("tokens_embed", "positions_embed") if config.post_norm else ("wte", "wpe")
+    names: dict[str, Stored] = {"embed_tokens": f"transformer.{words}.weight"}
+    names["embed_positions"] = f"transformer.{places}.weight"
+    norms = {} if config.post_norm else {"norm": "transformer.ln_f"}
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}", f"transformer.h.{i}"
         norms |= {f"{ours}.input_layernorm": f"{theirs}.ln_1", f"{ours}.post_attention_layernorm": f"{theirs}.ln_2"}
@@ -191,22 +208,13 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     return tables
 
 
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]: token or given embeddings plus position embeddings; bare tokens have no positions and raise."""
-    if not isinstance(inputs, dict):
-        raise ValueError(
-            "GPT-2 has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "
-            "with tokens and positions; bare token ids or vectors do not say where they stand."
-        )
-    placed = look_up(params["embed_positions"], inputs["positions"], "positions")
-    return embed_tokens(params["embed_tokens"], inputs) + placed
-
-
 @with_context
 def block(
     layer: Tree, x: Tensor, mask: Any, freqs: dict[str, Tensor], /, *, config: Config, kind: str, ctx: Context
 ) -> Tensor:
     """One layer: x [B, S, D] -> x."""
+    if config.post_norm:
+        return older.post_norm_layer(layer, x, mask, ctx, config=config, scale=config.head_dim**-0.5)
     eps, weights = config.layer_norm_eps, layer["attention"]
     normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
@@ -218,4 +226,8 @@ def block(
     return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
-unembed = decoder.unembed_layer_norm
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm where there is one, and head: logits [B, S, V]."""
+    if not config.post_norm:
+        x = layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps)
+    return decoder.project(params, x, config)

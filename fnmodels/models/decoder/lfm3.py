@@ -24,7 +24,7 @@ from fnmodels.ops.rotary import no_rotation, rotary_table
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("lfm3",)
-TRAITS = Traits(kinds=("conv", "full", "sliding"))
+TRAITS = Traits(kinds=("conv", "full", "sliding"), in_memory={r"\.self_attn\.gate_proj\.": ".self_attn.g_proj."})
 _TYPES = {"conv": "conv", "full_attention": "full", "sliding_attention": "sliding"}
 _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -107,8 +107,8 @@ def spec(config: Config) -> Tree:
     full = usual_attention(config, qkv_bias=on, o_bias=on) | head_norms(config)
     if config.output_gate:
         full["gate_proj"] = weight((config.num_attention_heads, D), ("heads", "embed"), std)
-    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    names = names if config.sandwich else names[::2]
+    names = ["input_layernorm", "pre_feedforward_layernorm"]
+    names += ["post_attention_layernorm", "post_feedforward_layernorm"] if config.sandwich else []
     around = {name: norm(D, "embed") for name in names} | {"mlp": usual_mlp(config)}
     conv = short_conv.conv_leaves(config)
     layers = [around | {"attention": conv if kind.ordered else full} for kind in parsed(config.layer_kinds)]

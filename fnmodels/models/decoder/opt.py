@@ -25,7 +25,7 @@ from fnmodels.models.common.spec import (
     usual_attention,
     weight,
 )
-from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
+from fnmodels.ops import layer_norm
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.rotary import sinusoids
@@ -168,24 +168,14 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
     scale = config.head_dim**-0.5
-    if config.norm_first:
-        return older.layer_norm_layer(layer, x, mask, ctx, config=config, scale=scale)
-    weights = layer["attention"]
-    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
-    mixed = ctx.attend(q, k, v, mask, scale=scale)
-    x = x + ctx.tap("attention", project_out(weights, mixed))
-    x = ctx.tap("middle", _norm(layer, "input_layernorm", x, config))
-    fed = plain_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
-    return _norm(layer, "post_attention_layernorm", x + ctx.tap("mlp", fed), config)
-
-
-def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:
-    return layer_norm(x, owner.get(name), owner.get(f"{name}_bias"), eps=config.layer_norm_eps)
+    run = older.layer_norm_layer if config.norm_first else older.post_norm_layer
+    return run(layer, x, mask, ctx, config=config, scale=scale)
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm where there is one, and head: logits [B, S, V]."""
-    x = _norm(params, "norm", x, config) if config.last_norm else x
+    if config.last_norm:
+        x = layer_norm(x, params.get("norm"), params.get("norm_bias"), eps=config.layer_norm_eps)
     return decoder.project(params, linear(x, params["project_out"]) if "project_out" in params else x, config)
 
 

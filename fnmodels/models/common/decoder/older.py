@@ -132,6 +132,18 @@ def embed_placed(params: Tree, inputs: Tree, /, *, config: BaseConfig) -> Tensor
     return placed(params, inputs, embed_tokens(params["embed_tokens"], inputs))
 
 
+def post_norm_layer(layer: Tree, x: Tensor, mask: Any, ctx: Context, *, config: Any, scale: float) -> Tensor:
+    """One layer with LayerNorms after the sublayers and an MLP without a gate: x [B, S, D] -> x."""
+    eps, weights = config.layer_norm_eps, layer["attention"]
+    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    mixed = ctx.attend(q, k, v, mask, scale=scale)
+    x = x + ctx.tap("attention", project_out(weights, mixed))
+    x = layer_norm(x, layer.get("input_layernorm"), layer.get("input_layernorm_bias"), eps=eps)
+    x = ctx.tap("middle", x)
+    x = x + ctx.tap("mlp", plain_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap))
+    return layer_norm(x, layer.get("post_attention_layernorm"), layer.get("post_attention_layernorm_bias"), eps=eps)
+
+
 def layer_norm_layer(
     layer: Tree,
     x: Tensor,
