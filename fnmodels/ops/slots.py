@@ -19,7 +19,7 @@ Entry = dict[str, Tensor]
 # The tensors of an entry that may be int8 with scales. An indexer's keys may not: rounding would change its choices.
 QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
-SLOTTED = frozenset({*QUANTIZABLE, "index", *(f"{name}_scale" for name in QUANTIZABLE)})
+SLOTTED = frozenset({*QUANTIZABLE, "index", "places", *(f"{name}_scale" for name in QUANTIZABLE)})
 
 # The tensors of an entry that a step reads and does not change: keys and values of an encoder's tokens, [B, K, G, H].
 MEMORY = frozenset({"memory_k", "memory_v"})

@@ -26,6 +26,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.alibi import places_of, with_alibi
 from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
@@ -122,6 +123,7 @@ class Context:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         bias: Bias | None = None,
+        alibi: Mapping[str, Tensor] | None = None,
         lend: bool = False,
     ) -> Tensor:
         """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`.
@@ -129,11 +131,16 @@ class Context:
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
         bias: a family that gives one has the trait `biased`; with a cache it is of the keys that are read.
+        alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.alibi`; a cache keeps
+        the places of the keys.
         """
         q, k, v = self._tapped(q, k, v)
+        read = {"k": k, "v": v} | ({} if alibi is None else {"places": places_of(alibi["positions"], k.dtype)})
         if "cache" in self.tensors:
-            read = self._extend({"k": k, "v": v})
+            read = self._extend(read)
             k, v = read["k"], read["v"]
+        if alibi is not None:
+            q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
         z = self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, bias=bias)

@@ -70,6 +70,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_head(self)
+        if self.post_norm and (self.scale_attn_by_inverse_layer_idx or not self.scale_attn_weights):
+            raise ConfigError("Scores of a model with post_norm are scaled by 1 / sqrt(head_dim) alone.")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"n_embd {self.hidden_size} is not a multiple of n_head {self.num_attention_heads}, "
@@ -86,8 +88,6 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        for name in ("add_cross_attention", "is_encoder_decoder"):
-            fields.expect(name, False)
         first = model_type == "openai-gpt"
         if first:
             act = fields.choice("afn", tuple(_GPT_ACTS), "gelu")
@@ -95,6 +95,8 @@ class Config:
             for name in _SCALES:
                 fields.expect(name, name == "scale_attn_weights")
             fields.expect("n_inner", 4 * _size(fields, "n_embd"))
+        for name in ("add_cross_attention", "is_encoder_decoder"):
+            fields.expect(name, False)
         hidden = _size(fields, "n_embd")
         config = Config(
             vocab_size=fields.integer("vocab_size"),

@@ -29,6 +29,7 @@ WRAPPERS = {
     "fun_asr_nano": "qwen3",
     "fuyu": "persimmon",
     "hyperclovax_vision_v2": "hyperclovax",
+    "lfm3_vl": "lfm3",
     "instructblip": "opt",
     "instructblipvideo": "opt",
     "glmasr": "llama",

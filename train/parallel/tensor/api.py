@@ -116,9 +116,15 @@ class TensorParallel:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
-        x, aux = block(here, x, mask, freqs, **how, **more)
+        x, aux = block(here, x, mask, self._of_heads(freqs), **how, **more)
         whole = (*_WHOLE, *gathered)
         return x, {name: value if name in whole else self._tap(value) for name, value in aux.items()}
+
+    def _of_heads(self, freqs: Any) -> Any:
+        """The tables with the slopes of this rank's heads (ALiBi)."""
+        if HEADS not in self.sharded or not isinstance(freqs, Mapping) or "slopes" not in freqs:
+            return freqs
+        return {**freqs, "slopes": freqs["slopes"].chunk(self.region.size, -1)[self.region.rank]}
 
     def key_heads(self, count: int) -> int:
         """How many of the `count` key heads of a layer this rank has: one at least, where query heads are sharded."""

@@ -153,13 +153,17 @@ def layer_norm_layer(
     config: Any,
     scale: float,
     rotate: Callable[[Tensor], Tensor] | None = None,
+    alibi: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """One pre-norm layer with LayerNorms and an MLP without a gate: x [B, S, D] -> x. rotate: of queries and keys."""
+    """One pre-norm layer with LayerNorms and an MLP without a gate: x [B, S, D] -> x.
+
+    rotate: of queries and keys. alibi: see `Context.attend`.
+    """
     eps, weights = config.layer_norm_eps, layer["attention"]
     normed = layer_norm(x, layer.get("input_layernorm"), layer.get("input_layernorm_bias"), eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     q, k = (q, k) if rotate is None else (rotate(q), rotate(k))
-    mixed = ctx.attend(q, k, v, mask, scale=scale)
+    mixed = ctx.attend(q, k, v, mask, scale=scale, alibi=alibi)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = layer_norm(x, layer.get("post_attention_layernorm"), layer.get("post_attention_layernorm_bias"), eps=eps)
     return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
