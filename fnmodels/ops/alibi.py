@@ -12,7 +12,7 @@ _PART = 256
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """The slope of each head: a geometric sequence down to 2^-8, and steps between for numbers that are no power of 2."""
+    """The slope of each head: powers of 2 down to 2^-8, and those between them if `heads` is no power of 2."""
     whole = 1 << (heads.bit_length() - 1)  # the power of 2 at or below
     steps = [8 * (i + 1) / whole for i in range(whole)]
     steps += [4 * (2 * i + 1) / whole for i in range(heads - whole)]

@@ -50,7 +50,9 @@ def batches_of(config: DecoderConfig, length: int) -> list[Arrangement]:
 # {model type: arrangements of batches on which transformers itself is wrong}.
 _THEIR_MISTAKES = {
     "falcon": ("packed",),  # its masks do not separate documents
-    **dict.fromkeys(("opt", "xglm", "biogpt", "openai-gpt"), ("packed",)),  # their masks do not separate documents
+    **dict.fromkeys(
+        ("opt", "xglm", "biogpt", "openai-gpt", "bloom"), ("packed",)
+    ),  # their masks do not separate documents
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),
