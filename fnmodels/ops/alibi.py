@@ -28,8 +28,8 @@ def places_of(positions: Tensor, dtype: torch.dtype) -> Tensor:
 def with_alibi(q: Tensor, k: Tensor, slopes: Tensor, places: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """q [B, Q, N, H] and k [B, K, G, H] with two more dimensions, whose product times `scale` is the bias.
 
-    slopes: fp32 [B, Q, N]. places: of the keys, [B, K, 2], see `places_of`.
+    slopes: fp32 [B or 1, Q, N]. places: of the keys, [B or 1, K, 2], see `places_of`.
     """
     steep = (slopes / scale).to(q.dtype)
-    q = torch.cat((q, torch.stack((steep * _PART, steep), -1)), -1)
-    return q, torch.cat((k, places[:, :, None].expand(-1, -1, k.shape[2], -1).to(k.dtype)), -1)
+    q = torch.cat((q, torch.stack((steep * _PART, steep), -1).expand(*q.shape[:-1], -1)), -1)
+    return q, torch.cat((k, places[:, :, None].to(k.dtype).expand(*k.shape[:-1], -1)), -1)

@@ -33,9 +33,10 @@ _SUBLAYERS = (
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
     {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
+    {"attention": "attn", "mlp": "ffn.down_proj"},  # MPT
     {"attention": "self_attn", "mlp": "fc2"},  # OPT
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
-    {"attention": "self_attention", "mlp": "mlp"},  # Falcon
+    {"attention": "self_attention.dense", "mlp": "mlp.dense_4h_to_h"},  # Falcon, BLOOM
     {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet
     {"attention": "conv", "mlp": "feed_forward"},  # LFM2
     {"attention": "mixer", "mlp": "mixer"},  # one sublayer, of which ours has the tap

@@ -51,7 +51,7 @@ def batches_of(config: DecoderConfig, length: int) -> list[Arrangement]:
 _THEIR_MISTAKES = {
     "falcon": ("packed",),  # its masks do not separate documents
     **dict.fromkeys(
-        ("opt", "xglm", "biogpt", "openai-gpt", "bloom"), ("packed",)
+        ("opt", "xglm", "biogpt", "openai-gpt", "bloom", "mpt"), ("packed",)
     ),  # their masks do not separate documents
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position

@@ -43,6 +43,8 @@ NOWHERE = ("middle", "counts", "expert_indices", "choices", "attention.state")  
 _INLINE = tuple(f"attention.{name}" for name in ("q", "k", "v", "scores", "pattern"))
 UNREACHED = {
     "falcon": _INLINE,  # its module computes attention itself
+    "bloom": (*_INLINE, "mlp.pre"),
+    "mpt": _INLINE,
     "gpt_neo": (*_INLINE, "attention.z"),
     "mpnet": (*_INLINE, "attention.z"),
     "deberta_v2": (*_INLINE, "attention.z"),

@@ -15,6 +15,8 @@ TINY: dict[str, Any] = {
 # transformers 5.24 counts the positions of its biases over documents, which its masks do not separate.
 SEPARATE = {"packed": "documents see each other"}
 
+REFUSED = {"bloom": {"apply_residual_connection_post_layernorm"}}
+
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.values import constants
 from fnmodels.models.common import decoder
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
+from fnmodels.models.common.decoder.older import alibi_tables as freqs_cis  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import (
     decoder_leaves,
@@ -24,7 +24,6 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import embed_tokens, layer_norm
-from fnmodels.ops.alibi import alibi_slopes
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("bloom",)
@@ -100,13 +99,6 @@ def _stored(name: str, config: Config) -> Stored:
             name = name.replace(f".{which}_proj.", ".query_key_value.")
             return TensorSlice(name, place * H, (place + 1) * H, 3 * heads * H, groups=heads)
     return name
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]}}, see `fnmodels.ops.alibi`."""
-    slopes = constants(alibi_slopes(config.num_attention_heads), torch.float32, positions.device)
-    table = {"slopes": slopes.expand(*positions.shape, -1), "positions": positions.float()}
-    return dict.fromkeys(sorted(set(config.layer_kinds)), table)
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:

@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fnmodels.inputs.values import constants
 from fnmodels.ops import ACTIVATIONS, layer_norm, look_up, plain_mlp, project_out, project_qkv
+from fnmodels.ops.alibi import alibi_slopes
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.rotary import Rope, no_rotation
 from fnmodels.tree import Tree
@@ -57,6 +60,19 @@ class PlacedConfig(OlderConfig):
 def no_freqs(config: BaseConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, 0, 2]}: no rotary embedding, since `embed` adds the positions."""
     return dict.fromkeys(sorted(set(config.layer_kinds)), no_rotation(positions))
+
+
+def alibi_tables(
+    config: BaseConfig, positions: Tensor, *, length: int | Tensor | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """{kind: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]}} of linear biases, see `fnmodels.ops.alibi`.
+
+    And a table that rotates nothing.
+    """
+    slopes = constants(alibi_slopes(config.num_attention_heads), torch.float32, positions.device)
+    table = {"slopes": slopes.expand(*positions.shape, -1), "positions": positions.float()}
+    table["table"] = no_rotation(positions)
+    return dict.fromkeys(sorted(set(config.layer_kinds)), table)
 
 
 def older_fields(
