@@ -57,7 +57,7 @@ class Config(older.PlacedConfig):
         inner = Fields(fields.take("attn_config", {}), f"{fields.where}, attn_config")
         for name, value in _ATTENTION.items():
             inner.expect(name, value)
-        chosen = {
+        chosen: dict[str, Any] = {
             name: None if inner.take(name, None) is None else inner.number(name)
             for name in ("clip_qkv", "softmax_scale")
         }
