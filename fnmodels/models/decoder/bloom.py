@@ -27,7 +27,9 @@ from fnmodels.ops import embed_tokens, layer_norm
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("bloom",)
-TRAITS = Traits(kinds=("full_nope",))
+TRAITS = Traits(
+    kinds=("full_nope",), dropout={"attention_dropout": ("weights",), "hidden_dropout": ("attention", "mlp")}
+)
 _NAMES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
 _NAMES |= {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "layer_norm_eps"}
 # Precisions and fusions of the kernels of its training.

@@ -20,7 +20,7 @@ from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mpt",)
-TRAITS = Traits(kinds=("full_nope",))
+TRAITS = Traits(kinds=("full_nope",), dropout={})
 _NAMES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 _NAMES |= {"max_seq_len": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 _UNUSED = ("embedding_fraction", "init_config", "init_device", "norm_type", "verbose", "learned_pos_emb")
