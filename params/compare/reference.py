@@ -59,7 +59,7 @@ def layers_of(model: Any) -> Any:
         return base.layer
     if hasattr(base, "albert_layer_groups"):
         return [group.albert_layers[0] for group in base.albert_layer_groups]
-    return getattr(base, "layers", getattr(base, "h", None))
+    return next((getattr(base, name) for name in ("layers", "h", "blocks") if hasattr(base, name)), None)
 
 
 def on_disk(model: Any) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 TINY: dict[str, Any] = {
     "model_type": "mpt",
     "vocab_size": 61,
-    "d_model": 32,
+    "d_model": 40,
     "n_layers": 2,
     "n_heads": 4,
     "max_seq_len": 64,
@@ -16,6 +16,8 @@ TINY: dict[str, Any] = {
 }
 # transformers 5.24 counts the positions of its biases over documents, which its masks do not separate.
 SEPARATE = {"packed": "documents see each other"}
+
+REFUSED = {"mpt": {"expansion_ratio", "logit_scale", "no_bias"}}
 
 
 def variants() -> dict[str, dict[str, Any]]:

@@ -228,7 +228,7 @@ class Traits:
     # "{leaf}": the last part of the parameter's path without "_proj" or "_bias", where files fuse what modules do not
     in_memory: Mapping[str, str] = field(default_factory=dict)
     turned_in_memory: bool = False  # whether transformers' modules hold experts upright that files have transposed
-    # {model type: the class that transformers writes in its config.json, beside that of published files}
+    # {model type: another class that its files name}, where published files and transformers differ
     classes: Mapping[str, str] = field(default_factory=dict)
     says_transposed: bool = False  # whether transformers' module of its experts says so, by which PEFT orients adapters
 

@@ -20,7 +20,7 @@ from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mpt",)
-TRAITS = Traits(kinds=("full_nope",), dropout={})
+TRAITS = Traits(kinds=("full_nope",), dropout={}, classes={"mpt": "MPTForCausalLM"})
 _NAMES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 _NAMES |= {"max_seq_len": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 _UNUSED = ("embedding_fraction", "init_config", "init_device", "norm_type", "verbose", "learned_pos_emb")
@@ -55,7 +55,7 @@ class Config(older.PlacedConfig):
         fields.expect("logit_scale", None)
         fields.expect("no_bias", True)
         inner = Fields(fields.take("attn_config", {}), f"{fields.where}, attn_config")
-        for name, value in _ATTENTION.items():
+        for name, value in ("is_encoder_decoder", False), *_ATTENTION.items():
             inner.expect(name, value)
         chosen: dict[str, Any] = {
             name: None if inner.take(name, None) is None else inner.number(name)
