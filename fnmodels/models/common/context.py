@@ -26,7 +26,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.alibi import places_of, with_alibi
+from fnmodels.ops.attention.alibi import places_of, with_alibi
 from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
@@ -131,8 +131,8 @@ class Context:
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
         bias: a family that gives one has the trait `biased`; with a cache it is of the keys that are read.
-        alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.alibi`; a cache keeps
-        the places of the keys.
+        alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.attention.alibi`; a
+        cache keeps the places of the keys.
         """
         q, k, v = self._tapped(q, k, v)
         read = {"k": k, "v": v} | ({} if alibi is None else {"places": places_of(alibi["positions"], k.dtype)})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from fnmodels.ops.alibi import alibi_slopes, places_of, with_alibi
+from fnmodels.ops.attention.alibi import alibi_slopes, places_of, with_alibi
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 112])

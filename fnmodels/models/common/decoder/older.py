@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import constants
 from fnmodels.ops import ACTIVATIONS, layer_norm, look_up, plain_mlp, project_out, project_qkv
-from fnmodels.ops.alibi import alibi_slopes
+from fnmodels.ops.attention.alibi import alibi_slopes
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.rotary import Rope, no_rotation
 from fnmodels.tree import Tree
@@ -65,9 +65,9 @@ def no_freqs(config: BaseConfig, positions: Tensor, *, length: int | Tensor | No
 def alibi_tables(
     config: BaseConfig, positions: Tensor, *, length: int | Tensor | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]}} of linear biases, see `fnmodels.ops.alibi`.
+    """{kind: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]}} of linear biases, and a table of no rotation.
 
-    And a table that rotates nothing.
+    See `fnmodels.ops.attention.alibi`.
     """
     slopes = constants(alibi_slopes(config.num_attention_heads), torch.float32, positions.device)
     table = {"slopes": slopes.expand(*positions.shape, -1), "positions": positions.float()}
