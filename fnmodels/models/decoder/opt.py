@@ -85,6 +85,7 @@ class Config(older.PlacedConfig):
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         kin = str(values.get("model_type"))
+        values = {"attention_dropout": 0.1, **values} if kin == "xglm" else values
         names, defaults = _NAMES.get(kin, {}), _DEFAULTS.get(kin, _DEFAULTS["opt"])
         fields, usual = older.older_fields(values, MODEL_TYPES, names, tied=True, **defaults)
         if usual["model_type"] != "opt":
