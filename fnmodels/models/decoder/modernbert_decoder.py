@@ -88,13 +88,15 @@ class Config(decoder.BaseConfig):
         }
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         ropes = ropes_by_layer_type(fields, thetas, scaled="full_attention", **where)
+        window = fields.integer("local_attention", 128, low=2) // 2
+        fields.expect("sliding_window", window)  # what follows from it, in transformers' files
         switches: ConfigJson = {name: fields.boolean(name, on) for name, on in _SWITCHES.items()}
         config = Config(
             **sizes,
             **switches,
             rope=ropes["full_attention"],
             local_rope=ropes["sliding_attention"],
-            sliding_window=fields.integer("local_attention", 128, low=2) // 2,
+            sliding_window=window,
             norm_eps=fields.number("norm_eps", 1e-5),
             hidden_act=fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu"),
             classifier_activation=fields.choice("classifier_activation", tuple(ACTIVATIONS), "gelu"),
