@@ -21,17 +21,20 @@ from typing import Any
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError, printable
 from fnmodels.models.common.registry import model_type_of
-from params.checkpoint.config import read_config
+from params import lora
+from params.checkpoint.config import CONFIG, read_config
 from params.checkpoint.header_checks import check_folder
 from params.checkpoint.hub import local_folder
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.load_gguf import described, is_gguf, read_gguf
-from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
+from params.checkpoint.manifest import HASH, MANIFEST, manifests, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
 from params.gguf.blocks import check_installed, name_of
 from params.gguf.header import open_gguf
 from params.gguf.tokenizer import tokenizer_json
-from params.io.files import inner_file
+from params.io.files import inner_file, read_json
+from params.io.safetensors_file import open_tensors
+from params.lora.adapter_config import read_config as read_adapter_config
 from params.quantized.methods import read_quantization
 
 from .command_line import Parser, program_name, run_command
@@ -98,6 +101,8 @@ def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[st
         return partial(section, ignore_fields=ignore_fields)
 
     sections = [reading(_model), _files, reading(_tensors), _checksums]
+    if os.path.lexists(folder / lora.CONFIG) and not os.path.lexists(folder / CONFIG):
+        sections, verified = [_adapters, _checksums], False
     for section in [*sections, *([reading(_bytes)] if verified else [])]:
         try:
             yield from section(folder)
@@ -177,12 +182,26 @@ def _tensors(folder: Path, ignore_fields: Collection[str]) -> Lines:
             yield "ignored", f"{_counted(len(checked.leftovers), 'leftover buffer')}, as {checked.leftovers[0]}"
 
 
+def _adapters(folder: Path) -> Lines:
+    """Rank and base model of adapters, from adapter_config.json, and the tensors of their file."""
+    config = read_adapter_config(folder / lora.CONFIG)
+    form = "DoRA" if config.dora else "rsLoRA" if config.rslora else "LoRA"
+    yield "adapters", f"{form} of rank {config.rank}, alpha {config.alpha:g}"
+    base = read_json(folder / lora.CONFIG).get("base_model_name_or_path")
+    yield "base model", str(base)
+    with ExitStack() as stack:
+        entries = open_tensors(folder / lora.WEIGHTS, stack).entries
+        size = _size(sum(entry.stop - entry.start for entry in entries.values()))
+        yield "tensors", f"{len(entries):,} in {lora.WEIGHTS}, {size}"
+
+
 def _checksums(folder: Path) -> Lines:
     """The sizes that a save recorded in the manifest, compared with those of the files."""
-    if not os.path.lexists(folder / MANIFEST):
+    manifest = next(iter(manifests(folder)), None)
+    if manifest is None:
         yield "checksums", f"none: there is no {MANIFEST}"
         return
-    records = read_manifest(folder)
+    records = read_manifest(folder, manifest)
     yield "checksums", f"{HASH} of {_counted(len(records), 'file')} recorded"
     faults = []
     for name, record in records.items():
@@ -191,7 +210,7 @@ def _checksums(folder: Path) -> Lines:
             found = "is not there" if size is None else f"has {size:,} bytes"
             faults.append(f"{name} was saved with {record.size:,} bytes and {found}")
     if faults:
-        raise FormatError(f"{folder} is not what {MANIFEST} recorded: {'; '.join(faults)}.")
+        raise FormatError(f"{folder} is not what {manifest} recorded: {'; '.join(faults)}.")
 
 
 def _bytes(folder: Path, ignore_fields: Collection[str]) -> Lines:

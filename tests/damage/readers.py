@@ -239,6 +239,7 @@ READERS = (
     ),
     Reader("its manifest", _model(), ("fnmodels_manifest.json", *_WEIGHTS), lambda folder: P.verify(folder) or True),
     Reader("a model to inspect", _model(), (*_WEIGHTS, "fnmodels_manifest.json"), _inspected),
+    Reader("adapters to inspect", _adapters, (lora.CONFIG, lora.WEIGHTS, "fnmodels_adapter_manifest.json"), _inspected),
     Reader(
         "a save that was cut short",
         _leftover,

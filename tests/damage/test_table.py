@@ -106,6 +106,7 @@ USES: dict[str, tuple[str, ...]] = {
     "params.checkpoint.transaction._fault": ("a save that was cut short",),
     "params.checkpoint.transaction._replace": ("a save that was cut short",),
     "params.checkpoint.transaction._same": ("a model",),
+    "params.inspect._adapters": ("adapters to inspect",),
     "params.inspect._checksums": ("a model to inspect",),
     "params.io.files.inner_file": ("captions",),
     "params.io.files.read_json": ("a model",),

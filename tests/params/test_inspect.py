@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import fnmodels
 import params as P
+from fnmodels import llama
 from params.inspect import main
 from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
 from tests.support.cases import Case, generic_params, structures
@@ -163,3 +164,14 @@ def test_as_a_module(bases: Path) -> None:
     command = [sys.executable, "-m", "params.inspect", str(bases / "single")]
     done = subprocess.run(command, cwd=Path(P.__file__).parents[1], capture_output=True, text=True, check=True)
     assert "fnmodels.models.decoder.llama" in done.stdout and not done.stderr
+
+
+def test_a_folder_of_adapters_has_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = llama.Config(32, 16, 24, 1, 2, 1)
+    P.lora.save_adapters(tmp_path / "a", config, P.lora.add(config, P.init(config, 0), rank=2), base="org/base")
+    assert main([str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "adapters    LoRA of rank 2" in out and "problem" not in out and "recorded" in out
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    assert main([str(tmp_path / "a")]) == 2
+    assert "adapter_model.safetensors" in capsys.readouterr().err

@@ -12,23 +12,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 Report = Callable[[int, float, float, float], None]
 PLAIN_LINES = 20
 PLAIN_SECONDS = 10
+LINE_SECONDS = 30  # between two lines where steps are slow
 
 
 @contextmanager
 def progress(total: int, start: int) -> Iterator[Report]:
     """Yields report(step, loss, lr, tokens per second), to be called after every step."""
-    begin = time.monotonic()
+    begin, first = time.monotonic(), [0.0]  # first: the seconds of the first step, which warms up and compiles
 
     def status(step: int, loss: float, lr: float, speed: float) -> str:
-        left = (time.monotonic() - begin) / max(step - start, 1) * (total - step)
+        passed = time.monotonic() - begin
+        if step == start + 1:
+            first[0] = passed
+        later = step - start - 1
+        left = ((passed - first[0]) / later if later else passed) * (total - step)
         return f"loss {loss:6.3f}  lr {lr:.1e}  {speed:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
 
     if not sys.stdout.isatty():
-        every = max(1, total // PLAIN_LINES)
+        every, last_line = max(1, total // PLAIN_LINES), begin
 
         def plain(step: int, loss: float, lr: float, speed: float) -> None:
-            if step % every == 0 or step in (start + 1, total):
-                print(f"step {step}/{total}  {status(step, loss, lr, speed)}", flush=True)
+            nonlocal last_line
+            text, now = status(step, loss, lr, speed), time.monotonic()
+            due = step % every == 0 or step in (start + 1, start + 2, total)  # of the second step on, the time is known
+            if due or now - last_line > LINE_SECONDS:
+                last_line = now
+                print(f"step {step}/{total}  {text}", flush=True)
 
         yield plain
         return

@@ -2,10 +2,12 @@
 
 import math
 import sys
-import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fnmodels import tree
 from fnmodels.files import write_text
@@ -15,7 +17,7 @@ from . import run_folder
 from .blueprint import Blueprint
 from .pictures import draw_run as draw_run
 from .pictures import draw_runs as draw_runs
-from .settings import RunSettings, to_toml
+from .settings import RunSettings, as_flag
 
 
 def damaged(problems: list[str]) -> None:
@@ -33,8 +35,11 @@ def skipped(path: Path, what: Sequence[str], duplicates: int) -> None:
         print(f"left out {duplicates} documents that are copies of others: a weight repeats a source")
 
 
-def settings(chosen: RunSettings) -> None:
-    print("settings:\n" + terminal_text(textwrap.indent(to_toml(chosen), "  ")), end="")
+def settings(path: Path, chosen: RunSettings, defaults: RunSettings) -> None:
+    """One line of the settings that are not the defaults; all are in the run folder."""
+    names = [entry.name for entry in fields(chosen) if getattr(chosen, entry.name) != getattr(defaults, entry.name)]
+    differ = ", ".join(f"{name} {as_flag(getattr(chosen, name))}" for name in names)
+    print(terminal_text(f"settings: {differ or 'the defaults'} (all: {path / run_folder.SETTINGS})"))
 
 
 def data(what: str, seconds: float) -> None:
@@ -47,16 +52,22 @@ def model(blueprint: Blueprint, work: str) -> None:
     trainable = sum(math.prod(leaf.shape) for leaf in tree.leaves(blueprint.spec) if leaf.trainable)
     adapters = f", and adapters with {trainable:,} the only trainable ones" if blueprint.adapters else ""
     name = blueprint.config.model_type
-    print(f"model: {name} with {sum(sizes) / 1e6:.1f} million parameters{adapters}; {work}", flush=True)
+    print(f"model: {name} with {_brief(sum(sizes))} parameters{adapters}; {work}", flush=True)
+
+
+def _brief(number: int) -> str:
+    """A number in three digits, in thousands, millions or billions."""
+    scale, letter = next(((s, n) for s, n in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= s), (1, ""))
+    return f"{number / scale:.3g}{letter}"
 
 
 def mfu(peak_flops: float | None, flops_per_token: float) -> None:
-    """How MFU is computed, or that --peak-flops is missing for it."""
+    """How MFU is computed; on a GPU that --peak-flops is missing for it."""
     flops = f"{flops_per_token / 1e6:,.1f} million FLOPs per token"
-    if peak_flops is None:
-        print(f"MFU: not computed: give the machine's peak with --peak-flops ({flops})")
-    else:
+    if peak_flops is not None:
         print(f"MFU: tokens per second x {flops} / {peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
+    elif torch.cuda.is_available():
+        print(f"MFU: not computed: give the device's peak with --peak-flops ({flops})")
 
 
 def result(summary: dict[str, Any], path: Path) -> None:

@@ -53,6 +53,8 @@ from .task import Json, Task, TaskModule
 from .trackers import tracked_by
 from .trackers import trackers as open_trackers
 
+S = TypeVar("S", bound=RunSettings)
+
 
 @dataclass(frozen=True)
 class Position:
@@ -109,10 +111,18 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
         print(f"reading the {tasks.DATA}", flush=True)
         began = time.monotonic()
         task = tasks.prepare(options.run, settings, recorded if saved else None, mesh_setup)
-        report.settings(settings)  # after reading the data, whose errors would be lost below this page
+        report.settings(options.run, settings, with_derived(defaults, settings))
         task.report(time.monotonic() - began)
         config = WorkerConfig(mesh_setup, settings, task.blueprint, options.limit)
         return train_and_summarize(options.program, task, tasks, saved, Controller(config, fresh=saved is None))
+
+
+def with_derived(defaults: S, settings: S) -> S:
+    """The defaults, with those that follow from how `settings` choose the model, the optimizer and the dtype."""
+    kept = ("init", "lora", "optimizer", "dtype")
+    chosen = replace(defaults, **{name: getattr(settings, name) for name in kept if hasattr(settings, name)})
+    followed = resolved(chosen)
+    return replace(followed, **{name: getattr(defaults, name) for name in kept[:3] if hasattr(defaults, name)})
 
 
 def exit_code(run: Path, summary: Json) -> int:
@@ -157,9 +167,6 @@ def overrides_of(options: Options, kind: type[RunSettings]) -> dict[str, tuple[A
         value = absolute_paths(name, value, Path(), kind)
         places[name] = value, f"{flag(name)} {value}"
     return places
-
-
-S = TypeVar("S", bound=RunSettings)
 
 
 def choose_settings(

@@ -246,7 +246,9 @@ class Settings(RunSettings):
     sample_every: int | None = logging(
         None, integer(1), "steps between sampled continuations of --prompt; one is sampled at the end", changeable=True
     )
-    prompt: str = logging("def ", STRING, "the text that the model continues in samples")
+    prompt: str | None = logging(
+        None, STRING, "the text that the model continues in samples; by default the beginning of the first document"
+    )
     sample_tokens: int = logging(120, integer(1), "tokens per sample")
 
     @property

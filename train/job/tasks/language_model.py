@@ -6,8 +6,10 @@ where a checksum protects it.
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from params.io.files import plain_file
 from train.batch import Entries
 from train.checkpoint import saved_steps as checkpoint
 from train.data import mixture, sources, tokenized
+from train.data.chat import Template, render
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
 from train.generation.text import complete
@@ -53,6 +56,7 @@ from .initial_model import InitialModel
 from .new_model import new_config
 
 DATA = "text"
+PROMPT_TOKENS, PROMPT_LETTERS = 8, 48  # at most, of the beginning of a document that samples continue
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class LanguageModel:
     settings: Settings
     model: InitialModel
     texts: sources.DataSources
+    template: Template | None
     dataset: tokenized.Dataset
     mixture: mixture.Mixture
     heldout: Entries
@@ -113,9 +118,24 @@ class LanguageModel:
 
     def sample(self, weights: Weights) -> str:
         """The prompt with a sampled continuation; the random draws are the same each time."""
-        model, settings = self.model, self.settings
-        prompt = settings.prompt
-        return complete(weights(), model.config, model.tokenizer, prompt, model.end_ids, tokens=settings.sample_tokens)
+        model, tokens = self.model, self.settings.sample_tokens
+        return complete(weights(), model.config, model.tokenizer, self.prompt, model.end_ids, tokens=tokens)
+
+    @property
+    def prompt(self) -> str:
+        """--prompt, or else how the first document begins: the first words of a text, the first turns of a chat."""
+        if self.settings.prompt is not None:
+            return self.settings.prompt
+        if self.settings.data is None:
+            return "def "  # the default text is Python
+        documents = self.texts.train
+        if not documents:  # token ids alone
+            return str(self.model.tokenizer.decode(self.heldout["tokens"][0, :PROMPT_TOKENS].tolist()))
+        if documents[0].messages is not None and self.template is not None:
+            turns = list(takewhile(lambda message: message.get("role") != "assistant", documents[0].messages))
+            return render(self.template, turns, prompt=True)
+        words = re.match(r"\s*(\S+\s+){0,3}\S+", documents[0].text)
+        return (words[0] if words else documents[0].text)[:PROMPT_LETTERS]
 
     def write(self, folder: Path, params: Tree) -> None:
         initial_model.write_checkpoint(folder, self.model.config, params, self.settings.init)
@@ -240,7 +260,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
     config, tokenizer = model.config, model.tokenizer
     check_model_fits(mesh_setup, settings, config)
     length = min(settings.row_length, config.max_position_embeddings)
-    if not tokenizer.encode(settings.prompt).ids:
+    if settings.prompt is not None and not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
     template = tokenized.template_for(texts, model.source or path, (recorded or {}).get("day"))
     with tokenizing() as show:
@@ -270,6 +290,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
         settings=settings,
         model=model,
         texts=texts,
+        template=template,
         dataset=dataset,
         mixture=tokenized.make_mixture(dataset, length),
         heldout=tokenized.heldout_batch(dataset, length),
