@@ -37,7 +37,6 @@ WRAPPERS = {
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
     "idefics2": "mistral",
-    "kimi_k25": "deepseek_v3",
     "minicpm_ocr": "qwen3_5_text",
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
