@@ -16,7 +16,7 @@ logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text
 The frames of a video are images of the tower and of the text.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,9 @@ class Config:
 _TOKENS = ("video_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
 
 
+_OUTSIDE = {"embed": "embed", "mlp": "projection"}  # tensor parallelism shards MLPs of layers alone
+
+
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and "merger": a convolution over a cell, and a gated MLP."""
     narrow, wide, m = config.vision.hidden_size, config.text.hidden_size, config.vision.merge
@@ -136,7 +139,10 @@ def spec(config: Config) -> Tree:
         "conv_bias": bias(wide, "embed"),
         "proj": weight((wide, wide), ("projection", "embed"), std),
     } | layer_norm_leaves("norm", wide, "embed")
-    merger["mlp"] = gated_mlp_leaves(wide, config.vision.merger_size, std=std)
+    mlp = gated_mlp_leaves(wide, config.vision.merger_size, std=std)
+    merger["mlp"] = {
+        name: replace(leaf, axes=tuple(_OUTSIDE[axis] for axis in leaf.axes)) for name, leaf in mlp.items()
+    }
     return two_towers.towers_spec(config) | {"merger": merger}
 
 

@@ -36,6 +36,7 @@ def _values(model_type: str, parts: str, text: dict[str, Any], **vision: Any) ->
 
 
 _FULL = {"rope_parameters": _ROPE | {"mrope_section": [1, 2, 1]}, "head_dim": 8}
+_FULL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "glm4v": _values("glm4v", "glm4v", _TEXT, attention_bias=True),
     "glm46v": _values("glm46v", "glm4v", _TEXT),

@@ -20,9 +20,10 @@ IMAGE = 60  # the id of image tokens
 # a table of 5 x 5 positions, which no image has
 _VISION: dict[str, Any] = {"model_type": "kimi_k25_vision", "hidden_size": 32, "intermediate_size": 40}
 _VISION |= {"num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4, "pos_emb_height": 5, "pos_emb_width": 5}
+_TEXT = TINY | {"num_attention_heads": 4, "num_key_value_heads": 4}
 VALUES = {"model_type": "kimi_k25", "image_token_id": IMAGE, "video_token_id": 59, "vision_start_token_id": 58}
 VALUES |= {"vision_end_token_id": 57, "tie_word_embeddings": False, "projection_hidden_size": 32}
-VALUES |= {"projection_layer_norm_eps": 1e-2, "vision_config": _VISION, "text_config": TINY}
+VALUES |= {"projection_layer_norm_eps": 1e-2, "vision_config": _VISION, "text_config": _TEXT}
 VARIANTS = {"kimi_k25": VALUES}
 STRUCTURES = ()  # its text is DeepSeek's, and its images are like those of others
 DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
@@ -90,7 +91,7 @@ def test_published_files_are_read() -> None:
     tower |= {"mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed", "projector_hidden_act": "gelu"}
     tower |= {"projector_ln_eps": 1e-2, "text_hidden_size": 32, "video_attn_type": "spatial_temporal"}
     outer = {"model_type": "kimi_k25", "media_placeholder_token_id": IMAGE, "vision_config": tower}
-    text = {name: value for name, value in TINY.items() if name != "tie_word_embeddings"}
+    text = {name: value for name, value in _TEXT.items() if name != "tie_word_embeddings"}
     assert kimi_k25.Config.from_hf(outer | {"text_config": text | {"model_type": "kimi_k2"}}) == _CONFIG
     with pytest.raises(ValueError, match=r"'merge_type' is .*other"):
         kimi_k25.Config.from_hf(outer | {"vision_config": tower | {"merge_type": "other"}, "text_config": text})
