@@ -23,6 +23,7 @@ import train.losses.moe_balance
 import train.losses.next_token
 import train.step
 from fnmodels.models.common import context
+from fnmodels.ops.moe import choice
 from fnmodels.ops.moe import dispatch as dispatch_module
 from fnmodels.ops.moe.router import RouterDtypes
 from tests.contract import test_moe
@@ -204,7 +205,7 @@ def offsets_that_begin_at_zero(patch: pytest.MonkeyPatch) -> None:
 def a_router_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
     right = experts_module.dense_experts
     patch.setitem(
-        experts_module._PATHS, "dense", lambda e, x, weights, *rest, **how: right(e, x, weights.detach(), *rest, **how)
+        choice._PATHS, "dense", lambda e, x, weights, *rest, **how: right(e, x, weights.detach(), *rest, **how)
     )
 
 

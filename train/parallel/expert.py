@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.ops.moe.dispatch import combine
-from fnmodels.ops.moe.experts import choose_experts, sorted_rows
+from fnmodels.ops.moe.experts import sorted_rows
 from fnmodels.options import Experts
 from train.comm import collectives
 

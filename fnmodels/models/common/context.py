@@ -44,7 +44,8 @@ from fnmodels.ops.mla import (
     query_latent,
 )
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.moe.experts import choose_experts, is_stored
+from fnmodels.ops.moe.choice import choose_experts
+from fnmodels.ops.moe.experts import is_stored
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.values import host_is_away, readable
+from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.cpu.dispatch import DispatchedCpu, combine_cpu, dispatch_cpu
 from fnmodels.ops.dtypes import upcast
@@ -36,7 +36,6 @@ from fnmodels.ops.invariant.rows import invariant_linear
 from fnmodels.ops.linear import linear
 from fnmodels.ops.torch_compilation import guarded_true
 from fnmodels.ops.torch_internals import SECOND_LEVEL_CACHE, in_graph
-from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch
 from .experts_loop import Act, inputs_of, loop_mlps
@@ -44,55 +43,9 @@ from .experts_loop import Act, inputs_of, loop_mlps
 _ROWS = 16
 
 
-def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Experts:
-    """The implementation named `experts` (one of the table above, or "auto"), or `experts` itself if it is a function.
-
-    "auto" is `compiled_experts` in compiled graphs, and "dense" if values of x or the weights cannot be read (vmap,
-    meta); else "grouped" if dtype and widths allow it, and "loop" otherwise; `few_experts` on a CPU without gradients
-    for one token, or one for every 16 experts; in CUDA graphs "grouped" where it is one kernel and "dense" otherwise.
-    ValueError for an unknown name.
-    """
-    if not isinstance(experts, str):
-        return experts
-    if any(map(is_stored, weights)) and experts != "invariant":
-        if experts == "dense" or not readable(x) or torch.compiler.is_compiling():
-            return dense_stored_experts
-        return stored_experts
-    if experts == "auto":
-        if torch.compiler.is_compiling():
-            return compiled_experts
-        if not all(map(readable, (x, *weights))):
-            experts = "dense"
-        elif host_is_away():
-            experts = "grouped" if _fused(x) and not any(map(_misaligned, weights)) else "dense"
-        elif weights and x.is_cpu and not torch.is_grad_enabled() and _few(x.shape[:-1].numel(), len(weights[0])):
-            return few_experts
-        else:
-            experts = "loop" if x.dtype is torch.float64 or any(map(_misaligned, weights)) else "grouped"
-    if experts not in _PATHS:
-        raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
-    return _PATHS[experts]
-
-
 def is_stored(weight: Any) -> bool:
     """Whether a leaf of experts is kept as a file stores it (`params.quantized.kept`), itself or below an adapter."""
     return hasattr(weight, "dequantized") or hasattr(getattr(weight, "weight", None), "dequantized")
-
-
-def _few(tokens: int, experts: int) -> bool:
-    """Whether a loop in Python over the experts with tokens is faster than one over all in F.grouped_mm.
-
-    Steps of benchmarks/moe.py's model (8 of 128 experts, fp32) take 5.6 and 8.4 ms for one token, 14.1 and 14.9 for 8,
-    20.9 and 20.1 for 16.
-    """
-    return tokens <= max(1, experts // 16)
-
-
-def _fused(x: Tensor) -> bool:
-    """Whether F.grouped_mm is one kernel, and no loop over experts whose counts are read on the host."""
-    if not x.is_cuda or x.dtype is not torch.bfloat16 or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def loop_experts(
@@ -138,7 +91,7 @@ def grouped_experts(
             f'are {x.dtype}. experts="dense" compiles in all, at E / k times the work.'
         )
     for name, leaf in experts.items():
-        if _misaligned(leaf):
+        if misaligned(leaf):
             raise ValueError(
                 'experts="grouped" needs rows that are a multiple of 16 bytes long and apart, but those of '
                 f"{name} hold {leaf.shape[-1]} elements of {leaf.element_size()} bytes, with strides "
@@ -383,14 +336,6 @@ def _mlp(expert: Mapping[str, Any], x: Tensor, act: Act, product: Callable[..., 
     return product(act(*read), expert["down_proj"], expert.get("down_bias"))
 
 
-_PATHS: dict[str, Experts] = {
-    "loop": loop_experts,
-    "grouped": grouped_experts,
-    "dense": dense_experts,
-    "invariant": invariant_experts,
-}
-
-
 def sorted_rows(
     x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool
 ) -> tuple[Tensor, Dispatched, Tensor]:
@@ -427,7 +372,7 @@ def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:
     return out if bias is None else out + bias[:, None]
 
 
-def _misaligned(weight: Tensor) -> bool:
+def misaligned(weight: Tensor) -> bool:
     """Whether F.grouped_mm rejects a weight [E, out, in]: rows or strides that are no multiple of 16 bytes."""
     if weight.ndim != 3:
         return False

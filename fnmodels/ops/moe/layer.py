@@ -17,7 +17,7 @@ from fnmodels.ops.torch_internals import is_plain_eager
 from fnmodels.options import Experts, Tap, untapped
 from fnmodels.tree import Tree
 
-from .experts import choose_experts
+from .choice import choose_experts
 from .experts_loop import Act, inputs_of
 from .router import RouterDtypes
 
@@ -49,7 +49,7 @@ def moe(
     router reads, and x. route: a function of `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at
     padding. routing: [B, S, k] int64, a replay of experts chosen earlier, distinct per token; their weights come from
     the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
-    since it knows the config). experts: see `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the
+    since it knows the config). experts: see `ops.moe.choice.choose_experts`. dtypes: those of the logits and of the
     weights of the chosen experts. counts: number of tokens routed to each expert.
     tap: called with the name and the value of the logits, indices and weights of the router, and with "experts" and
     "shared_expert", the outputs of both [B, S, D]; returns the values to use.

@@ -14,10 +14,10 @@ from fnmodels import tree
 from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.cpu.dispatch import combine_cpu, dispatch_cpu
 from fnmodels.ops.mlp import glu
+from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import (
     _most_gathered,
-    choose_experts,
     compiled_experts,
     dense_experts,
     few_experts,
@@ -36,7 +36,8 @@ SILU = functools.partial(glu, activation="silu")
 def grouped_statically(*given: Any, **how: Any) -> Tensor:
     """As on CUDA, where the number of rows that experts own is not read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fnmodels.ops.moe.experts.readable", lambda tensor: False)
+        for module in ("choice", "experts"):
+            patch.setattr(f"fnmodels.ops.moe.{module}.readable", lambda tensor: False)
         return grouped_experts(*given, **how)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.moe.experts import choose_experts
+from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.options import Experts
 from train.comm import collectives
 from train.comm.region import Region
