@@ -181,7 +181,8 @@ def plan_step(
                 plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
-        options = replace(options, layout=_new_layout(list(plans.values())))
+        layout = _new_layout(list(plans.values()))
+        options = options if layout is None else replace(options, layout=layout)
     step = CacheStep(
         dict(enumerate(cache.layers)),
         {kind: plan.index for kind, plan in of_kind.items()},

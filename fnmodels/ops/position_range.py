@@ -35,15 +35,16 @@ def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor,
     valid: [B, S], False on padding, whose positions nothing reads. count: their number where it is known, so that no
     values need be read; otherwise those on the CPU are.
     """
-    if torch.compiler.is_compiling() or host_is_away() or not positions.numel() or position_range(config) is None:
+    if torch.compiler.is_compiling() or host_is_away() or not positions.numel():
         return
-    if count is not None:
-        check_count(config, tables, count)
-    elif positions.device.type == "cpu":  # elsewhere a read would wait for the device
+    if (most := position_range(config)) is None:
+        return
+    if count is None and positions.device.type == "cpu":  # elsewhere a read would wait for the device
         highest = positions[..., -3:].amax(-1) if positions.ndim == 3 else positions
-        if has_values(known := torch.func.debug_unwrap(highest)) and int(known.max()) >= (position_range(config) or 0):
-            known = torch.func.debug_unwrap(highest.where(valid, 0))
-            check_count(config, tables, int(known.max()) + 1)
+        if has_values(known := torch.func.debug_unwrap(highest)) and int(known.max()) >= most:
+            count = int(torch.func.debug_unwrap(highest.where(valid, 0)).max()) + 1
+    if count is not None and count > most:
+        check_count(config, tables, count)
 
 
 def check_count(config: Any, tables: Tree, count: int) -> None:

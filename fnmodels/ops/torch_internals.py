@@ -104,6 +104,8 @@ def needs_second_order() -> bool:
         from .torch_internals import transforms  # here, for making it imports dynamo
 
         active = transforms() or ()
+    elif not transformed():
+        return False
     else:
         active = _transforms() or ()
     return "Jvp" in active or active.count("Grad") > 1

@@ -60,6 +60,9 @@ _ADDED = ("attention", "mlp")  # taps of what a layer adds to the residual strea
 PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where attention is written out
 
 
+_USE, _NO_DROPOUT = SlotUse(), Dropout()
+
+
 class Context:
     """The services of one call of one layer's block; created in each call, inside the remat or compiled region.
 
@@ -70,8 +73,7 @@ class Context:
 
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
         self.options, self.taps, self.tensors = options, taps, tensors
-        self.use = SlotUse()
-        self.dropout = Dropout()  # of the config, where the call has keys of noise
+        self.use, self.dropout = _USE, _NO_DROPOUT  # dropout: of the config, where the call has keys of noise
         self.edits: dict[str, Any] = {}
         self.aux: dict[str, Any] = {}
 
