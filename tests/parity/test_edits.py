@@ -51,7 +51,7 @@ UNREACHED = {
     "granitemoehybrid": ("mlp",),  # a sum of two modules, multiplied
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
     # files name the modules of these norms otherwise
-    "nomic_bert": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    **dict.fromkeys(("gte", "nomic_bert"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     "olmo_hybrid": ("input_layernorm", "post_attention_layernorm"),
     "opt": ("input_layernorm", "post_attention_layernorm", "final.norm", "hidden"),
 }

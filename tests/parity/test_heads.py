@@ -21,12 +21,15 @@ PREFIXES |= {
     "electra": "Electra",
     "albert": "Albert",
     "deberta_v2": "DebertaV2",
+    "gte": "Gte",
     "megatron-bert": "MegatronBert",
     "ernie": "Ernie",
 }
+PREFIXES |= {"jina_embeddings_v3": "JinaEmbeddingsV3"}
 PREFIXES |= {"camembert": "Camembert", "roberta-prelayernorm": "RobertaPreLayerNorm", "xlm-roberta-xl": "XLMRobertaXL"}
 # {model type: the family that reads it too}
 FAMILIES = {"megatron-bert": "bert", "ernie": "bert"}
+FAMILIES |= {"jina_embeddings_v3": "gte"}
 FAMILIES |= dict.fromkeys(("camembert", "roberta-prelayernorm", "xlm-roberta-xl"), "roberta")
 LABELLED = ("classification", "tokens")
 HEADS = ("none", "classification", "tokens", "question_answering")

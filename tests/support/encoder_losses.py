@@ -307,6 +307,7 @@ TEXTS = (
     "electra",
     "albert",
     "deberta_v2",
+    "gte",
 )
 TOWERS = ("dinov2_registers", "dinov3", "clip_vision", "siglip_vision", "siglip2_vision", "pixtral")
 SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
