@@ -18,6 +18,7 @@ from fnmodels import tree
 from fnmodels.apply import forward, hidden
 from fnmodels.inputs.audio import frame_rows, groups
 from fnmodels.inputs.image_places import cells
+from fnmodels.inputs.image_sizes import TiledImage
 from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import family_of, text_config
@@ -38,18 +39,6 @@ class ImageFeatures:
 
     values: tuple[Tensor, ...]
     grids: Tensor
-
-
-@dataclass(frozen=True)
-class TiledImage:
-    """A picture as tiles of one size, which a model puts together again and ends each row of with a newline.
-
-    tiles: floats [1 + n, C, side, side], the whole picture and then its tiles, row by row; size: (height, width) of the
-    picture in pixels, by which features of padding are left out. A picture of the whole one alone has no tiles.
-    """
-
-    tiles: Tensor
-    size: tuple[int, int]
 
 
 Image = Tensor | TiledImage
@@ -76,7 +65,7 @@ def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
         found: tuple[int, int, int] = family.input_grid(image, config)
         return found
     if isinstance(image, TiledImage) != hasattr(family, "arranged"):
-        expected = "a fnmodels.image_text.TiledImage" if hasattr(family, "arranged") else "a tensor [C, H, W]"
+        expected = "a fnmodels.inputs.image_sizes.TiledImage" if hasattr(family, "arranged") else "a tensor [C, H, W]"
         raise TypeError(f"An image of {config.model_type} is {expected}, not a {type(image).__name__}.")
     if isinstance(image, TiledImage):
         for tile in image.tiles:

@@ -2,12 +2,25 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .images import resize
+
+
+@dataclass(frozen=True)
+class TiledImage:
+    """A picture as tiles of one size, which a model puts together again and ends each row of with a newline.
+
+    tiles: floats [1 + n, C, side, side], the whole picture and then its tiles, row by row; size: (height, width) of the
+    picture in pixels, by which features of padding are left out. A picture of the whole one alone has no tiles.
+    """
+
+    tiles: Tensor
+    size: tuple[int, int]
 
 
 def fit_area(image: Tensor, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -121,6 +134,24 @@ def best_canvas(size: tuple[int, int], canvases: Sequence[tuple[int, int]]) -> t
         if (pixels, pixels - width * height) > kept:
             best, kept = (height, width), (pixels, pixels - width * height)
     return best
+
+
+def tiled(image: Tensor, side: int, canvases: Sequence[tuple[int, int]], *, how: str = "bicubic") -> Tensor:
+    """[1 + n, C, side, side]: the whole image [C, H, W], and its tiles row by row: LLaVA-NeXT's.
+
+    The image is fitted into the middle of its `best_canvas`, whose sides are multiples of `side`, with 0 around it.
+    """
+    size = _sides(image)
+    height, width = best_canvas((size[0], size[1]), canvases)
+    scales = width / size[1], height / size[0]
+    if scales[0] < scales[1]:
+        fitted = min(math.ceil(size[0] * scales[0]), height), width
+    else:
+        fitted = height, min(math.ceil(size[1] * scales[1]), width)
+    (top, below), (left, right) = ((room // 2, room - room // 2) for room in (height - fitted[0], width - fitted[1]))
+    padded = F.pad(resize(image, fitted, how=how), (left, right, top, below))
+    cells = padded.unflatten(1, (-1, side)).unflatten(3, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    return torch.cat((resize(image, (side, side), how=how)[None], cells))
 
 
 def without_padding(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, slice]:

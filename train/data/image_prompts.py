@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 import params as P
 from fnmodels.errors import ConfigError, UserError
+from fnmodels.image_text import Image
+from fnmodels.inputs.image_sizes import TiledImage
 from fnmodels.inputs.images import normalized
 from fnmodels.models.common.registry import family_of, text_config
 from params.io.files import read_json
@@ -41,6 +43,13 @@ def placeholder_in(folder: Path, tokenizer: Tokenizer) -> str | None:
     return found
 
 
+def _normalized(image: Image, mean: Sequence[float], std: Sequence[float]) -> Image:
+    """The image, or the picture's tiles, as the tower reads them."""
+    if isinstance(image, TiledImage):
+        return replace(image, tiles=torch.stack([normalized(tile, mean, std) for tile in image.tiles]))
+    return normalized(image, mean, std)
+
+
 @dataclass(frozen=True)
 class ImagePrompts:
     """Reads pictures as the model's processor does. config: of the whole model; settings: those of `file`."""
@@ -49,7 +58,7 @@ class ImagePrompts:
     tokenizer: Tokenizer
     file: Path
     settings: dict[str, Any]
-    known: dict[Path, tuple[list[Tensor], str]] = field(default_factory=dict)  # a picture that several prompts have
+    known: dict[Path, tuple[list[Image], str]] = field(default_factory=dict)  # a picture that several prompts have
 
     @staticmethod
     def of(folder: Path, config: Any, tokenizer: Tokenizer) -> "ImagePrompts":
@@ -71,7 +80,7 @@ class ImagePrompts:
                 raise UserError(f"{file}: {name!r} must be true, as every processor of these models has it")
         return ImagePrompts(config, tokenizer, file, values)
 
-    def read(self, picture: Path) -> tuple[list[Tensor], str]:
+    def read(self, picture: Path) -> tuple[list[Image], str]:
         """(the images of a picture for the tower, the text that stands for them). UserError for one that has none."""
         if picture not in self.known:
             image = whole_picture(picture)
@@ -87,10 +96,10 @@ class ImagePrompts:
             unchanged: tuple[tuple[float, ...], tuple[float, ...]] = (0, 0, 0), (1, 1, 1)
             normalizes = self.settings.get("do_normalize", True)
             mean, std = mean_and_std(self.settings, self.file) if normalizes else unchanged
-            self.known[picture] = [normalized(one, mean, std) for one in found], text
+            self.known[picture] = [_normalized(one, mean, std) for one in found], text
         return self.known[picture]
 
-    def with_pictures(self, prompt: str, pictures: Sequence[Path], *, chat: bool) -> tuple[str, list[Tensor]]:
+    def with_pictures(self, prompt: str, pictures: Sequence[Path], *, chat: bool) -> tuple[str, list[Image]]:
         """(the prompt with the tokens of the features, the images). A prompt, other than of a chat, that has no
         placeholder begins with the images. UserError for another number of placeholders than of pictures."""
         placeholder, alone = self._family.placeholder(self.config, self._name)
@@ -98,7 +107,7 @@ class ImagePrompts:
             prompt = alone * len(pictures) + prompt
         check_places(prompt, placeholder, len(pictures))
         pieces = prompt.split(placeholder)
-        images: list[Tensor] = []
+        images: list[Image] = []
         found = pieces[0]
         for picture, piece in zip(pictures, pieces[1:], strict=True):
             own, text = self.read(picture)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import cells, gather_cells, image_places  # noqa: F401
-from fnmodels.inputs.image_sizes import best_canvas, without_padding
+from fnmodels.inputs.image_sizes import TiledImage, best_canvas, tiled, without_padding
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.registry import family_for
@@ -32,8 +32,8 @@ from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import vector
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.vision_language.common import vision_language
-from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.tree import Tree
 
@@ -249,3 +249,11 @@ def features_of(
     """`project` as `fnmodels.image_text` calls it for a tile."""
     x = vision_language.of_layers(x, tapped, config)
     return (project(params, gather_cells(x, places)[None, :, 0]),)
+
+
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[TiledImage], str]:
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
+    side, size = config.vision.image_size, (image.shape[1], image.shape[2])
+    image_prompts.expect_side(settings, "crop_size", "height", side)
+    found = TiledImage(tiled(image, side, config.canvases, how=image_prompts.how(settings)), size)
+    return [found], name(config.image_token) * feature_count(len(found.tiles), size, config=config)

@@ -29,12 +29,17 @@ def resized(image: Tensor, size: tuple[int, int], settings: ImageSettings, usual
     """The image at a size in the way that the settings name. ConfigError for another one."""
     if 0 in size:
         raise ValueError(f"A picture of {image.shape[1]} x {image.shape[2]} pixels is too narrow for this model.")
+    return resize(image, size, how=how(settings, usual))
+
+
+def how(settings: ImageSettings, usual: str = "bicubic") -> str:
+    """The way of resizing that the settings name. ConfigError for another one."""
     way = settings.get("resample")
     if way is None:
-        return resize(image, size, how=usual)
+        return usual
     if not isinstance(way, int) or way not in _WAYS:
         raise ConfigError(f"'resample' is {shown(way)}; 2 (bilinear) and 3 (bicubic) are supported.")
-    return resize(image, size, how=_WAYS[way])
+    return _WAYS[way]
 
 
 def number(settings: ImageSettings, name: str, key: str, usual: int, *, most: int) -> int:
