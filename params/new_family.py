@@ -91,7 +91,8 @@ def _without_claims(text: str, name: str) -> str:
     lines = text.splitlines(keepends=True)
     for statement in reversed(ast.parse(text).body):
         assigned = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        names = {target.id for target in assigned if isinstance(target, ast.Name)}
+        targets = [target.value if isinstance(target, ast.Subscript) else target for target in assigned]
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
         where = slice(statement.lineno - 1, statement.end_lineno)
         if "MODEL_TYPES" in names:
             lines[where] = [f'MODEL_TYPES = ("{name}",)\n']
@@ -105,9 +106,10 @@ def _renamed(text: str, old: str, new: str, types: Sequence[str] = ()) -> str:
 
     types: all model types of the family; the others stay, also those that begin with the old one.
     """
-    before, after = ("".join(part.capitalize() for part in one.split("_")) for one in (old, new))
-    known = "|".join(sorted({old, *types}, key=len, reverse=True))
-    quoted = re.sub(rf'"({known})(?=["_])', lambda m: f'"{new}' if m[1] == old else m[0], text)
+    before, after = ("".join(part.capitalize() for part in re.split("[_-]", one)) for one in (old, new))
+    spoken = {one.replace("-", "_"): one for one in (old, *types)}  # as names of variants have it
+    known = "|".join(sorted({*spoken, *spoken.values()}, key=len, reverse=True))
+    quoted = re.sub(rf'"({known})(?=["_])', lambda m: f'"{new}' if spoken.get(m[1], m[1]) == old else m[0], text)
     return quoted.replace(before, after)
 
 

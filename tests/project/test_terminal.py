@@ -119,7 +119,7 @@ def test_settings_and_differences_of_runs_show_codes_as_text(
     (tmp_path / "settings.toml").write_text(f"prompt = {text}\nlicense = {text}\ndata = {text}\n")
     values = read_toml(tmp_path / "settings.toml")
     assert values["prompt"] == "a" + "".join(CODES)
-    report.settings(DEFAULT.__class__(**values))
+    report.settings(tmp_path, DEFAULT.__class__(**values), DEFAULT)
     assert "\\x9b2J" in capsys.readouterr().out
     for name, prompt in (("one", "a"), ("two", f"b{CODES[2]}")):
         (tmp_path / name).mkdir()
