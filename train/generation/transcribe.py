@@ -1,7 +1,7 @@
 """Speech to text with Whisper (arXiv 2212.04356): greedy decoding of windows, long clips by their time stamps."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ STEP = 0.02  # seconds between two time stamps, two frames
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The ids of special tokens. Languages are the range of ids behind `start`, and times all from `times` on."""
+    """The ids of special tokens. Languages are the range of ids behind `start`, and times all from `times` on.
+
+    initial: The last time stamp with which a window may begin, None for any.
+    """
 
     end: int
     start: int
@@ -31,6 +34,7 @@ class _Tokens:
     times: int
     suppressed: tuple[int, ...]
     suppressed_first: tuple[int, ...]
+    initial: int | None
 
 
 @torch.no_grad()
@@ -44,11 +48,12 @@ def transcribe(
     task: str = "transcribe",
     timestamps: bool = False,
     batch: int = 8,
+    generation: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The text of each clip, by greedy decoding.
 
     A clip that is longer than the model's window (30 s) is read window by window: the next one begins at the last time
-    stamp that the model wrote in pairs. Tokens that config.json suppresses are not generated.
+    stamp that the model wrote in pairs. Tokens that generation_config.json or config.json suppresses are not generated.
 
     Args:
         params: The parameters of both stacks.
@@ -59,10 +64,12 @@ def transcribe(
         task: "transcribe", or "translate" into English.
         timestamps: Whether times of the clip are written into its text, as <|1.20|>.
         batch: The number of windows that are decoded together.
+        generation: The content of the folder's generation_config.json, of which suppress_tokens, begin_suppress_tokens,
+            no_timestamps_token_id and max_initial_timestamp_index are read; None: those of config.json and the paper.
 
     Raises:
-        ValueError: The model is no Whisper, a clip is not [T], or the tokenizer lacks the language or a special
-            token.
+        ValueError: The model is no Whisper, a clip is not [T], the tokenizer lacks the language or a special token, or
+            `generation` has no token ids where they belong.
     """
     if config.model_type != "whisper" or config.stack != "both":
         raise ValueError(f"transcribe needs the config of a whisper of both stacks, not {config.model_type!r}.")
@@ -70,7 +77,7 @@ def transcribe(
         raise ValueError(f"task is {task!r}; it must be transcribe or translate.")
     if batch < 1:
         raise ValueError(f"batch is {batch}; it must be at least 1.")
-    ids = _special_tokens(tokenizer, config)
+    ids = _special_tokens(tokenizer, config, generation or {})
     spoken = None if language is None else _id(tokenizer, f"<|{language}|>")
     clips = [_Clip(clip, config, index, spoken) for index, clip in enumerate(samples)]
     for timed in (False, True):  # windows of one batch have prompts of one length
@@ -159,7 +166,8 @@ def _allowed(logits: Tensor, written: Tensor, ids: _Tokens, *, timed: bool) -> T
         return logits.masked_fill(banned | is_time, never)
     banned |= token == ids.no_times
     if first:
-        return logits.masked_fill(banned | ~is_time | (token > ids.times + INITIAL), never)
+        late = torch.zeros_like(is_time) if ids.initial is None else token > ids.times + ids.initial
+        return logits.masked_fill(banned | ~is_time | late, never)
     # times come in pairs, but before the end, and do not go back
     last = (written[:, -1:] >= ids.times) & (written[:, -1:] != ids.end)
     before = written[:, -2:-1] >= ids.times if written.shape[1] > 1 else torch.ones_like(last)
@@ -175,11 +183,13 @@ def _allowed(logits: Tensor, written: Tensor, ids: _Tokens, *, timed: bool) -> T
     return logits.masked_fill(is_likelier & ~is_time, never)
 
 
-def _special_tokens(tokenizer: Any, config: Any) -> _Tokens:
-    kept = {name: json.loads(value) for name, value in config.extra}
+def _special_tokens(tokenizer: Any, config: Any, generation: Mapping[str, Any]) -> _Tokens:
+    kept = {name: json.loads(value) for name, value in config.extra} | dict(generation)
     end = _id(tokenizer, "<|endoftext|>")
     space = tokenizer.encode(" ", add_special_tokens=False).ids
-    no_times = _id(tokenizer, "<|notimestamps|>")
+    no_times = kept.get("no_timestamps_token_id", _id(tokenizer, "<|notimestamps|>"))
+    initial = kept.get("max_initial_timestamp_index", INITIAL)
+    (no_times,) = _token_ids("no_timestamps_token_id", [no_times], config)
     return _Tokens(
         end=end,
         start=_id(tokenizer, "<|startoftranscript|>"),
@@ -187,9 +197,22 @@ def _special_tokens(tokenizer: Any, config: Any) -> _Tokens:
         transcribe=_id(tokenizer, "<|transcribe|>"),
         no_times=no_times,
         times=no_times + 1,
-        suppressed=tuple(kept.get("suppress_tokens", ())),
-        suppressed_first=tuple(kept.get("begin_suppress_tokens", (*space[:1], end))),
+        suppressed=_token_ids("suppress_tokens", kept.get("suppress_tokens"), config),
+        suppressed_first=_token_ids(
+            "begin_suppress_tokens", kept.get("begin_suppress_tokens", (*space[:1], end)), config
+        ),
+        initial=None if initial is None else _token_ids("max_initial_timestamp_index", [initial], config)[0],
     )
+
+
+def _token_ids(name: str, values: Any, config: Any) -> tuple[int, ...]:
+    """A list of generation_config.json; null is an empty one."""
+    values = () if values is None else values
+    if not isinstance(values, (list, tuple)) or not all(
+        type(one) is int and 0 <= one < config.vocab_size for one in values
+    ):
+        raise ValueError(f"{name} is {values!r}; it must have numbers from 0 to {config.vocab_size - 1}.")
+    return tuple(values)
 
 
 def _id(tokenizer: Any, name: str) -> int:

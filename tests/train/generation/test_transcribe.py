@@ -1,5 +1,6 @@
 """`train.transcribe` writes what transformers' Whisper generates: short and long clips, times, languages, batches."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -15,6 +16,7 @@ from fnmodels import tree
 from fnmodels.inputs.audio import log_mel
 from fnmodels.models.encoder_decoder import whisper
 from tests.variants.whisper import TINY
+from train.generation import transcribe
 
 SPECIAL = ("endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startoflm", "startofprev")
 SPECIAL += ("nospeech", "notimestamps")
@@ -123,3 +125,73 @@ def test_bad_use_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="the config of a whisper of both stacks"):
         train.transcribe(params, CONFIG.encoder, samples, tokenizer())
     assert train.transcribe(params, CONFIG, [], tokenizer()) == []
+
+
+def settings(**changes: Any) -> Any:
+    found = transformers.GenerationConfig(no_timestamps_token_id=49, eos_token_id=END, max_initial_timestamp_index=6)
+    found.update(suppress_tokens=[3, 41, 42], begin_suppress_tokens=[39, END, 52], **changes)
+    return found
+
+
+def allowed_by_transformers(logits: Tensor, written: Tensor, *, timed: bool) -> Tensor:
+    """Its processors, one after the other; without times it leaves them, which nobody wants in a text."""
+    prompt = torch.full((len(written), 3 if timed else 4), 41)
+    ids, config = torch.cat((prompt, written), 1), settings()
+    first = transformers.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt.shape[1])
+    scores = transformers.SuppressTokensLogitsProcessor(config.suppress_tokens)(ids, first(ids, logits.clone()))
+    if timed:
+        rules = transformers.WhisperTimeStampLogitsProcessor(config, begin_index=prompt.shape[1])
+        return rules(ids, scores)
+    return scores.index_fill(1, torch.arange(TIMES, 61), -torch.inf)
+
+
+def disagreements(allowed: Any, ids: Any) -> int:
+    """Rows of random logits after random tokens that may be written, of which other tokens are allowed."""
+    generator, found = torch.Generator().manual_seed(2), 0
+    for timed in (False, True):
+        written = torch.empty(64, 0, dtype=torch.long)
+        for _ in range(7):
+            logits = 3 * torch.randn(64, 61, generator=generator)
+            logits[:, TIMES:] += 2 * torch.randn(64, 1, generator=generator)
+            ours = allowed(logits, written, ids, timed=timed)
+            expected = allowed_by_transformers(logits, written, timed=timed)
+            found += int((ours.isinf() != expected.isinf()).any(1).sum())
+            chosen = torch.multinomial(expected[:, :].softmax(-1), 1, generator=generator)
+            written = torch.cat((written, chosen.where(chosen != END, 7)), 1)
+    return found
+
+
+def test_tokens_that_may_follow_are_those_of_transformers() -> None:
+    """After nothing, words, one time and two, by the lists of generation_config.json; a mistake in a rule shows."""
+    kept = settings().to_dict()
+    ids = transcribe._special_tokens(tokenizer(), CONFIG, kept)
+    assert disagreements(transcribe._allowed, ids) == 0
+    for change in ({"suppressed_first": ()}, {"suppressed": ()}, {"initial": 5}, {"initial": None}):
+        assert disagreements(transcribe._allowed, dataclasses.replace(ids, **change)) > 0, change
+
+    def third_time(logits: Tensor, written: Tensor, ids: Any, *, timed: bool) -> Tensor:
+        """As if no pair of times were complete: a third one may follow two."""
+        right = transcribe._allowed(logits, written, ids, timed=timed)
+        if not timed or written.shape[1] < 2:
+            return right
+        pair = (written[:, -2:] >= TIMES).all(1, keepdim=True)
+        return torch.where(pair & (torch.arange(61) >= written[:, -1:]) & (torch.arange(61) >= TIMES), logits, right)
+
+    assert disagreements(third_time, ids) > 0
+
+
+def test_generation_config_is_read_over_config_json() -> None:
+    for name, value in (("suppress_tokens", [61]), ("begin_suppress_tokens", "x"), ("no_timestamps_token_id", None)):
+        with pytest.raises(ValueError, match=rf"{name} is .*; it must have numbers from 0 to 60"):
+            transcribe._special_tokens(tokenizer(), CONFIG, {name: value})
+    ids = transcribe._special_tokens(tokenizer(), CONFIG, {"suppress_tokens": [5], "begin_suppress_tokens": None})
+    assert ids.suppressed == (5,) and ids.suppressed_first == () and ids.initial == 50
+    model = reference(0)
+    state, stored = dict(model.named_parameters()), whisper.hf_names(CONFIG)
+    params = tree.unflatten({path: state[name].detach() for path, name in stored.items()})
+    clips = [clip(WINDOW, 3)]
+    plain = train.transcribe(params, CONFIG, clips, tokenizer(), language="en")
+    spoken = [NAMES.index(word) for word in plain[0].split()]
+    assert spoken
+    other = train.transcribe(params, CONFIG, clips, tokenizer(), language="en", generation={"suppress_tokens": spoken})
+    assert not set(other[0].split()) & set(plain[0].split())
