@@ -37,7 +37,7 @@ from fnmodels.cache import (
     truncate,
 )
 from fnmodels.embedding import Embedder, embed_documents, embeddings
-from fnmodels.inputs.documents import Documents, documents, pool
+from fnmodels.inputs.documents import Documents, TokenVectors, documents, max_sim, pool, token_vectors
 from fnmodels.inputs.layout import layout
 from fnmodels.inputs.packing import pack, unpack
 from fnmodels.inputs.segments import positions_from_segments, segments, segments_from_lengths
@@ -82,7 +82,7 @@ __all__ += ["explain_invariance", "explain_products", "as_module", "PerLayer", "
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["compiled_step"]
 __all__ += ["insert", "resize", "take", "truncate"]
-__all__ += ["Documents", "documents", "pool"]
+__all__ += ["Documents", "TokenVectors", "documents", "max_sim", "pool", "token_vectors"]
 __all__ += ["Embedder", "embed_documents", "embed_texts", "embeddings"]
 __all__ += ["prepare_pair", "pair_batch", "stack_params", "encoder_decoders"]
 __all__ += ["diffusion_models"]

@@ -72,6 +72,8 @@ class Embedder:
         pad_token_id: The padding token, which documents must not begin or end with.
         tokenizer: A tokenizer of the tokenizers library, without padding, which cuts at max_length. It takes no part
             in equality.
+        sparse: "relu" or "log1p_relu": the vectors are sparse ones of the vocabulary (SPLADE, arXiv 2109.10086), the
+            pooled log(1 + relu(logits)) of a masked-LM head; for the second the logarithm is taken twice.
 
     Raises:
         ValueError: An unknown pooling, or a default_prompt that prompts lacks.
@@ -87,10 +89,15 @@ class Embedder:
     default_prompt: str | None = None
     pad_token_id: int | None = None
     tokenizer: Any = field(default=None, compare=False, repr=False)
+    sparse: str = ""
 
     def __post_init__(self) -> None:
         if not self.pooling or any(how not in POOLINGS for how in self.pooling):
             raise ValueError(f"pooling is {self.pooling}; it must name some of {', '.join(POOLINGS)}.")
+        if self.sparse not in ("", "relu", "log1p_relu"):
+            raise ValueError(f"sparse is {self.sparse!r}; it must be relu, log1p_relu or empty.")
+        if self.sparse and (self.pooling not in (("max",), ("sum",)) or self.dense or self.normalize):
+            raise ValueError("A sparse embedder pools by max or by sum, without dense layers and normalization.")
         if self.default_prompt is not None:
             self.prompt(self.default_prompt)
 
@@ -120,7 +127,9 @@ class LoadedEmbedder(NamedTuple):
 
 
 def embeddings(params: Tree, hidden: Tensor, documents: Documents, *, embedder: Embedder) -> Tensor:
-    """[N, width] of hidden states [B, S, D] after the final norm, in the order of `documents`."""
+    """[N, width] of hidden states [B, S, D] after the final norm, or logits, in the order of `documents`."""
+    for _ in range({"": 0, "relu": 1, "log1p_relu": 2}[embedder.sparse]):
+        hidden = torch.log1p(F.relu(hidden))
     found = torch.cat([pool(hidden, documents, how=how) for how in embedder.pooling], -1)
     for layer, weights in zip(embedder.dense, params.get("dense", ()), strict=True):
         found = ACTIVATIONS[layer.activation](linear(found, weights["weight"], weights.get("bias")))
@@ -158,8 +167,10 @@ def embed_documents(
         ValueError: A document is empty, is longer than the embedder's max_length, begins or ends with padding, or has
             no tokens behind its prompt; or the config has a head.
     """
-    if (head := field_of(config, "head")) != "none":
-        raise ValueError(f'The model has the head {head!r}; embeddings need it without: load it with head="none".')
+    head, wanted = field_of(config, "head"), "masked_lm" if embedder.sparse else "none"
+    if head != wanted:
+        how = "a sparse embedder reads masked_lm" if embedder.sparse else 'embeddings need it without: head="none"'
+        raise ValueError(f"The model has the head {head!r}; {how}.")
     skipped = 0 if embedder.include_prompt else prompt_length
     lengths = _lengths(texts, embedder, skipped)
     if not texts:

@@ -5,6 +5,7 @@ embeddings = fnmodels.pool(hidden, found, how="mean")       # [N, D], differenti
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fnmodels import tree
 
 from .segments import integers, positions_from_segments
 
-POOLINGS = ("first", "last", "mean", "mean_sqrt_len", "weighted_mean", "max")
+POOLINGS = ("first", "last", "mean", "mean_sqrt_len", "weighted_mean", "max", "sum")
 
 
 @tree.pytree
@@ -72,8 +73,8 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
     """One row per document, [N, D], of hidden states [B, S, D]; differentiable, and padding is never read.
 
-    how: "first" and "last" take the hidden state of that token; "mean", "max", "mean_sqrt_len" (the sum divided by the
-    square root of the number of tokens) and "weighted_mean" (token i of n weighs i) read all tokens of a document.
+    how: "first" and "last" take the hidden state of that token; "mean", "max", "sum", "mean_sqrt_len" (the sum divided
+    by the square root of the number of tokens) and "weighted_mean" (token i of n weighs i) read all of its tokens.
     Sums are in fp32 at least; the result has the dtype of `hidden`. ValueError for another `how`, and for hidden
     states of other tokens.
     """
@@ -96,5 +97,42 @@ def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
     weights = documents.rank.flatten() + 1 if how == "weighted_mean" else torch.ones_like(index)
     weights = weights.to(wide.dtype)[:, None]
     total = flat.new_zeros(count + 1, width).index_add(0, index, flat * weights)[:count]
+    if how == "sum":
+        return total.to(hidden.dtype)
     sizes = flat.new_zeros(count + 1, 1).index_add(0, index, weights)[:count]
     return (total / (sizes.sqrt() if how == "mean_sqrt_len" else sizes)).to(hidden.dtype)
+
+
+class TokenVectors(NamedTuple):
+    """The vectors [N, L, D] of the tokens of N documents, zeros behind a document's last, and valid [N, L]."""
+
+    vectors: Tensor
+    valid: Tensor
+
+
+def token_vectors(hidden: Tensor, documents: Documents) -> TokenVectors:
+    """The tokens of each document in the order of their positions, of hidden states [B, S, D]; differentiable.
+
+    What late interaction (ColBERT, arXiv 2004.12832) compares, see `max_sim`. The longest document gives L, so that
+    values are read: call it outside of transforms.
+    """
+    rows, columns = (documents.number < len(documents)).nonzero(as_tuple=True)
+    number, rank = documents.number[rows, columns], documents.rank[rows, columns]
+    order = rank.argsort(stable=True)
+    order = order[number[order].argsort(stable=True)]
+    number = number[order]
+    sizes = torch.bincount(number, minlength=len(documents))
+    place = torch.arange(len(number), device=number.device) - (sizes.cumsum(0) - sizes)[number]
+    longest = int(sizes.max()) if len(sizes) else 0
+    vectors = hidden.new_zeros(len(documents), longest, hidden.shape[-1])
+    vectors = vectors.index_put((number, place), hidden[rows[order], columns[order]])
+    return TokenVectors(vectors, torch.arange(longest, device=number.device) < sizes[:, None])
+
+
+def max_sim(queries: TokenVectors, texts: TokenVectors) -> Tensor:
+    """The scores [queries, texts] of late interaction: over a query's tokens, the sum of the largest product with any
+    token of the text (ColBERT, arXiv 2004.12832, equation 3). Vectors are compared as they are: normalize them before.
+    """
+    products = torch.einsum("qid,tjd->qtij", queries.vectors, texts.vectors)
+    best = products.masked_fill(~texts.valid[None, :, None], -torch.inf).amax(-1)
+    return best.where(queries.valid[:, None], 0).sum(-1)

@@ -52,7 +52,9 @@ _MODULES = {
     "Pooling": "sentence_transformers.models.Pooling",
     "Dense": "sentence_transformers.models.Dense",
     "Normalize": "sentence_transformers.models.Normalize",
+    "SpladePooling": "sentence_transformers.sparse_encoder.models.SpladePooling",
 }
+_FILL_MASK = "fill-mask"  # the task of a model whose logits are pooled
 _PROMPTS = "config_sentence_transformers.json"
 _ACTIVATION = "torch.nn.modules.activation."
 
@@ -60,7 +62,8 @@ _ACTIVATION = "torch.nn.modules.activation."
 def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, **options: Any) -> LoadedEmbedder:
     """(config, params, embedder) of a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
 
-    The model is read without its head; the parameters of dense layers are params["dense"]. `embedder.tokenizer` is that
+    The model is read without its head, or of a sparse encoder (SPLADE) with its masked-LM head; the parameters of
+    dense layers are params["dense"]. `embedder.tokenizer` is that
     of tokenizer.json, made for packing: it does not pad, cuts at the folder's own length, and lowercases if the folder
     says so. It is None without the file or without the optional package tokenizers.
 
@@ -73,11 +76,14 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
         A named tuple of config, params and embedder.
 
     Raises:
-        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize.
+        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind
+            a Transformer.
         CheckpointError: As in `load_pretrained`.
     """
     folder = local_folder(path, revision)
     modules = _modules(folder)
+    if modules[1][0] == "SpladePooling":
+        return _load_sparse(folder, modules, options)
     config, params = load_pretrained(modules[0][1], head="none", **options)
     pooling, include_prompt = _pooling(modules[1][1])
     rest = modules[2:]
@@ -110,6 +116,34 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
     return LoadedEmbedder(config, params, embedder)
 
 
+def _load_sparse(folder: Path, modules: list[tuple[str, Path]], options: dict[str, Any]) -> LoadedEmbedder:
+    """`load_embedder` of a sparse encoder."""
+    (_, where), (_, pooling), *rest = modules
+    if rest:
+        raise UnsupportedError(f"{folder / 'modules.json'}: {rest[0][0]} stands behind SpladePooling, the last module.")
+    config, params = load_pretrained(where, **options)
+    if config.head != "masked_lm":
+        raise UnsupportedError(f"{where}: a sparse encoder pools the logits of a masked-LM head, not {config.head!r}.")
+    fields = _fields(pooling)
+    how = fields.choice("pooling_strategy", ("max", "sum"), "max")
+    sparse = fields.choice("activation_function", ("relu", "log1p_relu"), "relu")
+    for size in ("embedding_dimension", "word_embedding_dimension"):
+        fields.expect(size, config.vocab_size)
+    fields.finish(("chunk_size",))
+    longest, lower_case = text_limits(where, config, _FILL_MASK)
+    tokenizer, pad = prepared_tokenizer(where, longest, lower_case=lower_case)
+    prompts, default = _prompts(folder)
+    described: dict[str, Any] = {
+        "max_length": longest,
+        "lower_case": lower_case,
+        "prompts": prompts,
+        "default_prompt": default,
+    }
+    described |= {"pooling": (how,), "normalize": False, "sparse": sparse, "pad_token_id": pad}
+    embedder = Embedder(**described, tokenizer=tokenizer)
+    return LoadedEmbedder(config, params, embedder)
+
+
 def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, embedder: Embedder) -> None:
     """Write a folder that sentence-transformers reads: the model, modules.json and a folder for each module.
 
@@ -121,7 +155,8 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
     if len(dense) != len(embedder.dense):
         raise MismatchError(f"params has {len(dense)} dense layers, and the embedder {len(embedder.dense)}.")
     model = {name: value for name, value in params.items() if name != "dense"}
-    names = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * embedder.normalize]
+    last = "SpladePooling" if embedder.sparse else "Pooling"
+    names = ["Transformer", last, *["Dense"] * len(dense), *["Normalize"] * embedder.normalize]
     places = ["", *(f"{index}_{name}" for index, name in enumerate(names) if index)]
     tensors = [_dense_tensors(layer, weights) for layer, weights in zip(embedder.dense, dense, strict=True)]
     listed = zip(names, places, strict=True)
@@ -130,14 +165,14 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
     def write(temporary: Path) -> None:
         for place in places[1:]:
             (temporary / place).mkdir()
-        pooling = _pooling_values(embedder.pooling, config.hidden_size)
-        _write(temporary / places[1] / "config.json", pooling | {"include_prompt": embedder.include_prompt})
+        _write(temporary / places[1] / "config.json", _pooling_of(embedder, config))
         for place, layer, weights in zip(places[2:], embedder.dense, tensors, strict=False):
             values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
             where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
             _write(temporary / place / "config.json", values | {"activation_function": where + layer.activation})
             write_tensors(temporary / place / "model.safetensors", weights)
-        limits = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
+        limits: dict[str, Any] = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
+        limits |= {"transformer_task": _FILL_MASK} if embedder.sparse else {}
         _write(temporary / "sentence_bert_config.json", limits)
         prompts = {"prompts": dict(embedder.prompts), "default_prompt_name": embedder.default_prompt}
         _write(temporary / _PROMPTS, prompts)
@@ -157,9 +192,10 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     if not known:
         raise ConfigError(f"{file} must be a list of objects with 'type' and 'path'.")
     found = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
-    if [name for name, _ in found[:2]] != ["Transformer", "Pooling"]:
+    first = [name for name, _ in found[:2]]
+    if first not in (["Transformer", "Pooling"], ["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
         raise UnsupportedError(
-            f"{file} begins with {', '.join(name for name, _ in found[:2])}; supported are Transformer and Pooling."
+            f"{file} begins with {', '.join(first)}; supported are Transformer and Pooling, or SpladePooling."
         )
     return [(name, inner_folder(folder, at)) for name, at in found]
 
@@ -185,6 +221,16 @@ def _pooling(folder: Path) -> tuple[tuple[str, ...], bool]:
     if listed is None:
         return older or ("mean",), include_prompt
     return tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed)), include_prompt
+
+
+def _pooling_of(embedder: Embedder, config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of the pooling module."""
+    if embedder.sparse:
+        values = {"pooling_strategy": embedder.pooling[0], "activation_function": embedder.sparse}
+        return {**values, "embedding_dimension": config.vocab_size}
+    if "sum" in embedder.pooling:
+        raise ConfigError("sentence-transformers has no pooling by sum, but that of sparse encoders.")
+    return _pooling_values(embedder.pooling, config.hidden_size) | {"include_prompt": embedder.include_prompt}
 
 
 def _pooling_values(pooling: tuple[str, ...], width: int) -> dict[str, Any]:

@@ -11,15 +11,16 @@ from params.io.files import read_json
 from params.io.tokenizer_file import read_tokenizer
 
 
-def text_limits(folder: Path, config: DecoderConfig) -> tuple[int | None, bool]:
+def text_limits(folder: Path, config: DecoderConfig, task: str = "feature-extraction") -> tuple[int | None, bool]:
     """(the longest document in tokens or None, whether texts are lowercased before the tokenizer).
 
-    The length is that of sentence_bert_config.json; else the tokenizer's, or the model's if that is less.
+    task: what the folder must use the model for. The length is that of sentence_bert_config.json; else the
+    tokenizer's, or the model's if that is less.
     """
     longest, lower_case = None, False
     if os.path.lexists(folder / "sentence_bert_config.json"):
         fields = _fields(folder, "sentence_bert_config.json")
-        fields.expect("transformer_task", "feature-extraction")
+        fields.expect("transformer_task", task)
         longest = fields.integer("max_seq_length", 0, low=0) or None
         lower_case = fields.boolean("do_lower_case", False)
     if longest is None:

@@ -23,6 +23,7 @@ def _expected(tokens: Tensor, how: str) -> Tensor:
         "max": lambda: tokens.amax(0),
         "first": lambda: tokens[0],
         "last": lambda: tokens[-1],
+        "sum": lambda: tokens.sum(0),
     }
     return sums[how]()
 
@@ -42,6 +43,27 @@ def test_pool(how: str) -> None:
     moved = fnmodels.documents(ROWS[:, order], positions_of(ROWS)[:, order])
     torch.testing.assert_close(fnmodels.pool(x[:, order], moved, how=how), wanted)
     assert fnmodels.pool(x.bfloat16(), found, how=how).dtype == torch.bfloat16
+
+
+def test_late_interaction() -> None:
+    """Token vectors in any order of the row, NaN at padding, scores as a loop's, gradients through both."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*ROWS.shape, 5, dtype=torch.float64, generator=generator)
+    x = torch.where((ROWS > 0)[..., None], x, torch.nan).requires_grad_()
+    documents = [x[b][ROWS[b] == i] for b in range(len(ROWS)) for i in range(1, int(ROWS[b].max()) + 1)]
+    found = fnmodels.token_vectors(x, fnmodels.documents(ROWS))
+    assert found.valid.sum(1).tolist() == [len(d) for d in documents]
+    for vectors, valid, document in zip(*found, documents, strict=True):
+        assert torch.equal(vectors[valid], document) and not vectors[~valid].any()
+    order = torch.randperm(ROWS.shape[1], generator=generator)
+    moved = fnmodels.documents(ROWS[:, order], positions_of(ROWS)[:, order])
+    assert torch.equal(fnmodels.token_vectors(x[:, order], moved).vectors, found.vectors)
+    wanted = torch.stack([torch.stack([(q @ d.T).max(1).values.sum() for d in documents[1:]]) for q in documents[:3]])
+    first, rest = (fnmodels.TokenVectors(*(t[part] for t in found)) for part in (slice(3), slice(1, None)))
+    got = fnmodels.max_sim(first, rest)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (got, wanted)))
+    assert fnmodels.token_vectors(x, fnmodels.documents(0 * ROWS)).vectors.shape == (0, 0, 5)
 
 
 def test_documents() -> None:

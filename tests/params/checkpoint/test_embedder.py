@@ -211,3 +211,50 @@ def test_as_cross_encoders(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "ours")
     again = package.CrossEncoder(str(tmp_path / "ours"), device="cpu")
     assert torch.equal(again.predict(pairs, convert_to_tensor=True, activation_fn=as_is), wanted)
+
+
+@pytest.mark.parametrize(("activation", "pooling"), [("relu", "max"), ("log1p_relu", "sum")])
+@pytest.mark.parametrize("older", [False, True])
+def test_sparse_encoders(activation: str, pooling: str, older: bool, tmp_path: Path) -> None:
+    """SPLADE: pooled logits of a masked-LM head, as a loop; both forms of the folder, and what is written again."""
+    values = variants_of("bert").TINY
+    save(model_of(values), tmp_path / "theirs")
+    (tmp_path / "theirs/1_SpladePooling").mkdir()
+    kind = "models.MLMTransformer" if older else "base.modules.transformer.Transformer"
+    types = [f"sentence_transformers.{kind}", "sentence_transformers.sparse_encoder.models.SpladePooling"]
+    rows = [{"idx": i, "path": ("", "1_SpladePooling")[i], "type": one} for i, one in enumerate(types)]
+    (tmp_path / "theirs/modules.json").write_text(json.dumps(rows))
+    size = "word_embedding_dimension" if older else "embedding_dimension"
+    said = {"pooling_strategy": pooling, "activation_function": activation, size: 61}
+    (tmp_path / "theirs/1_SpladePooling/config.json").write_text(json.dumps(said))
+    limits: dict[str, Any] = {"max_seq_length": 24, "do_lower_case": False}
+    limits |= {} if older else {"transformer_task": "fill-mask"}
+    (tmp_path / "theirs/sentence_bert_config.json").write_text(json.dumps(limits))
+    loaded = P.load_embedder(tmp_path / "theirs")
+    config, params, embedder = loaded
+    assert (embedder.sparse, embedder.pooling, embedder.normalize) == (activation, (pooling,), False)
+    got = fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=embedder)
+    for row, document in zip(got, DOCUMENTS, strict=True):
+        with torch.no_grad():
+            x = model_of(values)(input_ids=torch.tensor([document])).logits[0]
+        for _ in range(1 + (activation == "log1p_relu")):
+            x = torch.log1p(x.relu())
+        assert_close(row, x.max(0).values if pooling == "max" else x.sum(0))
+    P.save_embedder(tmp_path / "ours", config, params, embedder)
+    again = P.load_embedder(tmp_path / "ours")
+    assert again.config == config and again.embedder == embedder
+    assert torch.equal(fnmodels.embed_documents(again.params, DOCUMENTS, config=config, embedder=embedder), got)
+
+
+def test_bad_sparse_encoders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pools by max or by sum"):
+        fnmodels.Embedder(("mean",), normalize=False, sparse="relu")
+    with pytest.raises(ValueError, match="sparse is 'gelu'"):
+        fnmodels.Embedder(sparse="gelu")
+    folder = folder_of(tmp_path, variants_of("bert").TINY | {"architectures": ["BertModel"]}, "mean", dense=False)
+    config, params, _ = P.load_embedder(folder)
+    sparse = fnmodels.Embedder(("max",), normalize=False, sparse="relu")
+    with pytest.raises(ValueError, match="reads masked_lm"):
+        fnmodels.embed_documents(params, DOCUMENTS, config=config, embedder=sparse)
+    with pytest.raises(fnmodels.errors.ConfigError, match="no pooling by sum"):
+        P.save_embedder(tmp_path / "sum", config, params, fnmodels.Embedder(("sum",)))
