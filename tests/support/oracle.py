@@ -46,7 +46,9 @@ def _class_of(config: Any) -> Any:
     """A fresh fp32 model: of the class that an encoder's config names, else the causal one of its model type."""
     named = auto_class(config)
     if named is AutoModelForCausalLM:
-        return named.from_config(config, **EAGER, dtype=torch.float32)
+        # Falcon's eager attention adds its linear biases twice, in the mask and to the scores
+        how = EAGER | {"attn_implementation": "sdpa"} if getattr(config, "alibi", False) else EAGER
+        return named.from_config(config, **how, dtype=torch.float32)
     return named._from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 

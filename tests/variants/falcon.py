@@ -29,6 +29,7 @@ def variants() -> dict[str, dict[str, Any]]:
         "falcon": TINY,
         "falcon_new": new,
         "falcon_new_one_norm": new | untied | {"num_ln_in_parallel_attn": 1},
+        "falcon_alibi": TINY | {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
         "falcon_in_turn_bias": TINY | {"multi_query": False, "parallel_attn": False, "bias": True},
     }
 
@@ -52,7 +53,6 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
 
 # (file, change, error): values that change the maths, or with which transformers fails.
 CONTRADICTIONS = [
-    ("falcon-7b", {"alibi": True}, "'alibi' is true; only false is supported"),
     ("falcon-7b", {"ff_factor": 3}, "'ff_factor' is 3; only 4"),
     ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "'num_ln_in_parallel_attn' is 2; only 1"),
     ("falcon-7b", {"new_decoder_architecture": True, "parallel_attn": False}, "'parallel_attn' is false; only true"),
@@ -77,6 +77,8 @@ TOTALS: dict[str, int | str] = {
     "falcon-40b": 41_835_970_560 - 65024 * 8192,
     "falcon-180b": 178_557_088_768,
     "falcon-11b": "11.1B",
+    "falcon-rw-1b": 1_311_625_216,
+    "falcon-rw-7b": 7_516_020_736,
 }
 
 BLIND = {"falcon_in_turn_bias": {"num_ln_in_parallel_attn"}}  # not parallel

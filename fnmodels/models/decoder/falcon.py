@@ -1,8 +1,8 @@
 """Falcon 7B, 40B, 180B and Falcon 2 11B (TII; arXiv 2311.16867, 2407.14885).
 
 LayerNorms, rotary embedding, multi-query or grouped-query attention and an MLP without a gate. Attention and MLP run in
-parallel on one norm or with one each, or in sequence. On disk q, k and v are fused, interleaved by KV head. Models with
-ALiBi (Falcon RW) are refused.
+parallel on one norm or with one each, or in sequence. On disk q, k and v are fused, interleaved by KV head. Falcon RW
+has linear biases (ALiBi), scaled as the scores are, in place of rotary embedding.
 """
 
 import json
@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, embed, kinds, older  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import decoder_head_to_hf
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
@@ -49,6 +49,7 @@ class Config(decoder.BaseConfig):
 
     layer_norm_eps: float = 1e-5
     bias: bool = False
+    alibi: bool = False
     parallel_attn: bool = True
     num_ln_in_parallel_attn: int = 1
     tie_word_embeddings: bool = True
@@ -60,7 +61,7 @@ class Config(decoder.BaseConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        for name in ("alibi", "apply_residual_connection_post_layernorm", "is_encoder_decoder"):
+        for name in ("apply_residual_connection_post_layernorm", "is_encoder_decoder"):
             fields.expect(name, False)
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         inner = fields.integer("ffn_hidden_size", 4 * hidden)
@@ -85,7 +86,7 @@ class Config(decoder.BaseConfig):
             num_key_value_heads=kv_heads,
             rope=rope_from_hf(fields, head_dim=hidden // heads, max_positions=positions, theta=1e4),
             layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-            **fields.plain(bias=False, parallel_attn=True, tie_word_embeddings=True),
+            **fields.plain(bias=False, alibi=False, parallel_attn=True, tie_word_embeddings=True),
             num_ln_in_parallel_attn=fields.integer("num_ln_in_parallel_attn", 1 + is_new, high=2),
             hidden_act=fields.choice("activation", tuple(ACTIVATIONS), "gelu"),
             max_position_embeddings=positions,
@@ -109,7 +110,7 @@ class Config(decoder.BaseConfig):
             "num_kv_heads": kv_heads,
             "new_decoder_architecture": is_new,
             "multi_query": is_new or kv_heads == 1,
-            "alibi": False,
+            "alibi": self.alibi,
             "layer_norm_epsilon": self.layer_norm_eps,
             "activation": self.hidden_act,
             "rope_parameters": rope_to_hf(self.rope),
@@ -150,14 +151,22 @@ def _stored(name: str, config: Config) -> Stored:
 unembed = decoder.unembed_layer_norm
 
 
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Any]:
+    """{kind: fp32 table [B, S, H/2, 2]}, or the tables of linear biases, see `older.alibi_tables`."""
+    if not config.alibi:
+        return decoder.freqs_cis(config, positions, length=length)
+    tables = older.alibi_tables(config, positions)
+    return {kind: table | {"slopes": table["slopes"] * config.head_dim**-0.5} for kind, table in tables.items()}
+
+
 @with_context
-def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Any, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
     eps, weights = config.layer_norm_eps, layer["attention"]
     normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    q, k = (q, k) if config.alibi else (apply_rotary(q, freqs), apply_rotary(k, freqs))
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, alibi=freqs if config.alibi else None)
     after = x + ctx.tap("attention", project_out(weights, mixed))
     if "post_attention_layernorm" in layer:
         read = x if config.parallel_attn else after
@@ -168,12 +177,15 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_kv_heads")
 _FALCON2 = {"num_ln_in_parallel_attn": 1, "max_position_embeddings": 8192, "rope_theta": 500042}
 _FALCON2 |= {"tie_word_embeddings": False}
+_RW = {"vocab_size": 50304, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
 PRESETS = {
     name: {"model_type": "falcon", "vocab_size": 65024, **dict(zip(_SIZES, sizes, strict=True)), **rest}
     for name, *sizes, rest in (
         ("falcon-7b", 4544, 32, 71, 71, {}),
         ("falcon-40b", 8192, 60, 128, 8, {"new_decoder_architecture": True}),
         ("falcon-180b", 14848, 80, 232, 8, {"new_decoder_architecture": True}),
+        ("falcon-rw-1b", 2048, 24, 32, 32, _RW),
+        ("falcon-rw-7b", 4096, 36, 64, 64, _RW | {"vocab_size": 65024}),
         ("falcon-11b", 4096, 60, 32, 8, {"new_decoder_architecture": True, **_FALCON2}),
     )
 }
