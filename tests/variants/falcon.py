@@ -81,7 +81,10 @@ TOTALS: dict[str, int | str] = {
     "falcon-rw-7b": 7_516_020_736,
 }
 
-BLIND = {"falcon_in_turn_bias": {"num_ln_in_parallel_attn"}}  # not parallel
+BLIND = {
+    "falcon_in_turn_bias": {"num_ln_in_parallel_attn"},  # not parallel
+    "falcon_alibi": {"num_ln_in_parallel_attn", "rope.partial", "rope.theta"},  # which rotates nothing
+}
 
 # In the older architecture transformers fails at 2 and ignores all else.
-REFUSED = {"falcon": {"num_ln_in_parallel_attn", "alibi"}}
+REFUSED = {"falcon": {"num_ln_in_parallel_attn"}}
