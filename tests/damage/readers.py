@@ -324,7 +324,7 @@ READERS = (
         "settings of a run",
         lambda folder: (folder / "settings.toml").write_text("steps = 3\n"),
         ("settings.toml",),
-        lambda folder: run.choose_settings(folder, {}, RECORDED, settings.DEFAULT, must_agree=False),
+        lambda folder: run.choose_settings(folder, {}, RECORDED, settings.DEFAULT, step=None),
     ),
     Reader("shards of tokens", _shards, ("a.npy", "a.lengths.npy"), _read_shards),
     Reader("a shard of tokens", _shards, ("a.npy",), lambda folder: _read_shards(folder, "a.npy"), named=True),

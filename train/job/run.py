@@ -97,7 +97,7 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_identity(saved, kind) if saved else run_folder.read_json(options.run / run_folder.RUN)
-        settings = choose_settings(options.run, overrides, recorded, defaults, must_agree=saved is not None)
+        settings = choose_settings(options.run, overrides, recorded, defaults, step=saved.step if saved else None)
         tasks.check_settings(settings)
         if settings.track is None and (tracked := tracked_by(options.run)):
             print(f"not tracked from here on: give --track {tracked} again to continue there")
@@ -170,12 +170,16 @@ def overrides_of(options: Options, kind: type[RunSettings]) -> dict[str, tuple[A
 
 
 def choose_settings(
-    path: Path, overrides: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: S, *, must_agree: bool
+    path: Path, overrides: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: S, *, step: int | None
 ) -> S:
-    """Settings from the command line, else the recorded run, else the defaults. UserError where they conflict."""
+    """Settings from the command line, else the recorded run, else the defaults. UserError where they conflict.
+
+    step: that of the run which is resumed, with which they must agree; None: nothing is saved.
+    """
     before = settings_before(path, recorded, type(defaults))
-    if must_agree:
-        check_unchanged(path, overrides, before, changeable(type(defaults)))
+    if step is not None:
+        prolonged = is_prolonged(overrides, before, step)
+        check_unchanged(path, overrides, before, changeable(type(defaults)) | ({"steps"} if prolonged else set()))
     check_given_again(path, overrides, before, type(defaults))
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in overrides.items()})
@@ -186,6 +190,15 @@ def choose_settings(
     settings = without_unused(settings, overrides)
     check_machine(settings)
     return resolved(settings)
+
+
+def is_prolonged(overrides: Mapping[str, tuple[Any, str]], before: Json, step: int) -> bool:
+    """Whether a finished run gets more steps, which is printed with what that means."""
+    steps = overrides.get("steps", (step, ""))[0]
+    if step != before.get("steps") or steps <= step:
+        return False
+    print(f"prolonged from {step:,} to {steps:,} steps: from here on its rates are those of a run of {steps:,} steps")
+    return True
 
 
 def settings_before(path: Path, recorded: Json | None, kind: type[RunSettings]) -> Json:

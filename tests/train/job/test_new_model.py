@@ -21,7 +21,7 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 def chosen(**values: Any) -> Settings:
     overrides = {name: (value, f"--{name.replace('_', '-')} {value}") for name, value in values.items()}
-    return choose_settings(Path("nosuch"), overrides, None, DEFAULT, must_agree=False)
+    return choose_settings(Path("nosuch"), overrides, None, DEFAULT, step=None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "mixtral", "olmo2", "cohere", "lfm2", "qwen3_next"])

@@ -489,6 +489,20 @@ def test_resume_refuses_flags_that_contradict_the_run(tmp_path, text, monkeypatc
     assert message.format(path=tmp_path / "run") in one_sentence(capsys)
 
 
+def test_a_finished_run_is_prolonged_with_the_schedule_of_the_longer_run(tmp_path, text, capsys):
+    path = tmp_path / "run"
+    assert train(path, text, "--steps", 3) == 0 and train(tmp_path / "long", text, "--steps", 5) == 0
+    before = rows(path)
+    capsys.readouterr()
+    assert train(path, None, "--resume", "--steps", 2) == 2 and "it was 3" in one_sentence(capsys)
+    assert train(path, None, "--resume", "--steps", 5) == 0
+    out = capsys.readouterr().out
+    assert "prolonged from 3 to 5 steps: from here on its rates are those of a run of 5 steps" in out
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5] and rows(path)[:3] == before
+    assert [row["lr"] for row in rows(path)[3:]] == [row["lr"] for row in rows(tmp_path / "long")[3:]]
+    assert train(path, None, "--resume") == 0 and "the run is finished: 5 steps" in capsys.readouterr().out
+
+
 def test_settings_of_a_file_give_the_run_of_the_same_flags_and_flags_win(tmp_path, text, capsys):
     assert train(tmp_path / "flags", text, "--learning-rate", 0.01, "--betas", "0.8,0.9", "--steps", 3) == 0
     out = capsys.readouterr().out
