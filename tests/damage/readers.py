@@ -26,6 +26,7 @@ from fnmodels.ops.cpu import product_table
 from fnmodels.ops.torch_compilation import compile_to_file
 from params import lora
 from params.quantized.methods import HF_QUANT
+from tests.fnmodels.models import test_gemma3
 from tests.support.gguf_files import MODELS, tensors_of, write_gguf
 from train import checkpoint
 from train.commands.prompt_rows import read_prompts
@@ -273,7 +274,7 @@ READERS = (
         "settings of images",
         _json("processor_config.json", {"image_processor": {"do_resize": True}}),
         ("processor_config.json",),
-        lambda folder: ImagePrompts.of(folder, SMALL, None).settings,
+        lambda folder: ImagePrompts.of(folder, test_gemma3.CONFIG, None).settings,
     ),
     Reader(
         "defaults of generation",
