@@ -18,6 +18,7 @@ from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
 from fnmodels.inputs.image_places import cells, image_places
 from fnmodels.models.common.registry import family_for, model_type_of
 from fnmodels.models.vision_language import (
+    exaone4_5,
     gemma3,
     gemma4,
     glm4v,
@@ -32,6 +33,7 @@ from fnmodels.models.vision_language import (
     qwen3_vl,
 )
 from tests.fnmodels.models import (
+    test_exaone4_5,
     test_gemma3,
     test_gemma4,
     test_glm4v,
@@ -195,6 +197,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llava": (llava, test_llava.VARIANTS["llama"]),
     "llava_next": (llava_next, test_llava_next.VARIANTS["llava_onevision"]),
     "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
+    "exaone4_5": (exaone4_5, test_exaone4_5.VALUES),
     "glm4v": (glm4v, test_glm4v.VARIANTS["glm_ocr"]),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "kimi_k25": (kimi_k25, test_kimi_k25.VALUES),

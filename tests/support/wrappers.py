@@ -267,7 +267,8 @@ def cell_logits(
     side = family.cell_side(config)
     texts, images = documents_with_grids(documents, image_token, side * config.vision.patch_size)
     tokens, segment_ids = rows_of((texts[:2], texts[2:]), 60)
-    flat = [image for own in images for image in own]
+    frames = getattr(config.vision, "frames", 1)
+    flat = [image.repeat_interleave(frames, 0) for own in images for image in own]
     patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
     batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
     (weights, tower), run = (params["vision"], config.vision), fnmodels.forward

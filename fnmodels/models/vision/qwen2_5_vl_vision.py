@@ -1,5 +1,6 @@
 """The vision tower of Qwen2.5-VL (arXiv 2502.13923): RMSNorms, a gated MLP, and attention within windows.
 
+EXAONE 4.5's has fewer heads of keys and values.
 All layers but those of `full_layers` attend within squares of patches, counted from the image's corner. `forward`
 returns the hidden states [B, S, D] of the last layer, which have no norm. Images may have any size whose rows and
 columns of patches are multiples of `merge`; see `common.qwen_tower` for the frames of a patch.
@@ -25,7 +26,9 @@ from fnmodels.models.vision.common.qwen_tower import freqs_cis, unembed  # noqa:
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("qwen2_5_vl_vision",)
+# Model types, and what the names of their classes begin with.
+_CLASSES = {"qwen2_5_vl_vision": "Qwen2_5_VLVision", "exaone4_5_vision": "Exaone4_5_Vision"}
+MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(kinds=("full", "window"), inputs="patches", causal=False)
 EPS = 1e-6  # of every norm, fixed in the reference
 
@@ -38,18 +41,24 @@ class Config(qwen_tower.QwenTowerConfig):
     """Sizes and switches. layer_norm_eps is not read.
 
     out_hidden_size: the text's width. window: the patches of a side of a window, a multiple of `merge`.
-    tokens_per_second: of videos, in the text's positions.
+    tokens_per_second: of videos, in the text's positions. kv_heads: 0: as many as query heads.
     """
 
     out_hidden_size: int = 3584
     window: int = 8
     full_layers: tuple[int, ...] = ()
     tokens_per_second: int = 4
+    kv_heads: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window < 1 or self.window % self.merge:
             raise ConfigError(f"A window of {self.window} patches a side is no multiple of a cell of {self.merge}.")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The heads of keys and values."""
+        return self.kv_heads or self.num_attention_heads
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -64,8 +73,10 @@ class Config(qwen_tower.QwenTowerConfig):
         )
         size, patch = fields.integer("window_size", 112), usual["patch_size"]
         layers = qwen_tower.layer_list(fields, "fullatt_block_indexes", [7, 15, 23, 31])
+        exaone = usual["model_type"] == "exaone4_5_vision"
         config = Config(
             **usual,
+            kv_heads=fields.integer("num_key_value_heads", 8) if exaone else 0,
             **fields.plain(out_hidden_size=3584, tokens_per_second=4),
             # whole cells, as the reference rounds
             window=size // usual["merge"] // patch * usual["merge"],
@@ -78,13 +89,16 @@ class Config(qwen_tower.QwenTowerConfig):
         """A config.json in the current dialect."""
         own: ConfigJson = {"out_hidden_size": self.out_hidden_size, "window_size": self.window * self.patch_size}
         own |= {"fullatt_block_indexes": list(self.full_layers), "tokens_per_second": self.tokens_per_second}
-        return qwen_tower.tower_to_hf(self, "Qwen2_5_VLVision", **own)
+        if self.model_type == "exaone4_5_vision":
+            own |= {"num_key_value_heads": self.num_key_value_heads, "tokens_per_second": None}
+        return qwen_tower.tower_to_hf(self, _CLASSES.get(self.model_type, "Qwen2_5_VLVision"), **own)
 
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in], of the patches [D, C, T, p, p]."""
     D, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
-    attention = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
+    kv_heads = config.num_key_value_heads
+    attention = attention_leaves(D, heads, kv_heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
     layer = layer_leaves(D, attention, gated_mlp_leaves(D, config.intermediate_size, std=std, biases=True))
     return {"patch_proj": qwen_tower.patch_leaf(config), "layers": [layer for _ in range(config.num_hidden_layers)]}
 

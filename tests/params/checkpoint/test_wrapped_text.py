@@ -24,7 +24,6 @@ from tests.support.oracle import assert_close
 
 # {wrapper: the model type of the text in its default config}
 WRAPPERS = {
-    "exaone4_5": "exaone4",
     "blip-2": "opt",
     "fun_asr_nano": "qwen3",
     "fuyu": "persimmon",

@@ -15,7 +15,7 @@ from fnmodels.cache import captured
 from fnmodels.errors import PositionWarning
 from fnmodels.image_text import image_grid
 from fnmodels.inputs.images import patches_of
-from tests.fnmodels.models import test_kimi_k25, test_llava_next
+from tests.fnmodels.models import test_llava_next
 from tests.support import wrappers
 from tests.support.image_texts import ImageCase, image_cases
 from tests.support.recorded import graphs_on_the_cpu
@@ -80,8 +80,8 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor]) -> dict
         return found
     if hasattr(case.family, "arranged"):
         return test_llava_next.pixels(list(images))
-    if case.name.startswith("kimi"):
-        return test_kimi_k25.pixels(list(images))
+    if case.name.startswith(("kimi", "exaone")):
+        return case.tests.pixels(list(images))
     if case.name.startswith("pixel_shuffle"):
         return wrappers.pixels_for(case.config)(images)
     if case.name.startswith(("qwen", "glm")):

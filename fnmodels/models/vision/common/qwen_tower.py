@@ -97,11 +97,19 @@ def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> StoredName
     for i in range(config.num_hidden_layers):
         at, there = f"layers.{i}.attention", f"blocks.{i}.attn.qkv"
         for ours, theirs in (("proj", "weight"), ("bias", "bias")):
-            names |= fuse(f"{there}.{theirs}", {f"{at}.{name}_{ours}": config.hidden_size for name in "qkv"})
+            rows = {name: config.head_dim * heads for name, heads in zip("qkv", _heads(config), strict=True)}
+            names |= fuse(f"{there}.{theirs}", {f"{at}.{name}_{ours}": count for name, count in rows.items()})
     return names | vision.layer_names(config, "blocks.", {"attention.o_proj": "attn.proj", **parts})
 
 
 @in_fp64
+def _heads(config: QwenTowerConfig) -> tuple[int, int, int]:
+    """The heads of queries, keys and values."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    return heads, kv_heads, kv_heads
+
+
 def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, H/2, 2]}: the first half of the angles turns with the row, the second with the column."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
