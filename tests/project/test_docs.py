@@ -19,6 +19,7 @@ PAGES = [
     "adding-an-optimizer.md",
     "architecture.md",
     "checkpoints.md",
+    "coming-from-jax.md",
     "curvature.md",
     "embeddings.md",
     "first-hour.md",

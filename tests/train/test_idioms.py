@@ -1,0 +1,366 @@
+"""What JAX users write, as written there: equal in fp64 to jax, optax and a Llama of thirty lines. Skipped without jax.
+
+Tables of docs/coming-from-jax.md name these idioms. Parameters go over by `params.to_jax`.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
+
+import fnmodels
+import params as P
+import train
+from fnmodels import llama, tree
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+pytestmark = pytest.mark.slow  # jax compiles for seconds
+jnp = jax.numpy
+
+SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+CONFIG = llama.Config(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+LENGTH, HEAD = 8, CONFIG.head_dim
+TABLE = fnmodels.prepare(CONFIG, torch.zeros(1, LENGTH, dtype=torch.int64))[2]["full"].numpy()
+LOSS = functools.partial(train.next_token_loss, config=CONFIG)
+BETAS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def _in_fp64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def params_of(seed=0):
+    return tree.map(lambda leaf: 5 * leaf if leaf.ndim == 2 else leaf, P.init(CONFIG, seed, dtype=torch.float64))
+
+
+def batch_of(seed=0, rows=2):
+    tokens = torch.randint(31, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    batch = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(rows, LENGTH)}
+    return batch | {"segment_ids": torch.ones_like(tokens), "labels": tokens.roll(-1, 1)}
+
+
+def mean(params, batch, **options):
+    total, count = LOSS(params, batch, **options)
+    return total / count
+
+
+# --------------------------------------------------------------------------------------------- the same written in jax
+
+
+def their_logits(p, tokens):
+    def norm(x, w):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + CONFIG.rms_norm_eps) * w
+
+    def rotated(x):
+        cos, sin = TABLE[..., None, :, 0], TABLE[..., None, :, 1]
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+
+    x = p["embed_tokens"][tokens]
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    for layer in p["layers"]:
+        w, h = layer["attention"], norm(x, layer["input_layernorm"])
+        q, k, v = ((h @ w[f"{n}_proj"].T).reshape(*h.shape[:2], -1, HEAD) for n in "qkv")
+        q, k, v = rotated(q), jnp.repeat(rotated(k), 2, 2), jnp.repeat(v, 2, 2)
+        scores = jnp.where(causal, jnp.einsum("bqnh,bknh->bnqk", q, k) / HEAD**0.5, -jnp.inf)
+        z = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores, -1), v)
+        x = x + z.reshape(*h.shape[:2], -1) @ w["o_proj"].T
+        h, w = norm(x, layer["post_attention_layernorm"]), layer["mlp"]
+        x = x + (jax.nn.silu(h @ w["gate_proj"].T) * (h @ w["up_proj"].T)) @ w["down_proj"].T
+    return norm(x, p["norm"]) @ p["lm_head"].T
+
+
+@jax.jit
+def their_logprobs(p, b):
+    logp = jax.nn.log_softmax(their_logits(p, b["tokens"]))
+    return jnp.take_along_axis(logp, b["labels"][..., None], -1)[..., 0]
+
+
+@jax.jit
+def their_mean(p, b):
+    return -their_logprobs(p, b).mean()
+
+
+def their_step(optimizer, state, b, loss=their_mean):
+    p, opt = state
+    value, grads = jax.value_and_grad(loss)(p, b)
+    updates, opt = optimizer.update(grads, opt, p)
+    return (optax.apply_updates(p, updates), opt), value
+
+
+def close(ours, theirs, rtol=1e-10, atol=1e-10):
+    flat, others = tree.flatten({"of": ours}), tree.flatten(P.from_jax({"of": theirs}))
+    assert flat.keys() == others.keys() and flat
+    for path, leaf in flat.items():
+        torch.testing.assert_close(leaf, others[path], rtol=rtol, atol=atol, msg=lambda m, p=path: f"{p}: {m}")
+
+
+p, batch = params_of(), batch_of()
+BATCHES = [batch_of(seed) for seed in range(4)]
+
+
+def of_jax(values):
+    return P.to_jax(tree.map(torch.Tensor.contiguous, values))
+
+
+def test_logits_and_gradients():
+    q, b = of_jax(p), of_jax(batch)
+    prepared = fnmodels.prepare(CONFIG, batch["tokens"])
+    close(fnmodels.forward(p, *prepared, config=CONFIG), their_logits(q, b["tokens"]))
+    close(grad(mean)(p, batch), jax.grad(their_mean)(q, b))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_step_and_k_steps(clip):
+    """lax.scan over steps there, a loop here."""
+    made = [optax.clip_by_global_norm(clip)] if clip else []
+    optimizer, other = train.adamw(1e-2), optax.chain(*made, optax.adamw(1e-2, **BETAS))
+    step, state = train.pure_step(LOSS, optimizer, clip=clip), train.init_state(p, optimizer)
+    losses = []
+    for each in BATCHES:
+        state, metrics = step(state, each)
+        losses.append(metrics["loss"])
+    q, stacked = of_jax(p), of_jax(tree.stack(BATCHES))
+    (after, _), values = jax.lax.scan(functools.partial(their_step, other), (q, other.init(q)), stacked)
+    # optax subtracts 1 - b ** t, which costs digits; clipping divides by the norm + 1e-6, as torch's does
+    close(state.params, after, rtol=1e-5 if clip else 1e-7, atol=1e-8 if clip else 1e-9)
+    close(torch.stack(losses), values, rtol=1e-7 if clip else 1e-8)
+
+
+def test_seeds_and_rates_by_vmap():
+    seeds, rates = tree.stack([params_of(seed) for seed in range(3)]), torch.tensor([0.01, 0.1], dtype=torch.float64)
+
+    def ours(params, rate):
+        optimizer = train.sgd(rate, momentum=0.9)
+        state = train.State(torch.tensor(0), params, optimizer.init(params))
+        for each in BATCHES[:2]:
+            state, metrics = train.pure_step(LOSS, optimizer)(state, each)
+        return state.params, metrics["loss"]
+
+    def other(params, rate):
+        optimizer = optax.sgd(rate, momentum=0.9)
+        state = params, optimizer.init(params)
+        for each in BATCHES[:2]:
+            state, value = their_step(optimizer, state, of_jax(each))
+        return state[0], value
+
+    found = vmap(vmap(ours, (None, 0)), (0, None))(seeds, rates)
+    wanted = jax.jit(jax.vmap(jax.vmap(other, (None, 0)), (0, None)))(of_jax(seeds), of_jax({"r": rates})["r"])
+    close(list(found), list(wanted))
+
+
+def test_an_ensemble_in_one_step():
+    """A loss of stacked members, which one optimizer trains."""
+    members, optimizer = tree.stack([params_of(seed) for seed in range(3)]), train.adamw(1e-2)
+
+    def loss(params, batch):
+        totals, counts = vmap(LOSS, (0, None))(params, batch)
+        return totals.sum(), counts[0]
+
+    step = train.make_step(loss, optimizer)
+    state, _ = step(train.init_state(members, optimizer), batch)
+    other, q = optax.adamw(1e-2, **BETAS), of_jax(members)
+    joint = lambda p, b: jax.vmap(their_mean, (0, None))(p, b).sum()  # noqa: E731
+    (after, _), _ = jax.jit(lambda q, b: their_step(other, (q, other.init(q)), b, joint))(q, of_jax(batch))
+    close(state.params, after, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_maml(name):
+    """The gradient through the update of an optimizer."""
+    make, other = getattr(train, name), {"adamw": functools.partial(optax.adamw, **BETAS), "sgd": optax.sgd}[name]
+    support, query = batch_of(1), batch_of(2)
+
+    def ours(params):
+        optimizer = make(0.05)
+        state = train.State(torch.tensor(0), params, optimizer.init(params))
+        return mean(train.pure_step(LOSS, optimizer)(state, support)[0].params, query)
+
+    def theirs(params):
+        optimizer = other(0.05)
+        return their_mean(their_step(optimizer, (params, optimizer.init(params)), of_jax(support))[0][0], of_jax(query))
+
+    # AdamW's first update is the sign of the gradient: its derivative divides by the gradient's size
+    close(grad(ours)(p), jax.jit(jax.grad(theirs))(of_jax(p)), rtol=1e-10 if name == "sgd" else 1e-6, atol=1e-8)
+
+
+def test_a_hypergradient_of_the_rate():
+    def ours(rate):
+        optimizer = train.adamw(rate)
+        state = train.State(torch.tensor(0), p, optimizer.init(p))
+        return mean(train.pure_step(LOSS, optimizer)(state, batch)[0].params, batch_of(2))
+
+    def other(rate):
+        optimizer = optax.adamw(rate, **BETAS)
+        q = of_jax(p)
+        return their_mean(their_step(optimizer, (q, optimizer.init(q)), of_jax(batch))[0][0], of_jax(batch_of(2)))
+
+    close(grad(ours)(torch.tensor(0.01, dtype=torch.float64)), jax.jit(jax.grad(other))(0.01), rtol=1e-8)
+
+
+def test_jvp_and_hvp():
+    """No kernel is named."""
+    v, q, b = params_of(7), of_jax(p), of_jax(batch)
+    close(
+        list(jvp(lambda x: mean(x, batch), (p,), (v,))), list(jax.jvp(lambda x: their_mean(x, b), (q,), (of_jax(v),)))
+    )
+    ours = jvp(grad(lambda x: mean(x, batch)), (p,), (v,))[1]
+    close(ours, jax.jvp(jax.grad(lambda x: their_mean(x, b)), (q,), (of_jax(v),))[1], atol=1e-9)
+
+
+def test_the_hessian_of_a_leaf():
+    q, b = of_jax(p), of_jax(batch)
+    close(
+        hessian(lambda w: mean(p | {"norm": w}, batch))(p["norm"]),
+        jax.hessian(lambda w: their_mean(q | {"norm": w}, b))(q["norm"]),
+    )
+
+
+def test_jacrev_of_logprobs():
+    q, b = of_jax(p), of_jax(batch)
+    ours = jacrev(lambda w: train.token_logprobs(p | {"norm": w}, batch, config=CONFIG)[0])(p["norm"])
+    close(ours, jax.jacrev(lambda w: their_logprobs(q | {"norm": w}, b))(q["norm"]))
+
+
+def test_gradients_of_each_sample():
+    ours = vmap(grad(mean), (None, 0))(p, fnmodels.rows(batch))
+    alone = jax.vmap(jax.grad(their_mean), (None, 0))(of_jax(p), of_jax(fnmodels.rows(batch)))
+    close(ours, alone)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "hvp"])
+def test_remat(transform):
+    """jax.checkpoint there, fnmodels.remat here."""
+    b, q = of_jax(batch), of_jax(p)
+    ours = functools.partial(mean, layer_fn=fnmodels.remat)
+    checkpointed = jax.checkpoint(their_mean)
+    if transform == "grad":
+        close(grad(ours)(p, batch), jax.grad(checkpointed)(q, b))
+    elif transform == "vmap":
+        found = vmap(grad(ours), (None, 0))(p, fnmodels.rows(batch))
+        close(found, jax.vmap(jax.grad(checkpointed), (None, 0))(q, of_jax(fnmodels.rows(batch))))
+    else:
+        found = jvp(grad(lambda x: ours(x, batch)), (p,), (p,))[1]
+        close(found, jax.jvp(jax.grad(lambda x: checkpointed(x, b)), (q,), (q,))[1], atol=1e-9)
+
+
+def test_a_hyper_network():
+    """Parameters from a code by a linear map, of which the code's gradient is taken."""
+    flat, inverse = tree.ravel(p)
+    maps = torch.randn(len(flat), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    code = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
+    ours = grad(lambda z: mean(inverse(flat + maps @ z), batch))(code)
+    moved, b = of_jax({"flat": flat, "maps": maps, "code": code}), of_jax(batch)
+
+    def theirs(z):
+        vector, at, made = moved["flat"] + moved["maps"] @ z, 0, {}
+        for path, leaf in tree.flatten(p).items():
+            made[path] = vector[at : at + leaf.numel()].reshape(leaf.shape)
+            at += leaf.numel()
+        return their_mean(tree.unflatten(made), b)
+
+    close(ours, jax.grad(theirs)(moved["code"]))
+
+
+def test_some_leaves_are_trained():
+    """A closure over the others; and partition there as optax.multi_transform."""
+    q, b = of_jax(p), of_jax(batch)
+    close(
+        grad(lambda w: mean(p | {"lm_head": w}, batch))(p["lm_head"]),
+        jax.grad(lambda w: their_mean(q | {"lm_head": w}, b))(q["lm_head"]),
+    )
+    optimizer = train.partition({"*norm*": None, "layers.0.*": train.sgd(0.1), "*": train.sgd(0.01)})
+    step = train.pure_step(LOSS, optimizer)
+    state, _ = step(train.State(torch.tensor(0), p, optimizer.init(p)), batch)
+
+    def label(path, _):
+        name = jax.tree_util.keystr(path)
+        return "frozen" if "norm" in name else "first" if "['layers'][0]" in name else "rest"
+
+    labels = jax.tree_util.tree_map_with_path(label, q)
+    other = optax.multi_transform(
+        {"frozen": optax.set_to_zero(), "first": optax.sgd(0.1), "rest": optax.sgd(0.01)}, labels
+    )
+    (after, _), _ = their_step(other, (q, other.init(q)), b)
+    close(state.params, after)
+
+
+@pytest.mark.parametrize("name", ["chain", "partition", "with_ema"])
+def test_optimizers_of_optimizers_by_vmap(name):
+    """Their states and updates hold tensors alone."""
+    members = tree.stack([params_of(seed) for seed in range(3)])
+    make = {
+        "chain": (
+            train.chain(train.optim.clip_norm(0.5), train.sgd(0.1)),
+            optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+        ),
+        "partition": (train.partition({"*norm*": None, "*": train.sgd(0.1)}), None),
+        "with_ema": (train.with_ema(train.sgd(0.1), 0.9), optax.sgd(0.1)),
+    }
+    ours, other = make[name]
+    q, b = of_jax(members), of_jax(batch)
+    if other is None:
+        frozen = lambda path, _: "frozen" if "norm" in jax.tree_util.keystr(path) else "rest"  # noqa: E731
+        rates = {"frozen": optax.set_to_zero(), "rest": optax.sgd(0.1)}
+        other = optax.multi_transform(rates, jax.tree_util.tree_map_with_path(frozen, q))
+
+    def step(params):
+        grads = grad(mean)(params, batch)
+        updates, state = ours.update(grads, ours.init(params), params)
+        return train.apply_updates(params, updates), state
+
+    after, state = vmap(step)(members)
+    wanted, _ = jax.jit(jax.vmap(lambda x: their_step(other, (x, other.init(x)), b)[0]))(q)
+    close(after, wanted, rtol=5e-6 if name == "chain" else 1e-10, atol=1e-8 if name == "chain" else 1e-10)
+    if name == "with_ema":
+        close(state["ema"], jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, q, wanted))
+
+
+def test_the_users_optimizer():
+    """(init, update) of optax, written anew."""
+
+    def update(grads, state, _):
+        return tree.map(lambda g: -0.01 * g.sign(), grads), state
+
+    signs = train.Optimizer(lambda params: {}, update)
+    state, _ = train.pure_step(LOSS, signs)(train.State(torch.tensor(0), p, {}), batch)
+    other, q = optax.sign_sgd(0.01), of_jax(p)
+    (after, _), _ = jax.jit(lambda q, b: their_step(other, (q, other.init(q)), b))(q, of_jax(batch))
+    close(state.params, after)
+
+
+def test_a_whole_step_compiled():
+    """jax.jit of a step with its optimizer."""
+    optimizer, other = train.sgd(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)
+
+    def step(params, opt_state, batch):
+        grads, value = grad_and_value(mean)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return train.apply_updates(params, updates), opt_state, value
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    after, _, value = compiled(p, optimizer.init(p), batch)
+    q = of_jax(p)
+    (wanted, _), expected = jax.jit(functools.partial(their_step, other))((q, other.init(q)), of_jax(batch))
+    close([after, value], [wanted, expected])
+    torch.compiler.reset()
+
+
+def test_trees_of_torch_and_donation():
+    """torch's pytrees see params and State; a consumed State raises, as a donated buffer does."""
+    from torch.utils import _pytree
+
+    optimizer = train.adamw(1e-2)
+    state = train.init_state(p, optimizer)
+    leaves, spec = _pytree.tree_flatten(state)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    close(_pytree.tree_unflatten(leaves, spec).params, of_jax(p))
+    step = train.make_step(LOSS, optimizer)
+    step(state, batch)
+    with pytest.raises(RuntimeError, match="was used up by a step with inplace=True"):
+        step(state, batch)
