@@ -67,6 +67,9 @@ class RunSettings:
 
     data: str | None = text(None, FILE, "the data to train on")
     init: str | None = text(None, CHECKPOINT, "start from this model")
+    ignore_fields: tuple[str, ...] | None = text(
+        None, NAMES, "fields of --init's config.json that no model knows, without which it is read"
+    )
     steps: int = text(1000, integer(1), "optimizer steps of the run in total, over all resumes")
     seed: int = text(0, integer(0), "seed of the initial weights and the data order")
     learning_rate: float | None = training(
@@ -189,9 +192,6 @@ class Settings(RunSettings):
     )
     broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
     init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")
-    ignore_fields: tuple[str, ...] | None = text(
-        None, NAMES, "fields of --init's config.json that no model knows, without which it is read"
-    )
     lora: str | None = text(
         None,
         LORA,

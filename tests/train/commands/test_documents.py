@@ -71,6 +71,21 @@ def test_pairs(tmp_path: Path) -> None:
     assert (vectors[:6] @ vectors[6:].T).argmax(1).tolist() == list(range(6))
 
 
+@pytest.mark.parametrize("loss", ["pairs", "labels", "masked"])
+def test_unknown_fields_are_ignored_where_they_are_named(
+    loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = folder_of(tmp_path / "init", CONFIG if loss == "masked" else replace(CONFIG, head="none"))
+    file = init / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"novelty": 1}))
+    (init / "fnmodels_manifest.json").unlink()
+    rows = {"pairs": PAIRS, "labels": LABELS, "masked": [{"text": one["text"]} for one in LABELS]}[loss]
+    data = lines(tmp_path / "data", rows)
+    assert main(["--run", str(tmp_path / "no"), "--data", str(data), "--init", str(init), "--loss", loss]) == 2
+    assert "novelty" in capsys.readouterr().err
+    run(data, init, tmp_path / "run", loss, "--ignore-fields", "novelty", steps=1)
+
+
 def test_pairs_are_lowercased_where_the_folder_says_so(tmp_path: Path) -> None:
     init, found = folder_of(tmp_path / "init", replace(CONFIG, pooler=0)), []
     config, params = P.load_pretrained(init)

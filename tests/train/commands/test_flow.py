@@ -86,8 +86,12 @@ def test_a_run_from_a_folder_of_diffusers(tmp_path: Path, data: Path) -> None:
     )
     before = P.init(config, 3)
     P.save_pretrained(tmp_path / "init", config, before)
-    run = tmp_path / "run"
-    assert started(run, data, "--init", str(tmp_path / "init"), "--steps", "3", sizes=()) == 0
+    file, run = tmp_path / "init/config.json", tmp_path / "run"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"novelty": 1}))
+    (tmp_path / "init/fnmodels_manifest.json").unlink()
+    flags = ("--init", str(tmp_path / "init"), "--steps", "3")
+    assert started(run, data, *flags, sizes=()) == 2
+    assert started(run, data, *flags, "--ignore-fields", "novelty", sizes=()) == 0
     found, after = P.load_pretrained(run / "transformer")
     assert found == config
     for path in ("guidance", "time"):

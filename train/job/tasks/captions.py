@@ -53,7 +53,8 @@ def with_files(data: Path, examples: Examples) -> Examples:
 
 
 def _load(settings: DocumentSettings) -> tuple[Any, Tree]:
-    return P.load_pretrained(str(settings.init), dtype=torch.float32, copy=True)
+    ignored = settings.ignore_fields or ()
+    return P.load_pretrained(str(settings.init), dtype=torch.float32, copy=True, ignore_fields=ignored)
 
 
 def _params(settings: DocumentSettings) -> Tree:

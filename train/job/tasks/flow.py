@@ -185,8 +185,10 @@ def _config(settings: FlowSettings, images: Images) -> Any:
     sizes = {"in_channels": 4 * images["latents"].shape[1], "joint_attention_dim": images["text"].shape[-1]}
     sizes |= {"pooled_projection_dim": images["pooled"].shape[-1]}
     if settings.init is None:
+        if settings.ignore_fields:
+            raise UserError("--ignore-fields is for the model that --init names")
         return _new_config(settings, sizes)
-    config: Any = P.load_config(settings.init)
+    config: Any = P.load_config(settings.init, ignore_fields=settings.ignore_fields or ())
     known = {field.name for field in dataclasses.fields(config)}
     for name, size in sizes.items():
         if name not in known or getattr(config, name) != size:
@@ -209,4 +211,5 @@ def _new_config(settings: FlowSettings, sizes: dict[str, int]) -> Any:
 def _initial(config: Any, settings: FlowSettings, plan: Tree | None) -> Tree:
     if settings.init is None:
         return P.init(config, settings.seed, dtype=torch.float32, plan=plan)
-    return P.load_pretrained(settings.init, dtype=torch.float32, copy=True, plan=plan)[1]
+    options: Any = {"plan": plan, "ignore_fields": settings.ignore_fields or ()}
+    return P.load_pretrained(settings.init, dtype=torch.float32, copy=True, **options)[1]

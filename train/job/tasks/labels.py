@@ -54,9 +54,10 @@ def _params(settings: DocumentSettings, numbers: Numbers) -> Tree:
 
 def _classifier(settings: DocumentSettings, numbers: Numbers) -> tuple[Any, Tree, Numbers]:
     """(config, params, {label: number}): --init's classifier and numbers if it has all labels, else with a new head."""
-    options: Any = {"part": "text", "dtype": torch.float32, "copy": True}
+    ignored = settings.ignore_fields or ()
+    options: Any = {"part": "text", "dtype": torch.float32, "copy": True, "ignore_fields": ignored}
     init, count = str(settings.init), len(numbers)
-    known = P.load_config(init, part="text")
+    known = P.load_config(init, part="text", ignore_fields=ignored)
     if field_of(known, "head") == "classification":
         names = json.loads(dict(known.extra).get("id2label", "{}"))
         names = names or {str(i): f"LABEL_{i}" for i in range(known.num_labels)}

@@ -52,7 +52,8 @@ def masked(settings: DocumentSettings, examples: Examples) -> Encoder:
 
 
 def _load(settings: DocumentSettings) -> tuple[Any, Tree]:
-    return P.load_pretrained(str(settings.init), part="text", dtype=torch.float32, copy=True)
+    options: Any = {"part": "text", "dtype": torch.float32, "copy": True, "ignore_fields": settings.ignore_fields or ()}
+    return P.load_pretrained(str(settings.init), **options)
 
 
 def _params(settings: DocumentSettings) -> Tree:

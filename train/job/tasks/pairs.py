@@ -7,6 +7,7 @@ import torch
 
 import params as P
 from fnmodels.embedding import Embedder
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.batch import Entries
 from train.losses.documents import contrastive_loss
@@ -45,8 +46,12 @@ def pairs(settings: DocumentSettings, examples: Examples) -> Encoder:
 def _load(settings: DocumentSettings) -> tuple[Any, Tree, Embedder]:
     options: Any = {"dtype": torch.float32, "copy": True}
     if is_embedder(str(settings.init)):
+        if settings.ignore_fields:
+            raise UserError(f"--ignore-fields: --init {settings.init} is an embedder's folder, which is read as it is")
         return P.load_embedder(str(settings.init), **options)
-    config, params = P.load_pretrained(str(settings.init), head="none", part="text", **options)
+    config, params = P.load_pretrained(
+        str(settings.init), head="none", part="text", ignore_fields=settings.ignore_fields or (), **options
+    )
     return config, params, Embedder(("mean",), max_length=min(settings.length, config.max_position_embeddings))
 
 
