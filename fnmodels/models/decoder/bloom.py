@@ -7,7 +7,6 @@ interleaved by head.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
@@ -106,8 +105,7 @@ def _stored(name: str, config: Config) -> Stored:
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, S, D]: the norm of token (or given) embeddings, of zeros for padding."""
     x = embed_tokens(params["embed_tokens"], inputs)
-    if isinstance(inputs, dict) and "valid" in inputs:  # the gradient of a norm of NaN would be NaN
-        x = torch.where(inputs["valid"][..., None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+    x = decoder.without_padding(x, inputs)
     return layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
 
 

@@ -6,7 +6,6 @@ The first layer has no norm before its attention: its kind ends in "_first".
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
@@ -167,8 +166,7 @@ def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, S, D]: the norm of token (or given) embeddings, of zeros for padding."""
     x = embed_tokens(params["embed_tokens"], inputs)
-    if isinstance(inputs, dict) and "valid" in inputs:  # the gradient of a norm of NaN would be NaN
-        x = torch.where(inputs["valid"][..., None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+    x = decoder.without_padding(x, inputs)
     return _norm(params, "embed_norm", x, config)
 
 

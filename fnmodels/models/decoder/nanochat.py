@@ -67,8 +67,7 @@ def hf_names(config: Config) -> dict[str, str]:
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """x [B, S, D]: token or given embeddings, normed, and zeros for padding."""
     x = embed_tokens(params["embed_tokens"], inputs)
-    if isinstance(inputs, dict) and "valid" in inputs:  # the gradient of a norm of NaN would be NaN
-        x = torch.where(inputs["valid"][..., None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+    x = decoder.without_padding(x, inputs)
     return rms_norm(x, None, eps=config.rms_norm_eps)
 
 

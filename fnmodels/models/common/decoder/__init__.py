@@ -22,6 +22,7 @@ from .embed_and_head import (
     unembed,
     unembed_fp32_weight,
     unembed_layer_norm,
+    without_padding,
 )
 from .layer_kinds import (
     kinds,
@@ -41,5 +42,5 @@ __all__ += ["base_fields", "finished", "decoder_sizes", "text_part", "decoder_to
 __all__ += ["kinds", "sliding_layers", "one_window", "sliding_pattern", "patterned_layers"]
 __all__ += ["listed_kinds", "layer_types", "rotating_layers"]
 __all__ += ["attention_masks", "freqs_cis", "freqs_cis_by_window", "freqs_cis_with_temperature"]
-__all__ += ["embed", "embed_by_width", "head", "project", "is_lm", "scores", "classify"]
+__all__ += ["embed", "embed_by_width", "head", "project", "is_lm", "scores", "classify", "without_padding"]
 __all__ += ["unembed", "unembed_fp32_weight", "unembed_layer_norm", "spec", "hf_names", "decoder_name", "fused"]

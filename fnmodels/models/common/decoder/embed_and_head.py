@@ -29,6 +29,16 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
     return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
 
 
+def without_padding(x: Tensor, inputs: Any) -> Tensor:
+    """x [B, S, D] with zeros for padding, if `inputs` say where it is: for a norm of embeddings.
+
+    A NaN in padding would reach the norm's parameters through its backward.
+    """
+    if not isinstance(inputs, Mapping) or "valid" not in inputs:
+        return x
+    return torch.where(inputs["valid"][..., None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def head(params: Tree, config: DecoderConfig) -> Tensor:
     """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
     if field_of(config, "head") in DECODER_HEADS:
