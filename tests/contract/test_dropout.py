@@ -174,6 +174,8 @@ def test_published_rates_are_read_and_saved(case: Case) -> None:
         table = {name: places for name, places in table.items() if name != "residual_dropout"}
     stated = {name: 0.05 * (i + 1) for i, name in enumerate(table)}
     config = type(case.config).from_hf(case.values | stated)
+    if case.values["model_type"] == "xglm":
+        table = {**table, "dropout": (*table["dropout"], "embedding")}
     places = {place: stated[name] for name, of in table.items() for place in of}
     assert config.dropout == Dropout(**places)
     written = config.to_hf()

@@ -19,7 +19,7 @@ from tests.support.oracle import model_of, params_of
 ROWS, LENGTH, RATES = 3000, 5, (0.3, 0.2, 0.15)
 TYPES = ("gpt2", "bert", "roberta", "distilbert", "mpnet", "nomic_bert", "modernbert", "eurobert", "gpt_neox", "phi")
 TYPES += ("phi3", "starcoder2", "stablelm", "llama", "seed_oss", "mistral", "qwen3", "mixtral", "gemma2", "olmo2")
-TYPES += ("gptj", "codegen", "gpt_neo", "gpt_bigcode", "opt", "persimmon")
+TYPES += ("gptj", "codegen", "gpt_neo", "gpt_bigcode", "opt", "xglm", "persimmon", "bloom")
 TYPES += ("cohere", "granite", "deepseek_v3", "gpt_oss")
 
 

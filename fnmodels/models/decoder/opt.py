@@ -5,7 +5,7 @@ norms after the sublayers and none at the end, and embeddings narrower than the 
 embeddings; XGLM adds sines and cosines of positions that begin with 2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -92,7 +92,9 @@ class Config(older.PlacedConfig):
             fields.take("layer_norm_eps", None)  # BioGPT's, which nothing reads
             scaled = fields.boolean("scale_embedding", True)
             own = usual | {"layer_norm_eps": 1e-5, "scale_embedding": scaled, "sinusoids": kin == "xglm"}
-            return decoder.finished(Config(**own), fields)
+            made = decoder.finished(Config(**own), fields)
+            placed = replace(made.dropout, embedding=made.dropout.mlp)  # XGLM drops out what layer 0 reads too
+            return replace(made, dropout=placed) if kin == "xglm" else made
         first = fields.boolean("do_layer_norm_before", True)
         config = Config(
             **usual,
