@@ -70,10 +70,6 @@ COMPILED: dict[str, Patches] = {  # of blocks that are compiled
 PATHS |= COMPILED
 DECODED: dict[str, Patches] = {  # of compiled decoding steps, made and first run under the patches
     "linear (one row)": {"fnmodels.ops.cpu.linear._one_row": never},
-    "huge_pages": {
-        "fnmodels.cache.compiled.move_to_huge_pages": lambda tensors: 0,
-        "fnmodels.cache.init.advise_huge_pages": nothing,
-    },
 }
 OF_COMPILED = {"llama": ("linear_op", "tiled_op"), "qwen3_5": ("recurrent/scan_op",)}
 DENSE = ("linear, onednn, product_table", "norm", "tiled, tiled_kernel")

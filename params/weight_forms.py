@@ -20,7 +20,6 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
 from fnmodels.ops.cpu.onednn import dense
 from fnmodels.ops.invariant.rows import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.linear import linear
@@ -188,7 +187,6 @@ def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
             if parent != path and weights.keys() >= set(group) and not _differ(parent, group, given):
                 forms |= _joined({member: weights[member] for member in group})
     forms |= {path: PackedWeight(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
-    move_to_huge_pages(tree.leaves(list(forms.values())))
     return map_leaves(lambda path, leaf: forms.get(path, leaf), params)
 
 
@@ -231,9 +229,7 @@ def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str,
             return forms[kind](path, leaf.detach().float())
         return leaf.detach().to(fixed.get(path, torch.bfloat16)) if leaf.is_floating_point() else leaf
 
-    found = map_leaves(form, params)
-    move_to_huge_pages(tree.leaves(found))
-    return found
+    return map_leaves(form, params)
 
 
 def _chosen(path: str, leaf: Tensor, skip: tuple[str, ...]) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import refuse_towers
-from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
 from fnmodels.ops.torch_compilation import mark_dynamic, one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -65,7 +64,6 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
     run = one_graph(graph)
-    moved: list[int] = []  # what the last step's params were
 
     @torch.no_grad()
     def step(
@@ -76,9 +74,6 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         segment_ids: Tensor | None = None,
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
-        if moved != [id(params)]:
-            move_to_huge_pages(tree.leaves(params))
-            moved[:] = [id(params)]
         clean, read = is_clean(cache), _slots_read(cache, tokens, segment_ids)
         logits, after = run(params, tokens, _with_own_slots(cache), segment_ids, length, clean, read)
         consume(cache)

@@ -13,7 +13,6 @@ from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
-from fnmodels.ops.cpu.huge_pages import advise_huge_pages
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
@@ -91,7 +90,6 @@ def _empty_entry(
     entry = torch.empty(
         batch, *([shape[0], *room, *shape[1:]] if by_head else [*room, *shape]), dtype=dtype, device=device
     )
-    advise_huge_pages(entry)
     return entry.zero_().transpose(1, 2) if by_head else entry.zero_()
 
 

@@ -34,7 +34,6 @@ from fnmodels.files import (
 )
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.family import DecoderConfig
-from fnmodels.ops.cpu.huge_pages import move_to_huge_pages
 from fnmodels.ops.cpu.machine import machine
 from fnmodels.ops.torch_compilation import compile_to_file, has_compiler_to_files, load_compiled
 from fnmodels.options import ForwardOptions
@@ -111,7 +110,6 @@ class SavedStep:
             _codes[file] = _loaded(file) or _compiled(
                 file, self, cache, given, None if blocks is None else _most_blocks(cache)
             )
-            move_to_huge_pages(self.leaves)
         return _codes[file]
 
 

@@ -60,9 +60,7 @@ PRIVATE: dict[str, Any] = {
         "ops.aten._unsafe_view",
         "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
-        "ops.mkldnn._nbytes",
         "ops.mkldnn._reorder_linear_weight",
-        "ops.mkldnn.data_ptr",
     )
 }
 _CPU = found() if (found := PRIVATE["cpu.get_capabilities"]) else {}

@@ -37,7 +37,6 @@ OPENER = re.compile(
 RAW = {  # {place: why it needs no opener}
     "fnmodels.cache.saved._loaded": "bytes of `read_bytes`",
     "fnmodels.cache.saved._surroundings": "the source of this package",
-    "fnmodels.ops.cpu.huge_pages._madvise": "a switch of the system",
     "fnmodels.ops.cpu.machine.machine": "/proc/cpuinfo",
     "fnmodels.ops.cpu.product_table._alone_in": "the cache folder, to lock it",
     "fnmodels.research.sae.harvest": "a new file that the caller names",

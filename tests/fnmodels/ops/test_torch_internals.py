@@ -65,9 +65,7 @@ NAMES = {
     "ops.aten._unsafe_view",
     "ops.mkldnn._is_mkldnn_bf16_supported",
     "ops.mkldnn._linear_pointwise",
-    "ops.mkldnn._nbytes",
     "ops.mkldnn._reorder_linear_weight",
-    "ops.mkldnn.data_ptr",
 }
 torch.manual_seed(0)
 X, W = torch.randn(2, 256, 256), torch.randn(256, 256)  # large enough for oneDNN
