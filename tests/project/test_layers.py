@@ -34,6 +34,7 @@ LONGER = {
     "train.generation.loops.stream",
     "train.generation.serve.admit",
     "train.generation.speculative.speculate",
+    "train.generation.transcribe.transcribe",
     "train.losses.distillation.distill",
     "train.losses.masked_tokens.mask_tokens",
     "train.losses.multi_token.mtp_loss",
