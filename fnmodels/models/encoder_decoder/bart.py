@@ -82,6 +82,7 @@ TRAITS = Traits(
 )
 # Settings of generation, and a switch of M2M100's layers that each of its encoders and decoders has.
 _IGNORED: tuple[str, ...] = (*transformer.IGNORED, "add_final_layer_norm", "normalize_before", "normalize_embedding")
+_IGNORED += ("do_blenderbot_90_layernorm", "extra_layer_norm", "layernorm_variant", "force_bos_token_to_be_generated")
 _IGNORED += ("add_bias_logits", "static_position_embeddings", "extra_pos_embeddings", "classif_dropout")
 _KEPT = ("forced_bos_token_id", "forced_eos_token_id")
 

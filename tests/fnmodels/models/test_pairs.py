@@ -15,7 +15,7 @@ import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common import storage
-from fnmodels.models.encoder_decoder import t5
+from fnmodels.models.encoder_decoder import bart, t5
 from fnmodels.ops.attention.relative_bias import buckets
 from tests.support.cases import generic, positions_of, segments
 from tests.support.oracle import assert_close
@@ -298,6 +298,26 @@ def test_the_encoder_of_a_whole_checkpoint(tmp_path: Path) -> None:
     save_file(tensors | copies | {"decoder.embed_tokens.weight": torch.ones(61, 32)}, file, metadata={"format": "pt"})
     with pytest.raises(P.CheckpointError, match="embed_tokens"):
         P.load_pretrained(tmp_path)
+
+
+# Fields of published files that no forward pass reads.
+FIELDS: dict[str, dict[str, Any]] = {
+    "bart-large-cnn": {"force_bos_token_to_be_generated": True, "forced_bos_token_id": 0, "normalize_before": False}
+    | {"add_final_layer_norm": False, "_num_labels": 3, "id2label": {"0": "LABEL_0"}, "no_repeat_ngram_size": 3},
+    "pegasus-large": {"force_bos_token_to_be_generated": False, "extra_pos_embeddings": 1, "length_penalty": 0.8}
+    | {"static_position_embeddings": True, "add_bias_logits": False, "task_specific_params": {}, "pad_token_id": 0},
+    "opus-mt-en-de": {"bad_words_ids": [[58100]], "decoder_vocab_size": 58101, "static_position_embeddings": True},
+    "blenderbot-400m-distill": {"do_blenderbot_90_layernorm": True, "layernorm_variant": "prelayernorm"}
+    | {"extra_layer_norm": False, "encoder_no_repeat_ngram_size": 3, "unk_token_id": 3},
+    "umt5-xxl-encoder": {"scalable_attention": True, "output_past": True, "dense_act_fn": "gelu_new"},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_published_files_are_read(name: str) -> None:
+    values = (bart.PRESETS | t5.PRESETS)[name]
+    read = fnmodels.family_for(values["model_type"]).Config.from_hf
+    assert read(values | FIELDS[name]) == read(values)
 
 
 def test_sizes() -> None:
