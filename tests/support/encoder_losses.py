@@ -14,7 +14,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 import train
-from fnmodels import bert, clip, flux, mpnet, t5, tree, vit, whisper
+from fnmodels import bart, bert, clip, flux, mpnet, t5, tree, vit, whisper
 from fnmodels.inputs.image_places import cells, image_places
 from fnmodels.models.common.registry import family_for, model_type_of
 from fnmodels.models.vision_language import (
@@ -51,6 +51,7 @@ from tests.support import wrappers
 from tests.support.cases import generic_params
 from tests.support.one_process import One, error, even, gradient_errors, watched
 from tests.support.ranks_pool import devices
+from tests.variants.bart import TINY as BART
 from tests.variants.flux import TINY as FLUX
 from tests.variants.vision import pairs
 from tests.variants.vision import variants as towers
@@ -88,7 +89,16 @@ def setting(head: str) -> Setting:
 def pair_setting() -> Setting:
     """(config, loss, the rows of each rank) of T5."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
-    config = t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, **sizes)
+    return paired(t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, **sizes))
+
+
+def bart_setting() -> Setting:
+    """(config, loss, the rows of each rank) of BART, whose logits have a fixed bias."""
+    return paired(bart.Config.from_hf(BART | {"vocab_size": 64, "decoder_attention_heads": 4}))
+
+
+def paired(config: Any) -> Setting:
+    """A setting of a model of both stacks."""
     pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10, 11, 12])]
     halves = [[([t + 20 * i for t in a], [t + 20 * i for t in b]) for a, b in pairs] for i in range(2)]
     made = [fnmodels.pair_batch(half, 6, 6, start=0) for half in halves]
@@ -292,6 +302,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "classification": functools.partial(setting, "classification"),
     "none": functools.partial(setting, "none"),
     "pairs": pair_setting,
+    "bart": bart_setting,
     "flow": flow_setting,
     "sound": sound_setting,
     "images": image_setting,
