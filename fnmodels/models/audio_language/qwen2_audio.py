@@ -24,12 +24,12 @@ from torch import Tensor
 
 from fnmodels.inputs.audio import groups  # noqa: F401
 from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, weight
-from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.models.common.storage import Stored, StoredNames, renamed
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.encoder_decoder import transformer, whisper
 from fnmodels.models.vision.common.two_towers import with_prefix
@@ -131,7 +131,7 @@ class Config:
         return self.audio_token
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
@@ -157,7 +157,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         own = _TYPES[self.model_type]
         text = {name: value for name, value in self.text.to_hf().items() if name != "architectures"}
@@ -191,7 +191,7 @@ def _encoder(fields: Fields, own: _Type) -> whisper.Config:
     return config
 
 
-def _encoder_to_hf(config: whisper.Config, own: _Type) -> dict[str, Any]:
+def _encoder_to_hf(config: whisper.Config, own: _Type) -> ConfigJson:
     sizes = {(short if own.short else usual): getattr(config, name) for name, (short, usual, _) in _SIZES.items()}
     own_fields = {"model_type": own.encoder, "activation_function": config.hidden_act}
     return sizes | own_fields | {"initializer_range": config.initializer_range}
@@ -220,7 +220,7 @@ def spec(config: Config) -> Tree:
     return parts | {"projector": projector}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     text = with_prefix(family_of(config.text).hf_names(config.text), "text", "language_model.")
     audio = {path: renamed(name, r"^(model\.)?encoder\.", "") for path, name in whisper.hf_names(config.audio).items()}

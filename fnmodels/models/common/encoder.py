@@ -162,7 +162,7 @@ _WRITTEN = (
 )
 
 
-def encoder_to_hf(config: EncoderConfig, classes: str, *, names: Mapping[str, str], **rest: Any) -> dict[str, Any]:
+def encoder_to_hf(config: EncoderConfig, classes: str, *, names: Mapping[str, str], **rest: Any) -> ConfigJson:
     """A config.json.
 
     names: {Config field: its name in the file} where they differ, "" where the file has none. rest: further fields.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context
 from fnmodels.ops import apply_rotary, embed_tokens, project_out, project_qkv
 from fnmodels.tree import Tree
@@ -38,7 +38,7 @@ def granite_fields(fields: Fields, model_types: tuple[str, ...]) -> dict[str, An
     }
 
 
-def granite_to_hf(config: MultipliedConfig, architecture: str, *names: str, **rest: Any) -> dict[str, Any]:
+def granite_to_hf(config: MultipliedConfig, architecture: str, *names: str, **rest: Any) -> ConfigJson:
     """A config.json in the current dialect; arguments as for `decoder.decoder_to_hf`."""
     own = ("rms_norm_eps", "attention_bias", "hidden_act", *MULTIPLIERS)
     return decoder.decoder_to_hf(config, architecture, *own, *names, **rest)

@@ -143,7 +143,7 @@ def with_head(config: C, fields: Fields, extra: tuple[tuple[str, str], ...]) -> 
     return with_dropout(config, fields)
 
 
-def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) -> ConfigJson:
     """The fields of config.json that `with_head` reads. architecture: the model type's class with a head for tokens."""
     classes = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
     if field_of(config, "head") == "lm":
@@ -152,7 +152,7 @@ def decoder_head_to_hf(config: Any, architecture: str, kept: Mapping[str, Any]) 
     return head_to_hf(config, classes + "Text" * text, kept)
 
 
-def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> ConfigJson:
     """The fields of config.json that `head_fields` reads. kept: the fields that are kept for saving."""
     out: ConfigJson = {"architectures": [classes + CLASSES[config.head]]}
     if config.num_labels:

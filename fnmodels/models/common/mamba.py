@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops import ACTIVATIONS, split_heads, upcast
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
@@ -107,7 +108,7 @@ def mamba_from_hf(
     return Mamba(**{"out_bias": read["proj_bias"], "limits": limits} | read | given)
 
 
-def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIELDS) -> dict[str, Any]:
+def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIELDS) -> ConfigJson:
     """The fields that `mamba_from_hf` reads, for config.json."""
     own = {name: getattr(mixer, field) for field, (name, _) in names.items()}
     return own | {"time_step_limit": list(mixer.limits)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import mtp
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.tree import Tree
 
 from .config_json import Fields
@@ -182,7 +183,7 @@ def grouped_from_hf(
     }
 
 
-def grouped_to_hf(config: Any) -> dict[str, Any]:
+def grouped_to_hf(config: Any) -> ConfigJson:
     """The fields that `grouped_from_hf` reads back, except the number of MTP heads."""
     dense = config.layer_kinds.count("full")
     return {name: getattr(config, name) for name in GROUPED} | {"first_k_dense_replace": dense}

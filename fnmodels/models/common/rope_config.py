@@ -79,7 +79,7 @@ def split_sections(fields: Fields, *, interleaved: bool = True) -> tuple[Fields,
     return Fields({**fields.values, **named}, fields.where), tuple(sections), interleaved or not sections
 
 
-def sections_to_hf(config: Any) -> dict[str, Any]:
+def sections_to_hf(config: Any) -> ConfigJson:
     """The rope object of a config whose positions have three axes: the inverse of `split_sections`."""
     own = {"mrope_section": list(config.mrope_section), "mrope_interleaved": config.mrope_interleaved}
     if getattr(type(config), "rope", config.rope).partial != 1:  # the family's default, so 1 has to be said
@@ -159,7 +159,7 @@ def parse_rope(
     return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
 
 
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
+def rope_to_hf(rope: Rope) -> ConfigJson:
     """The rope object for config.json, which `parse_rope` reads back."""
     out: ConfigJson = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.partial != 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.documents import Documents
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.tree import Tree
@@ -93,7 +94,7 @@ def text_fields(
     }
 
 
-def text_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]:
+def text_to_hf(config: Any, architecture: str, **rest: Any) -> ConfigJson:
     """A config.json: the fields of TextConfig, those kept for saving, and `rest` of the family."""
     out = {name: json.loads(value) for name, value in config.extra} | {name: getattr(config, name) for name in _NAMES}
     out |= {"model_type": config.model_type, "architectures": [architecture], "eos_token_id": config.eos_token_id}

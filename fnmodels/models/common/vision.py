@@ -19,6 +19,7 @@ from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.inputs.segments import text_order
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops.embedding import look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
@@ -187,7 +188,7 @@ def kept_fields(fields: Fields, ignored: Sequence[str] = ()) -> tuple[tuple[str,
     return fields.finish(ignored) + named
 
 
-def vision_to_hf(config: Any, classes: str, *names: str, **rest: Any) -> dict[str, Any]:
+def vision_to_hf(config: Any, classes: str, *names: str, **rest: Any) -> ConfigJson:
     """A config.json: the fields of VisionConfig, those kept for saving, and `names` and `rest` of the family.
 
     A field of `rest` that is None is left out.

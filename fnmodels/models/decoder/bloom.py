@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import alibi_tables as freqs_cis  # noqa: F401
@@ -57,7 +58,7 @@ class Config(older.PlacedConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(
             values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="gelu_pytorch_tanh"
@@ -67,7 +68,7 @@ class Config(older.PlacedConfig):
         fields.expect("apply_residual_connection_post_layernorm", False)
         return decoder.finished(Config(**usual), fields, _UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         fixed = dict.fromkeys(("intermediate_size", "hidden_act", "max_position_embeddings"))
         return older.older_to_hf(self, "BloomForCausalLM", _WRITTEN, **fixed)

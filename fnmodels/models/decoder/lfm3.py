@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, short_conv, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -61,7 +61,7 @@ class Config(decoder.BaseConfig):
         short_conv.check_kernel(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         rope = values.get("rope_parameters")
         fields = Fields(values if rope is not None else {**values, "rope_parameters": _ROPES})
@@ -87,10 +87,10 @@ class Config(decoder.BaseConfig):
         )
         return decoder.finished(config, fields)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         theirs = {kind: name for name, kind in _TYPES.items()}
-        own: dict[str, Any] = {
+        own: ConfigJson = {
             "layer_types": [theirs[kind] for kind in self.layer_kinds],
             "norm_eps": self.rms_norm_eps,
         }

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, older  # noqa: F401
 from fnmodels.models.common.decoder.older import alibi_tables as freqs_cis  # noqa: F401
@@ -46,7 +46,7 @@ class Config(older.PlacedConfig):
     softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields, usual = older.older_fields(values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="gelu")
         fields.expect("intermediate_size", 4 * usual["hidden_size"])
@@ -64,10 +64,10 @@ class Config(older.PlacedConfig):
         inner.finish(("attn_impl", "attn_pdrop", "attn_uses_sequence_id"))
         return decoder.finished(Config(**usual, **chosen), fields, _UNUSED)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         attention = _ATTENTION | {"clip_qkv": self.clip_qkv, "softmax_scale": self.softmax_scale}
-        own: dict[str, Any] = dict.fromkeys(("intermediate_size", "hidden_act")) | {"attn_config": attention}
+        own: ConfigJson = dict.fromkeys(("intermediate_size", "hidden_act")) | {"attn_config": attention}
         return older.older_to_hf(self, "MptForCausalLM", _NAMES, **own)
 
 

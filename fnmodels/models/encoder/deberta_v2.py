@@ -108,7 +108,7 @@ class Config(encoder.EncoderConfig):
 
     def to_hf(self) -> ConfigJson:
         """A config.json."""
-        own: dict[str, Any] = {"share_att_key": True, "relative_attention": True, "norm_rel_ebd": "layer_norm"}
+        own: ConfigJson = {"share_att_key": True, "relative_attention": True, "norm_rel_ebd": "layer_norm"}
         own |= {"legacy": self.legacy, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
         own |= {"position_buckets": self.position_buckets or -1, "max_relative_positions": self.max_relative_positions}
         return encoder.encoder_to_hf(self, "DebertaV2", names={}, **own)

@@ -17,6 +17,7 @@ from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import bias, gated_mlp_leaves
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops import Rope, embed_tokens, rotary_table
 from fnmodels.tree import Tree
 
@@ -88,7 +89,7 @@ def spec(config: Config) -> Tree:
     return tree
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk, or its rows there}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else _PREFIXES[config.model_type]
     names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]

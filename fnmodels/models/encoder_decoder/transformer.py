@@ -122,7 +122,7 @@ def pair_fields(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def pair_to_hf(config: PairConfig) -> dict[str, Any]:
+def pair_to_hf(config: PairConfig) -> ConfigJson:
     """The fields of config.json that `pair_fields` reads; ConfigError for one of the stacks, which no class reads."""
     if config.stack != "both":
         raise ConfigError(f"The {config.stack} is saved with its other stack: save the params of the config of both.")

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, bias, embedding, gated_mlp_leaves, layer_leaves, norm
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis  # noqa: F401
@@ -44,7 +45,7 @@ class Config(qwen_tower.QwenTowerConfig):
     qkv_bias: bool = False
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         ocr = values.get("model_type") == "glm_ocr_vision"
         renamed = {"layer_norm_eps" if name == "rms_norm_eps" else name: value for name, value in values.items()}
@@ -71,9 +72,9 @@ class Config(qwen_tower.QwenTowerConfig):
         object.__setattr__(config, "extra", fields.finish())
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = {"out_hidden_size": self.out_hidden_size, "rms_norm_eps": self.layer_norm_eps}
+        own: ConfigJson = {"out_hidden_size": self.out_hidden_size, "rms_norm_eps": self.layer_norm_eps}
         own |= {"image_size": self.image_size, "attention_bias": self.qkv_bias}
         own["intermediate_size"] = self.merger_size if self.placed else self.intermediate_size
         return qwen_tower.tower_to_hf(self, _CLASSES.get(self.model_type, "Glm4vVision"), **own)
@@ -92,7 +93,7 @@ def spec(config: Config) -> Tree:
     return tree | {"norm": norm(D, "embed")}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = {"first_norm": "post_conv_layernorm.weight", "norm": "post_layernorm.weight"}
     names |= {"embed_positions": "embeddings.position_embedding.weight"}

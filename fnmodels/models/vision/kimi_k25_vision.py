@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.storage import fuse
+from fnmodels.models.common.storage import StoredNames, fuse
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import apply_rotary_interleaved, plain_mlp, project_out, project_qkv
@@ -51,7 +51,7 @@ class Config(vision.VisionConfig):
         return 0
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = renamed(Fields(values), {name: new for name, new in _PUBLISHED.items() if name in values})
         for name, value in _FIXED.items():
@@ -76,9 +76,9 @@ class Config(vision.VisionConfig):
         object.__setattr__(config, "extra", fields.finish(("text_hidden_size", "mm_hidden_size", "projector_ln_eps")))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: dict[str, Any] = {"pos_emb_height": self.side, "pos_emb_width": self.side, "pos_emb_time": self.time}
+        own: ConfigJson = {"pos_emb_height": self.side, "pos_emb_width": self.side, "pos_emb_time": self.time}
         own |= {"merge_kernel_size": [self.merge] * 2, "image_size": None, "num_channels": None, "layer_norm_eps": None}
         own["rope_parameters"] = {"rope_type": "axial", "rope_theta": self.rope_theta}
         return expressible(self, vision.vision_to_hf(self, "Kimi_K25Vision", **own))
@@ -91,7 +91,7 @@ def spec(config: Config) -> Tree:
     return tree | {"layers": [vision.vision_layer(config)] * config.num_hidden_layers} | vision.last_norm(config)
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     at = "encoder.blocks."
     names: dict[str, Any] = {"embed_positions": "patch_embed.pos_emb.weight"}

@@ -19,9 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import qwen2_5_vl_vision
 from fnmodels.models.vision.common import two_towers
@@ -52,7 +53,7 @@ class Config:
         qwen_vl.check_widths(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         inner = values.get("text_config")
         if isinstance(inner, dict) and inner.get("model_type") == "exaone4_5_text":  # in the first release
@@ -68,7 +69,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *qwen_vl.TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
@@ -85,7 +86,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"merger": merger}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.nested_names(config, text="model.language_model.", vision="model.visual.")
     names["merger.norm"] = "model.visual.merger.ln_q.weight"

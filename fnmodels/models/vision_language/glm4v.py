@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.spec import Leaf, Normal, bias, gated_mlp_leaves, layer_norm_leaves, weight
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import glm4v_vision
 from fnmodels.models.vision.common import two_towers
@@ -86,7 +87,7 @@ class Config:
         qwen_vl.check_widths(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         own = _TYPES[outer.choice("model_type", MODEL_TYPES)]
@@ -106,7 +107,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         own = _TYPES[self.model_type]
         parts = self.vision.model_type.removesuffix("_vision")
@@ -146,7 +147,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"merger": merger}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     at = "model.visual."
     names = vision_language.nested_names(config, text="model.language_model.", vision=at)

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import kimi_k25_vision
 from fnmodels.models.vision.common import two_towers
@@ -56,7 +57,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> "Config":
+    def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
@@ -75,7 +76,7 @@ class Config:
         object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS))
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         return vision_language.to_hf(
             self,
@@ -87,7 +88,7 @@ class Config:
         )
 
 
-def _tied(values: dict[str, Any]) -> bool:
+def _tied(values: ConfigJson) -> bool:
     """Published files say so in the text alone; transformers' default is that the head is tied."""
     return bool(
         (values.get("text_config") or {}).get("tie_word_embeddings", "media_placeholder_token_id" not in values)
@@ -100,7 +101,7 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"merger": merger}
 
 
-def hf_names(config: Config) -> dict[str, Any]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
     for path, name in (("norm", "pre_norm"), ("up", "proj.0"), ("out", "proj.2")):

@@ -9,7 +9,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 
-from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, Fields, shown
+from ..config_json import IGNORED_FIELDS, LAYERS_LIMIT, ConfigJson, Fields, shown
 from ..dropout import dropout_to_hf
 from ..family import traits_of
 from ..heads import decoder_head_to_hf, with_head
@@ -117,7 +117,7 @@ _DECODER_FIELDS = (
 )
 
 
-def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> dict[str, Any]:
+def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> ConfigJson:
     """A config.json in the current dialect: the fields of `decoder_sizes`, those that `finish` kept, and the family's.
 
     names: fields that are written unchanged. rest: fields with another name or form in the file; by default the rope is

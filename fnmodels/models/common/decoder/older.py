@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import constants
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops import ACTIVATIONS, layer_norm, look_up, plain_mlp, project_out, project_qkv
 from fnmodels.ops.attention.alibi import alibi_slopes
 from fnmodels.ops.embedding import embed_tokens
@@ -112,7 +113,7 @@ def older_fields(
     }
 
 
-def older_to_hf(config: Any, architecture: str, names: Mapping[str, str], **rest: Any) -> dict[str, Any]:
+def older_to_hf(config: Any, architecture: str, names: Mapping[str, str], **rest: Any) -> ConfigJson:
     """A config.json under the names of the family's files, and `rest`; a value that `rest` has as None is left out."""
     saved = {name: json.loads(value) for name, value in config.extra}
     theirs = {ours: name for name, ours in names.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import vision
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.spec import Leaf, Normal
 from fnmodels.models.common.storage import StoredNames, fuse
@@ -74,7 +74,7 @@ def layer_list(fields: Fields, name: str, default: list[int]) -> list[int]:
     return list(layers)
 
 
-def tower_to_hf(config: Any, classes: str, **own: Any) -> dict[str, Any]:
+def tower_to_hf(config: Any, classes: str, **own: Any) -> ConfigJson:
     """A config.json of a tower with the fields of QwenTowerConfig and `own`."""
     rest = {"num_channels": None, "image_size": None, "layer_norm_eps": None, "spatial_merge_size": config.merge}
     rest |= {"temporal_patch_size": config.frames, "in_channels": config.num_channels // config.frames}

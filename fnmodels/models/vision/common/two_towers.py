@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import StoredNames, renamed
@@ -41,7 +41,7 @@ def finished(config: Any, outer: Fields) -> Any:
     return config
 
 
-def towers_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]:
+def towers_to_hf(config: Any, architecture: str, **rest: Any) -> ConfigJson:
     """A config.json of both towers."""
     kept = {name: json.loads(value) for name, value in config.extra}
     own = {"architectures": [architecture], "model_type": config.model_type}

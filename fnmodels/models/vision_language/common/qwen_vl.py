@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_sizes import fit_area
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.registry import family_for
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
 from fnmodels.models.common.storage import Stored
@@ -80,7 +80,7 @@ def text_config(
     return read(values) if outer.take("text_config", None) is None else vision_language.read_once(outer, values, read)
 
 
-def text_to_hf(config: Any, text_type: str, *unwritten: str) -> dict[str, Any]:
+def text_to_hf(config: Any, text_type: str, *unwritten: str) -> ConfigJson:
     """The object `text_config`. unwritten: fields of the plain family that the wrapper's text model does not have."""
     values = config.to_hf() | {"model_type": text_type}
     return {name: value for name, value in values.items() if name not in (*unwritten, "architectures")}
