@@ -52,6 +52,8 @@ _TABLE = (
     LogicalAxis("linear_latent", region=LINEAR_HEADS),
     LogicalAxis(CONV, "tp", CONV),
     LogicalAxis(KERNEL),
+    LogicalAxis("channels"),  # of Mamba 1, whose projections read all of them
+    LogicalAxis("channels_latent"),
     LogicalAxis(EXPERT, "ep"),
     LogicalAxis(EXPERT_MLP, "tp"),
     LogicalAxis("router"),

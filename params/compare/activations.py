@@ -24,6 +24,7 @@ _SUBLAYERS = (
     {"attention": "post_norm1", "mlp": "post_norm2"},  # HyperCLOVA X
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    {"attention": "post_attention_layernorm", "mlp": "post_mlp_layernorm"},  # AFMoE
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
     {"attention": "attention.attn", "mlp": "output.dense"},  # MPNet
     {"attention": "attention.dense", "mlp": "ffn_output"},  # ALBERT
@@ -41,6 +42,8 @@ _SUBLAYERS = (
     {"attention": "conv", "mlp": "feed_forward"},  # LFM2
     {"attention": "mixer", "mlp": "mixer"},  # one sublayer, of which ours has the tap
     {"attention": "mamba self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 4
+    {"attention": "self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 3 MoE
+    {"attention": "self_attn", "mlp": "block_sparse_moe"},
 )
 
 

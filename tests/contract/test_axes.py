@@ -28,11 +28,15 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         far = hasattr(config, "global_head_dim") and not kind_of(config, path).startswith("sliding")
         names = ("num_global_key_value_heads", "global_head_dim") if far else ("num_key_value_heads", "head_dim")
         kv_heads, head_dim = getattr(config, names[0], config.num_attention_heads), getattr(config, names[1])
+        heads = config.num_attention_heads
+        if kind_of(config, path).startswith("sliding"):
+            heads = getattr(config, "sliding_attention_heads", heads)
+            kv_heads = getattr(config, "sliding_key_value_heads", kv_heads)
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             wanted = {
                 "embed": config.hidden_size,
                 "vocab": config.vocab_size,
-                "heads": config.num_attention_heads * leaf.unit,
+                "heads": heads * leaf.unit,
                 "kv_heads": kv_heads * leaf.unit,
                 "head_dim": head_dim,
             }.get(axis, size)

@@ -245,11 +245,15 @@ def declared_routing(
     wide = [layer[name].to(kinds[dtypes.projection]) for name in ("router", "router_bias") if name in layer]
     logits = F.linear(x.to(kinds[dtypes.projection]), *wide)
     name, scores = route.func.__name__, logits.to(kinds[dtypes.score])
+    scores = (scores / cap).tanh() * cap if (cap := how.get("softcap", 0.0)) else scores
     scores = scores if name == "top_k_softmax" else scores.softmax(-1) if "softmax" in name else scores.sigmoid()
+    if name == "sparse_mixer":
+        weights = route(logits.to(kinds[dtypes.score]), indices)[0].to(kinds[dtypes.output])
+        return layer["router"].to(kinds[dtypes.param]), logits, weights
     weights = scores.gather(-1, indices)
     weights = weights.softmax(-1) if name == "top_k_softmax" else weights
     if how.get("renormalize", False):
-        total = weights.sum(-1, keepdim=True) + (how.get("norm_eps", 1e-20) if name == "sigmoid_top_k" else 0)
+        total = weights.sum(-1, keepdim=True) + (how.get("norm_eps", 1e-20) if name.endswith("sigmoid_top_k") else 0)
         weights = weights / total.clamp(min=how.get("norm_min", 0.0))
     scale = how.get("scale", 1.0)
     weights = (weights * (scale[indices] if isinstance(scale, Tensor) else scale)).to(kinds[dtypes.output])

@@ -34,7 +34,12 @@ from tests.support.cases import (
 ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "nomic_bert")
-GATED = ("qwen3_next", "lfm3")  # the output of attention is multiplied by a gate before it is projected
+GATED = (
+    "qwen3_next",
+    "lfm3",
+    "laguna",
+    "afmoe",
+)  # the output of attention is multiplied by a gate before it is projected
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 
@@ -171,7 +176,8 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
         added = tap["experts"] + tap.get("shared_expert", 0)
         order = list(tap)
         if order[order.index("mlp") - 1] in ("experts", "shared_expert"):
-            assert off(tap["mlp"][valid], (added * getattr(config, "residual_multiplier", 1.0))[valid]) < 1e-5
+            share = getattr(config, "residual_multiplier", 1.0) / (1 + getattr(config, "average_experts", False))
+            assert off(tap["mlp"][valid], (added * share)[valid]) < 1e-5
 
 
 def norms_of(case: Case) -> dict[str, tuple[Tensor, Tensor, float]]:
@@ -281,6 +287,7 @@ NORMS = {  # of layers, by a variant that has them
     "deepseek_v3": ("attention.q_a_layernorm", "attention.kv_a_layernorm"),
     "gemma2": _AROUND,
     "qwen3_next": ("attention.norm",),
+    "jamba": ("attention.step_norm", "attention.b_norm", "attention.c_norm"),
     "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm"),
     "gemma4_text_e": ("post_per_layer_input_norm",),
     "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],

@@ -33,11 +33,22 @@ from tests.support.peft_cases import (
     worst,
 )
 
-MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h")
+MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h", "mamba", "falcon_mamba", "jamba")
 FP32 = ("gpt2_numbered", "xglm")  # transformers' attention refuses fp64
 ALL = pytest.mark.parametrize("case", peft_cases(), ids=str)
 # Routers, which multiply in another dtype here; Whisper's head, which is its embedding whatever a config says
-OTHERS = (".router", ".router.proj", ".mlp.gate", ".mixer.gate", ".feed_forward.gate", "proj_out")
+OTHERS = (
+    ".router",
+    ".router.proj",
+    ".router.gate",
+    ".mlp.gate",
+    ".gate.wg",
+    ".mixer.gate",
+    ".feed_forward.gate",
+    "proj_out",
+)
+# PEFT renames these on loading by a pattern of transformers that their new names match too: they are renamed twice.
+UNREAD = {"laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down"))}
 
 
 @ALL
@@ -55,8 +66,9 @@ def _adapted(case: PeftCase, **options: Any) -> Any:
     """PEFT's model with random adapters on every linear map and every stack of experts."""
     model, layout = case.fresh(), layout_of(case.config).memory
     mamba = getattr(model.config, "model_type", "") in MAMBA_TYPES
-    others = (*OTHERS, ".out_proj") if mamba else OTHERS  # PEFT refuses those
+    others = (*OTHERS, ".out_proj", ".dt_proj") if mamba else OTHERS  # PEFT refuses those, or models pass them by
     others += ("lm_head",) if case.name in ("bart", "m2m_100") else ()  # always their embedding
+    others += UNREAD.get(getattr(model.config, "model_type", ""), ())
     modules = [name for name in linear_modules(model) if not name.endswith(others)]
     unknown = [name for name in modules if name not in layout.linear]
     assert not unknown, f"no adapter of {unknown}"
@@ -396,7 +408,9 @@ ROUTED = [case for case in peft_cases() if case.values is not None and any(layou
 def test_peft_reads_adapters_of_every_linear_map_beside_experts(case: PeftCase, tmp_path: Path) -> None:
     """PEFT takes names such as gate_proj for those of experts in files of older models, wherever they are."""
     names = {path: storage.disk_names(stored)[0] for path, stored in module_names(case.config).items()}
-    left = ("lm_head.weight", ".out_proj.weight")  # PEFT refuses the second in models with Mamba layers
+    # PEFT refuses the second in models with Mamba layers, which read the third without its module
+    left: tuple[str, ...] = ("lm_head.weight", ".out_proj.weight", ".dt_proj.weight")
+    left += tuple(f"{name}.weight" for name in UNREAD.get(case.config.model_type, ()))
     targets = [path for path in lora.targets(case.config) if not names[path].endswith(left)]
     made = lora.add(case.config, case.base(), rank=2, targets=targets)
     trained = tree.map_with_path(lambda path, leaf: generic(path, leaf).to(leaf), lora.adapters(made))

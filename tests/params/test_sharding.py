@@ -99,10 +99,14 @@ def test_heads_stay_whole() -> None:
 def test_every_leaf_with_heads_says_how_large_they_are(case: Any) -> None:
     config = case.config
     heads = config.num_attention_heads
-    counts = {"heads": heads, "kv_heads": getattr(config, "num_key_value_heads", heads)}
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    counts = {
+        "heads": {heads, getattr(config, "sliding_attention_heads", heads)},
+        "kv_heads": {kv_heads, getattr(config, "sliding_key_value_heads", kv_heads)},
+    }
     for path, leaf in tree.flatten(fnmodels.family_of(config).spec(config)).items():
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
-            assert size == counts[axis] * leaf.unit if axis in counts else True, path
+            assert axis not in counts or size in {count * leaf.unit for count in counts[axis]}, path
 
 
 def test_a_mesh_dimension_has_one_use() -> None:

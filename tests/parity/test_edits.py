@@ -33,8 +33,10 @@ OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook
     "opt": ("attention.q",),  # scaled before the attention function there
     "gpt2": ("attention.q",),  # scaled by the layer's number there, and in the attention function here
-    "gpt_oss": ("attention.scores",),  # its softmax reads their difference to the largest, sinks included
+    # its softmax reads their difference to the largest, sinks included
+    **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), ("attention.scores",)),
     "deepseek_v32": ("q_a_layernorm",),  # the indexer computes it again here, for its own choice
+    "laguna": ("experts", "expert_weights"),  # the sum of the experts is scaled, and not their weights
     "llama4": ("experts", "expert_weights"),  # one output per expert, not their sum; weights are in its inputs
     **dict.fromkeys(("kimi_linear", "olmo_hybrid", "qwen3_next"), ("attention.norm",)),  # gated in the same module
 }
@@ -48,10 +50,11 @@ UNREACHED = {
     "gpt_neo": (*_INLINE, "attention.z"),
     "mpnet": (*_INLINE, "attention.z"),
     "deberta_v2": (*_INLINE, "attention.z"),
-    "granitemoehybrid": ("mlp",),  # a sum of two modules, multiplied
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), ("mlp",)),  # a sum of two modules, multiplied
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
     # files name the modules of these norms otherwise
     **dict.fromkeys(("gte", "nomic_bert"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "glm4_moe": ("attention.q_norm", "attention.k_norm"),
     "olmo_hybrid": ("input_layernorm", "post_attention_layernorm"),
     "opt": ("input_layernorm", "post_attention_layernorm", "final.norm", "hidden"),
 }

@@ -15,6 +15,7 @@ from tests.support.oracle import model_of, on_disk, params_of, position_ids
 
 STEPS = 10
 RATE, DECAY, CLIP = 2e-3, 0.1, 1.0
+SAMPLED = ("phimoe",)  # its router draws experts in training there
 # One model type of each family whose richest variant transformers has.
 WITH_REFERENCE = {
     case.family: case for case in richest(lambda case: case.config.model_type) if case.values is not None
@@ -23,7 +24,7 @@ WITH_REFERENCE = {
 
 def _reference(case: Case, batches: list[Batch]) -> list[float]:
     """transformers' loss, torch's optimizer and clipping; weight decay as in the spec: matrices only."""
-    model = model_of(case.values).train()
+    model = model_of(case.values).train(case.config.model_type not in SAMPLED)
     # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
     for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
         table.padding_idx = None

@@ -23,6 +23,7 @@ LONGER = {
     "fnmodels.ops.moe.layer.moe",
     "fnmodels.ops.recurrent.conv.short_conv",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
+    "fnmodels.ops.recurrent.selective_scan.selective_scan",
     "fnmodels.ops.recurrent.ssd.ssd",
     "fnmodels.preparation.prepare",
     "fnmodels.research.patching.patch_grid",

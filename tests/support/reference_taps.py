@@ -30,8 +30,8 @@ MIXERS = ("self_attn", "attn", "attention", "self_attention", "mixer")
 LAST_OF_MIXER = ("o_proj", "dense", "out_proj", "c_proj", "Wo")
 MLPS = ("mlp", "feed_forward", "ffn", "intermediate", "output", "mixer", "shared_mlp")
 SPARSE = (*MLPS, "block_sparse_moe", "moe")
-SHARED = ("shared_expert", "shared_experts")
-ROUTERS = ("gate", "router", "router.layer", "router.proj")
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+ROUTERS = ("gate", "gate.wg", "router", "router.gate", "router.layer", "router.proj")
 LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj", "Wo", "w2", "lin2", "output_linear")
 IN_LAYER = {"activation_fn": "mlp.pre", "fc2": "mlp.neurons"}  # OPT's MLP is no module of its own
 
@@ -110,7 +110,7 @@ class Site:
         def attention(module: Any, *given: Any, **how: Any) -> tuple[Tensor, Any]:
             if module is not self.module:
                 return eager(module, *given, **how)
-            *qkv, mask = given
+            *qkv, mask = given if len(given) == 4 else (*given, how.pop("attention_mask"))
             if self.which in ATTENTION[:3]:
                 at = ATTENTION.index(self.which)
                 qkv[at] = change(qkv[at].transpose(1, 2)).transpose(1, 2)

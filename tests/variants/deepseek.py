@@ -63,6 +63,12 @@ def _v2(rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return values | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes  # divide hidden_size, as required
 
 
+def _lite() -> dict[str, Any]:
+    one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
+    values = _tiny(**one_group, model_type="glm4_moe_lite", mlp_layer_types=["sparse", "dense"])
+    return {name: value for name, value in values.items() if name != "first_k_dense_replace"}
+
+
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1}
@@ -79,6 +85,8 @@ def variants() -> dict[str, dict[str, Any]]:
         "deepseek_v2": _v2(YARN),
         "deepseek_v2_lite": _v2(topk_method="greedy", **one_group, **few, q_lora_rank=None),
         "kimi_k2": _tiny(YARN | {"beta_fast": 1.0, "beta_slow": 1.0}, **one_group, model_type="kimi_k2"),
+        "glm4_moe_lite": _lite(),
+        "sarvam_mla": _tiny(YARN, **one_group, model_type="sarvam_mla", q_lora_rank=None, num_hidden_layers=2),
     }
 
 
@@ -191,6 +199,7 @@ def sizes() -> dict[str, int]:
 # Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "deepseek-v2-lite": 15_706_484_224,
+    "glm-4.7-flash": 29_943_393_920,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200 + 11_610_068_224,  # the main model and the MTP module
     "deepseek-r1": 671_026_419_200 + 11_610_068_224,
@@ -202,6 +211,8 @@ TOTALS: dict[str, int | str] = {
 REFUSED = {
     "deepseek_v2": {"head_dim", "mlp_bias", "n_group", "norm_topk_prob"},
     "deepseek_v3": {"n_group", "num_attention_heads", "num_mtp_layers"},
+    "glm4_moe_lite": {"num_attention_heads", "num_hidden_layers"},
+    "sarvam_mla": {"num_attention_heads", "num_mtp_layers"},
 }
 
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23

@@ -4,7 +4,9 @@ from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
 
-SEEDS = {"glm4_moe": 5, "glm4_moe_qk_norm": 7, "dots1": 4}
+SEEDS = {"solar_open": 5, "glm4_moe": 5, "glm4_moe_qk_norm": 7, "dots1": 4}
+
+BLIND = {"solar_open": {"intermediate_size"}}  # no dense layer
 
 TINY: dict[str, Any] = {
     "model_type": "glm4_moe",
@@ -45,6 +47,19 @@ def _dots(**changes: Any) -> dict[str, Any]:
     return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, **changes}
 
 
+def _sarvam() -> dict[str, Any]:
+    own = {"model_type": "sarvam_moe", "use_qk_norm": True, "n_group": 2, "topk_group": 1, "attention_bias": False}
+    own |= {"moe_intermediate_size": 20}
+    return _glm({"partial_rotary_factor": 1.0}, num_hidden_layers=2, **own)
+
+
+def _solar() -> dict[str, Any]:
+    unknown = ("first_k_dense_replace", "intermediate_size", "num_nextn_predict_layers")
+    own = {"model_type": "solar_open", "num_hidden_layers": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False}
+    values = _glm({"partial_rotary_factor": 1.0}, **own)
+    return {name: value for name, value in values.items() if name not in unknown}
+
+
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
@@ -64,6 +79,8 @@ def variants() -> dict[str, dict[str, Any]]:
         "dots1_groups_bias": _dots(
             n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=False, tie_word_embeddings=True
         ),
+        "sarvam_moe": _sarvam(),
+        "solar_open": _solar(),
     }
 
 
@@ -154,10 +171,13 @@ TOTALS: dict[str, int | str] = {
     "glm-4.5": 358_337_791_296 - 2 * 151552 * 5120,
     "glm-4.5-air": 110_468_824_832 - 2 * 151552 * 4096,
     "dots.llm1": 142_774_381_696,
+    "solar-open-100b": 102_651_799_552,
+    "sarvam-30b": "32B",
 }
 
 # Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
+    "sarvam_moe": {"num_mtp_layers"},
     "glm4_moe": {"num_mtp_layers", "rope_parameters..partial_rotary_factor"},
 }
 

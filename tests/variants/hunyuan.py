@@ -2,6 +2,12 @@
 
 from typing import Any
 
+from fnmodels.ops.moe.router import RouterDtypes
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # as in transformers 5.24
+# without experts
+BLIND = {name: {"num_experts_per_tok"} for name in ("hunyuan_v1_dense", "hunyuan_v1_dense_bias_tied")}
+
 TINY: dict[str, Any] = {
     "model_type": "hunyuan_v1_dense",
     "vocab_size": 61,
@@ -26,6 +32,9 @@ def variants() -> dict[str, dict[str, Any]]:
     biased = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 8}
     return {
         "hunyuan_v1_dense": TINY | {"rope_parameters": alpha},
+        "hunyuan_v1_moe": TINY
+        | {"model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": 2, "intermediate_size": 20}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         "hunyuan_v1_dense_bias_tied": TINY | biased | {"rope_parameters": dynamic, "max_position_embeddings": 16},
     }
 
@@ -72,6 +81,7 @@ def sizes() -> dict[str, int]:
 
 
 TOTALS: dict[str, int | str] = {
+    "hunyuan-a13b": "80B",
     "hunyuan-0.5b": 539_010_048,
     "hunyuan-1.8b": 1_791_080_448,
     "hunyuan-4b": 4_221_757_440,

@@ -23,17 +23,73 @@ def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     own = {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "conv_kernel": 3, "expand": 3, "num_heads": 6}
     limited = {"time_step_limit": [0.3, 1.0], "tie_word_embeddings": False}  # which transformers' decode ignores
-    return {"mamba2": TINY, "mamba2_bias_untied": TINY | own | limited}
+    first = {name: value for name, value in TINY.items() if name not in ("num_heads", "head_dim", "n_groups")}
+    first = {name: value for name, value in first.items() if name != "chunk_size"} | {"time_step_rank": 5}
+    bias = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False}
+    return {
+        "mamba2": TINY,
+        "mamba2_bias_untied": TINY | own | limited,
+        "mamba": first | {"model_type": "mamba"},
+        "falcon_mamba": first | bias | {"model_type": "falcon_mamba", "mixer_rms_eps": 1e-2},
+    }
 
 
 def published() -> dict[str, dict[str, Any]]:
     """{name: config.json} of the largest published member."""
-    return {"mamba_codestral_7b": FILES["mamba-codestral-7b"]}
+    falcon: dict[str, Any] = {
+        "architectures": ["FalconMambaForCausalLM"],
+        "model_type": "falcon_mamba",
+        "vocab_size": 65024,
+        "hidden_size": 4096,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 64,
+        "state_size": 16,
+        "time_step_rank": 256,
+        "conv_kernel": 4,
+        "expand": 2,
+        "layer_norm_epsilon": 1e-5,
+        "mixer_rms_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    mamba: dict[str, Any] = {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "vocab_size": 50280,
+        "hidden_size": 2560,
+        "intermediate_size": 5120,
+        "d_inner": 5120,
+        "num_hidden_layers": 64,
+        "state_size": 16,
+        "time_step_rank": 160,
+        "conv_kernel": 4,
+        "expand": 2,
+        "fused_add_norm": True,
+        "rms_norm": True,
+        "ssm_cfg": {},
+    }
+    return {"mamba_codestral_7b": FILES["mamba-codestral-7b"], "falcon_mamba_7b": falcon, "mamba_2_8b": mamba}
 
 
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
-    return {"mamba_codestral_7b": 7_285_403_648}
+    of_layer = {  # width D, channels 2 D, rank D / 16, 16 numbers of state
+        D: D
+        + 2 * D * 2 * D
+        + 2 * D * 5
+        + (D // 16 + 32) * 2 * D
+        + 2 * D * (D // 16)
+        + 2 * D
+        + 16 * 2 * D
+        + 2 * D
+        + 2 * D * D
+        for D in (4096, 2560)
+    }
+    falcon = 2 * 65024 * 4096 + 4096 + 64 * of_layer[4096]
+    return {
+        "mamba_codestral_7b": 7_285_403_648,
+        "falcon_mamba_7b": falcon,
+        "mamba_2_8b": 50280 * 2560 + 2560 + 64 * of_layer[2560],
+    }
 
 
 SEPARATE = {
@@ -42,12 +98,16 @@ SEPARATE = {
 }
 BLIND = {
     "mamba2": {"mixer.limits"},
+    "mamba": {"mixer.norm_eps"},
 }
 
 TOTALS: dict[str, int | str] = {
     "mamba2-130m": 128_989_632,
     "mamba2-2.7b": 2_702_599_680,
     "mamba-codestral-7b": 7_285_403_648,
+    "falcon-mamba-7b": 7_272_665_088,
+    "mamba-2.8b": 2_768_345_600,
+    "mamba-130m": 129_135_360,
 }
 
 FILES: dict[str, dict[str, Any]] = json.loads("""{

@@ -4,17 +4,24 @@
 shared expert and group-limited routing.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import mtp
 from fnmodels.models.common.config_json import ConfigJson
+from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
+from fnmodels.ops.moe.layer import Route
+from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree
 
 from .config_json import Fields
-from .decoder import BaseConfig, check_sizes, decoder_name
+from .context import Context
+from .decoder import BaseConfig, check_sizes, decoder_name, sliding_layers
 from .family import LayerKind
 from .spec import gated_mlp_leaves, moe_leaves
 from .storage import Stack, Stored, TensorSlice
@@ -55,6 +62,21 @@ def sparse_layers(fields: Fields, layers: int) -> list[bool]:
     step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
     return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
+
+
+def routed_layers(fields: Fields, layers: int, dense: int = 1) -> list[bool]:
+    """Which layers are MoE layers: from `mlp_layer_types`, or all after the first `first_k_dense_replace`.
+
+    dense: the family's default of the latter. transformers ignores it beside a list, and so does this function.
+    """
+    first = fields.integer("first_k_dense_replace", dense, low=0)
+    dense_ones = sliding_layers(fields, [i < first for i in range(layers)], "dense", "sparse", name="mlp_layer_types")
+    return [not one for one in dense_ones]
+
+
+def mlp_types(kinds: Iterable[LayerKind]) -> list[str]:
+    """The list `mlp_layer_types` for config.json, which `routed_layers` reads back."""
+    return ["sparse" if kind.routed else "dense" for kind in kinds]
 
 
 def numbers_of_layers(fields: Fields, name: str, value: Any, layers: int) -> set[int]:
@@ -126,20 +148,30 @@ def block_sparse_names(paths: Iterable[str], experts: int) -> dict[str, Stored]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedConfig(BaseConfig):
-    """The Config fields of a mixture with a shared expert and group-limited routing; intermediate_size: dense layers'.
-
-    num_nextn_predict_layers: MTP heads, params["mtp"]; not used by `forward`.
-    """
+class SharedConfig(BaseConfig):
+    """The Config fields of a mixture with a shared expert; intermediate_size: dense layers'."""
 
     moe_intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
-    n_shared_experts: int = 1  # width of the shared expert, in routed experts
+    n_shared_experts: int = 1  # width of the shared expert, in routed experts; 0: none
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shared(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(SharedConfig):
+    """The Config fields of a mixture with a shared expert and group-limited routing.
+
+    num_nextn_predict_layers: MTP heads, params["mtp"]; not used by `forward`.
+    """
+
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
     num_nextn_predict_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -147,8 +179,8 @@ class GroupedConfig(BaseConfig):
         check_groups(self)
 
 
-_SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
-GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+GROUPED = (*SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
 
 
 def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, heads: int = 0) -> dict[str, Any]:
@@ -158,7 +190,7 @@ def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, hea
     """
     fields.integer("n_routed_experts", high=experts_limit(layers + heads))
     first = min(fields.integer("first_k_dense_replace", dense, low=0), layers)
-    return {name: fields.integer(name) for name in _SHARED} | {
+    return {name: fields.integer(name) for name in SHARED} | {
         "routed_scaling_factor": fields.number("routed_scaling_factor", scale),
         "layer_kinds": ("full",) * first + ("full_moe",) * (layers - first),
     }
@@ -189,12 +221,18 @@ def grouped_to_hf(config: Any) -> ConfigJson:
     return {name: getattr(config, name) for name in GROUPED} | {"first_k_dense_replace": dense}
 
 
+def check_shared(config: Any) -> None:
+    """For `Config.__post_init__`: ConfigError unless the numbers of experts and their widths make sense."""
+    check_experts(config.n_routed_experts, config.num_experts_per_tok)
+    check_sizes(config, "moe_intermediate_size", *["n_shared_experts"] * bool(config.n_shared_experts))
+
+
 def check_groups(config: Any) -> None:
     """For `Config.__post_init__`: ConfigError if the top-k cannot be chosen from `topk_group` of `n_group` groups."""
     experts, chosen = config.n_routed_experts, config.num_experts_per_tok
-    check_experts(experts, chosen)
     groups, kept = config.n_group, config.topk_group
-    check_sizes(config, "n_group", "topk_group", "moe_intermediate_size", "n_shared_experts")
+    check_shared(config)
+    check_sizes(config, "n_group", "topk_group")
     if experts % groups or kept > groups or chosen > experts // groups * kept:
         raise ConfigError(
             f"num_experts_per_tok {chosen} of n_routed_experts {experts} cannot be chosen from topk_group {kept} of "
@@ -212,14 +250,18 @@ def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
     return {path: name(path) for path in paths}
 
 
-def grouped_leaves(config: Any, kind: LayerKind, *, selection_bias: bool) -> Tree:
-    """The parameters under "mlp" of a layer of this kind: a gated MLP, or a router, experts and the shared expert."""
+def grouped_leaves(config: Any, kind: LayerKind, *, selection_bias: bool, wide_router: bool = False) -> Tree:
+    """The parameters under "mlp" of a layer of this kind: a gated MLP, or a router, experts and the shared expert.
+
+    selection_bias, wide_router: as for `moe_leaves`.
+    """
     width, std = config.hidden_size, config.initializer_range
     if not kind.routed:
         return gated_mlp_leaves(width, config.intermediate_size, std=std)
     experts, inner = config.n_routed_experts, config.moe_intermediate_size
     shared = config.n_shared_experts * inner
-    return moe_leaves(width, experts, inner, std=std, shared=shared, selection_bias=selection_bias)
+    flags = {"selection_bias": selection_bias, "wide_router": wide_router}
+    return moe_leaves(width, experts, inner, std=std, shared=shared, **flags)
 
 
 def grouped_choice(config: Any) -> dict[str, Any]:
@@ -230,3 +272,47 @@ def grouped_choice(config: Any) -> dict[str, Any]:
         "scale": config.routed_scaling_factor,
         "groups": (config.n_group, config.topk_group),
     }
+
+
+def grouped_route(mlp: Tree, config: Any) -> Route:
+    """The router of group-limited sigmoid scores with a selection bias, of a layer with these parameters."""
+    return functools.partial(sigmoid_top_k, bias=mlp.get("selection_bias"), **grouped_choice(config))
+
+
+def attend(
+    weights: Tree,
+    x: Tensor,
+    mask: Any,
+    freqs: Tensor,
+    config: Any,
+    ctx: Context,
+    gate: Tensor | None = None,
+    norm: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Grouped-query attention of the normed x, with head norms and sinks where there are any: [B, S, D] -> [B, S, D].
+
+    gate: [B, S, N, H or 1], which multiplies what the heads read. norm: that of heads; None: `rms_norm`.
+    """
+    norm, eps = norm or rms_norm, config.rms_norm_eps
+    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    if "q_norm" in weights:
+        q, k = norm(q, weights["q_norm"], eps=eps), norm(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, sinks=weights.get("sinks"))
+    return project_out(weights, mixed if gate is None else mixed * gate)
+
+
+def feed(mlp: Tree, x: Tensor, config: Any, ctx: Context, *, route: Route, dtypes: RouterDtypes) -> Tensor:
+    """The experts of a layer that has a router, or its gated MLP: [B, S, D] -> [B, S, D]."""
+    if "router" in mlp:
+        return ctx.moe(mlp, x, route, act=config.hidden_act, dtypes=dtypes)
+    return gated_mlp(mlp, x, activation=config.hidden_act, tap=ctx.tap)
+
+
+def add_feed(
+    layer: Tree, x: Tensor, attended: Tensor, config: Any, ctx: Context, *, route: Route, dtypes: RouterDtypes
+) -> Tensor:
+    """The rest of a pre-norm layer after its attention: both sublayers added to x [B, S, D]."""
+    x = ctx.tap("middle", x + ctx.tap("attention", attended))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=config.rms_norm_eps)
+    return x + ctx.tap("mlp", feed(layer["mlp"], normed, config, ctx, route=route, dtypes=dtypes))

@@ -1,5 +1,6 @@
 """The layer of OLMo 2 (arXiv 2501.00656): each sublayer's output is normalized; query and key norms span all heads."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,19 +13,27 @@ from .context import Context
 from .spec import joint_head_norms, norm, usual_attention, usual_mlp
 
 
-def post_norm_leaves(config: Any) -> Tree:
-    """The parameters of such a layer, with the biases that `config.attention_bias` says."""
+def post_norm_leaves(config: Any, mlp: Tree | None = None) -> Tree:
+    """The parameters of such a layer, with the biases that `config.attention_bias` says; mlp: a gated MLP if None."""
     D, biased = config.hidden_size, config.attention_bias
     return {
         "attention": usual_attention(config, qkv_bias=biased, o_bias=biased) | joint_head_norms(config),
         "post_attention_layernorm": norm(D, "embed"),
-        "mlp": usual_mlp(config),
+        "mlp": usual_mlp(config) if mlp is None else mlp,
         "post_feedforward_layernorm": norm(D, "embed"),
     }
 
 
-def post_norm_layer(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context) -> Tensor:
-    """One layer: x [B, S, D] -> x."""
+def post_norm_layer(
+    layer: Tree,
+    x: Tensor,
+    mask: Any,
+    freqs: Tensor,
+    config: Any,
+    ctx: Context,
+    experts: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """One layer: x [B, S, D] -> x. experts: what is done in place of the gated MLP."""
     weights, eps = layer["attention"], config.rms_norm_eps
     q, k, v = linears(x, weights, "qkv")
     q = rms_norm_fp32_weight(q, weights["q_norm"], eps=eps)  # over all heads together
@@ -34,5 +43,8 @@ def post_norm_layer(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: An
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     attended = rms_norm_fp32_weight(project_out(weights, mixed), layer["post_attention_layernorm"], eps=eps)
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
-    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
+    if experts is None:
+        fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
+    else:
+        fed = experts(x.view_as(x))  # whose gradients are summed before the residual stream's, with padding or without
     return x + ctx.tap("mlp", rms_norm_fp32_weight(fed, layer["post_feedforward_layernorm"], eps=eps))

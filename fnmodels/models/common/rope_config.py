@@ -88,24 +88,32 @@ def sections_to_hf(config: Any) -> ConfigJson:
 
 
 def ropes_by_layer_type(
-    fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
+    fields: Fields,
+    thetas: Mapping[str, float],
+    *,
+    scaled: str,
+    head_dim: int,
+    max_positions: int,
+    partials: Mapping[str, float] | None = None,
 ) -> dict[str, Rope]:
     """A `Rope` for each layer type, from `rope_parameters` nested by layer type or from the older top-level fields.
 
     thetas: the family's defaults. scaled: the layer type that the older `rope_theta` and `rope_scaling` apply to.
+    partials: default fractions that rotate, of a family that has such; it has no older files.
     """
-    nested = fields.take("rope_parameters", None)
+    nested, sizes = fields.take("rope_parameters", None), {"head_dim": head_dim, "max_positions": max_positions}
     if not isinstance(nested, Mapping) or not set(nested) & set(thetas):
-        ropes = {scaled: rope_from_hf(fields, head_dim=head_dim, max_positions=max_positions, theta=thetas[scaled])}
-        return ropes | {name: Rope(theta) for name, theta in thetas.items() if name != scaled}
+        ropes = {scaled: rope_from_hf(fields, **sizes, theta=thetas[scaled], partial=(partials or {}).get(scaled))}
+        others = {name: theta for name, theta in thetas.items() if name != scaled}
+        return ropes | {name: Rope(theta, partial=(partials or {}).get(name, 1.0)) for name, theta in others.items()}
     unknown = sorted(set(nested) - set(thetas))
     if unknown:
         raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside {', '.join(thetas)}.")
     ropes = {}
     for name, theta in thetas.items():
-        given = nested.get(name)
+        given, partial = nested.get(name), (partials or {}).get(name)
         inner = Fields({} if given is None else given, f"{fields.where}, rope of {name}")
-        ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
+        ropes[name] = parse_rope(inner, **sizes, theta=theta, partial=partial)
     return ropes
 
 

@@ -73,6 +73,18 @@ def renamed(stored: Stored, pattern: str, new: str) -> Stored:
     return _renamed(stored, pattern, new)
 
 
+def renamed_parts(stored: Stored, parts: Mapping[str, str]) -> Stored:
+    """The same with names whose parts between dots are replaced: {part: new part}."""
+    if isinstance(stored, Stack):
+        return Stack(tuple(_with_parts(single, parts) for single in stored.tensors))
+    return _with_parts(stored, parts)
+
+
+def _with_parts(single: Single, parts: Mapping[str, str]) -> Single:
+    name = ".".join(parts.get(part, part) for part in disk_name(single).split("."))
+    return name if isinstance(single, str) else replace(single, name=name)
+
+
 def _renamed(single: Single, pattern: str, new: str) -> Single:
     name = re.sub(pattern, new, disk_name(single), count=1)
     return name if isinstance(single, str) else replace(single, name=name)

@@ -1,5 +1,7 @@
 """DeepSeek V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight.
 
+GLM-4.7-Flash (glm4_moe_lite) and Sarvam 105B (sarvam_mla) are the same model in other sizes.
+
 A pre-norm decoder with multi-head latent attention (MLA); the first layers are dense, the others mixtures of experts
 with a shared expert. V2 routes by softmax; the others by sigmoid, with a selection bias that has no gradient. Routing
 may be limited to the best groups of experts. V3 has MTP heads: `fnmodels.mtp`.
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import ConfigJson, Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
@@ -24,7 +26,7 @@ from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, late
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TRAITS = Traits(
     kinds=("full", "full_moe"),
@@ -33,6 +35,16 @@ TRAITS = Traits(
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer that some files hold
 )
+
+# Defaults of absent fields: positions, key/value heads (0: as many as query heads), rank of queries (0: no latent),
+# width without RoPE, dense layers, scale of routed experts, eps of norms.
+_DEFAULTS = {
+    "deepseek_v2": (2048, 0, 1536, 128, 0, 1.0, 1e-6),
+    "deepseek_v3": (4096, 128, 1536, 128, 3, 2.5, 1e-6),
+    "kimi_k2": (4096, 128, 1536, 128, 3, 2.5, 1e-6),
+    "glm4_moe_lite": (202752, 20, 768, 192, 1, 1.8, 1e-5),
+    "sarvam_mla": (4096, 0, 0, 128, 1, 2.5, 1e-6),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +59,21 @@ class Config(mla.LatentMixtureConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
-        fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        v2 = model_type == "deepseek_v2"
-        positions, kv_heads = (2048, 0) if v2 else (4096, 128)
+        model_type = Fields(values).choice("model_type", MODEL_TYPES)
+        fields = _sarvam(Fields(values)) if model_type == "sarvam_mla" else Fields(values)
+        positions, kv_heads, rank, nope, dense, scale, eps = _DEFAULTS[model_type]
         sizes = mla.latent_from_hf(
-            fields, max_positions=positions, kv_heads=kv_heads, q_rank=1536, nope_dim=128, rope_head=True
+            fields, max_positions=positions, kv_heads=kv_heads, q_rank=rank, nope_dim=nope, rope_head=True
         )
+        sizes |= {"rms_norm_eps": fields.number("rms_norm_eps", eps)}
         fields.expect("moe_layer_freq", 1)
-        layers = sizes["num_hidden_layers"]
-        experts = _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
+        layers, v2 = sizes["num_hidden_layers"], model_type == "deepseek_v2"
+        experts = (
+            _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=dense, scale=scale)
+        )
+        if model_type == "glm4_moe_lite":
+            routed = mixture.routed_layers(fields, layers)
+            experts["layer_kinds"] = tuple("full_moe" if one else "full" for one in routed)
         config = Config(
             **sizes,
             **experts,
@@ -75,8 +92,30 @@ class Config(mla.LatentMixtureConfig):
             method = "greedy" if self.n_group == 1 else "group_limited_greedy"
             own |= {"scoring_func": "softmax", "topk_method": method}
             return decoder.decoder_to_hf(self, "DeepseekV2ForCausalLM", *mla.NAMES, **own)
+        if self.model_type == "glm4_moe_lite":
+            own["mlp_layer_types"] = mixture.mlp_types(parsed(self.layer_kinds))
+            del own["first_k_dense_replace"]
         names = (*mla.NAMES, "rope_interleave", "num_nextn_predict_layers")
-        return decoder.decoder_to_hf(self, "DeepseekV3ForCausalLM", *names, **own)
+        architecture = "Glm4MoeLite" if self.model_type == "glm4_moe_lite" else "DeepseekV3"
+        return decoder.decoder_to_hf(self, f"{architecture}ForCausalLM", *names, **own)
+
+
+def _sarvam(fields: Fields) -> Fields:
+    """The fields of Sarvam's file under DeepSeek's names, with its defaults, without widths that follow from others."""
+    absent: dict[str, Any] = {"initializer_range": 0.006, "num_nextn_predict_layers": 0}
+    values, inner = absent | {**fields.values}, Fields(fields.values, fields.where)
+    latent, rope = inner.integer("kv_lora_rank"), inner.integer("qk_rope_head_dim", 64)
+    if values.get("head_dim") == latent + rope:  # the width of a cached key
+        del values["head_dim"]
+    if values.get("q_head_dim") == inner.integer("qk_nope_head_dim", 128) + rope:
+        del values["q_head_dim"]
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "deepseek_yarn":
+        values["rope_scaling"] = scaling | {"type": "yarn"}
+    return renamed(Fields(values, fields.where), _SARVAM)
+
+
+_SARVAM = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 
 
 def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
@@ -123,3 +162,11 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     score = softmax_top_k if config.softmax_scores else sigmoid_top_k
     route = functools.partial(score, bias=layer["mlp"].get("selection_bias"), **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
+
+
+PRESETS: dict[str, ConfigJson] = {
+    "glm-4.7-flash": {"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048}
+    | {"intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20, "kv_lora_rank": 512}
+    | {"v_head_dim": 256, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "rope_theta": 1000000}
+}

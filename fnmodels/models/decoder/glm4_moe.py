@@ -1,11 +1,10 @@
-"""GLM-4.5 to 4.7 (mixtures of experts, arXiv 2508.06471) and dots.llm1 (arXiv 2506.05767).
+"""GLM-4.5 to 4.7 (mixtures of experts, arXiv 2508.06471), dots.llm1 (arXiv 2506.05767), Sarvam 30B and Solar Open.
 
-A pre-norm decoder with grouped-query attention, half-layout rotary embedding of the first half of each head (dots.llm1:
-of the full head), and a few dense layers before MoE layers, which route as in DeepSeek V3. GLM has MTP heads:
-`fnmodels.mtp`.
+A pre-norm decoder with grouped-query attention, half-layout rotary embedding of the first half of each head (others
+than GLM: of the full head), and a few dense layers before MoE layers, which route as in DeepSeek V3. Solar Open has no
+dense layers. GLM has MTP heads: `fnmodels.mtp`.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +13,18 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import ConfigJson, Fields
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
-from fnmodels.models.common.storage import Stored
-from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
-from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
+from fnmodels.models.common.storage import Stored, fuse, renamed_parts
+from fnmodels.ops import Rope, rms_norm
+from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("glm4_moe", "dots1")
+MODEL_TYPES = ("glm4_moe", "dots1", "sarvam_moe", "solar_open")
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TRAITS = Traits(
     kinds=("full", "full_moe"),
@@ -35,8 +34,32 @@ TRAITS = Traits(
 )
 
 _PARTIAL = 0.5  # GLM's default of partial_rotary_factor
-# Values of fields that are absent or null in config.json of dots.llm1.
-_DOTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_predict_layers": 0}
+# Values of fields that are absent or null in config.json.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "dots1": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    "sarvam_moe": {"use_qk_norm": True, "initializer_range": 0.006, "num_nextn_predict_layers": 0},
+    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "num_nextn_predict_layers": 0},
+}
+# Defaults of absent fields: the fraction that rotates, positions, key/value heads, width of a head (0: an equal share
+# of the width), theta, eps of norms, dense layers, scale of routed experts.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "glm4_moe": (_PARTIAL, 131072, 8, 0, 1e4, 1e-5, 1, 1.0),
+    "dots1": (None, 2048, 32, 0, 1e4, 1e-6, 0, 1.0),
+    "sarvam_moe": (1.0, 131072, 4, 64, 8e6, 1e-6, 1, 2.5),
+    "solar_open": (None, 131072, 8, 128, 1e6, 1e-5, 0, 1.0),
+}
+_ARCHITECTURES = {"dots1": "Dots1", "solar_open": "SolarOpen"}
+_SARVAM = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+_SARVAM |= {"use_qkv_bias": "attention_bias", "num_mtp_layers": "num_nextn_predict_layers"}
+# Parts of names in Sarvam's files, which are those of its code; q, k and v are one tensor.
+_SARVAM_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn": "attention",
+    "o_proj": "dense",
+    "q_norm": "query_layernorm",
+    "k_norm": "key_layernorm",
+    "e_score_correction_bias": "expert_bias",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +78,26 @@ class Config(mixture.GroupedConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        dots = values.get("model_type") == "dots1"
-        fields = Fields(values | {name: _DOTS[name] for name in _DOTS if values.get(name) is None} if dots else values)
+        model_type = Fields(values).choice("model_type", MODEL_TYPES)
+        dots, absent = model_type == "dots1", _ABSENT.get(model_type, {})
+        fields = Fields(values | {name: absent[name] for name in absent if values.get(name) is None})
+        fields = renamed(fields, _SARVAM) if model_type == "sarvam_moe" else fields
         fields, sections, interleaved = split_sections(fields, interleaved=False)
-        if dots:
+        partial, positions, kv_heads, head_dim, theta, eps, dense, scale = _DEFAULTS[model_type]
+        sizes = {"max_positions": positions, "kv_heads": kv_heads, "head_dim": head_dim}
+        usual = decoder.base_fields(fields, MODEL_TYPES, partial=partial, theta=theta, **sizes)
+        if model_type in ("dots1", "solar_open"):
             fields.expect("num_nextn_predict_layers", 0)
-            fields.expect("use_qk_norm", True)
-        partial, positions, kv_heads = (None, 2048, 32) if dots else (_PARTIAL, 131072, 8)
-        usual = decoder.base_fields(fields, MODEL_TYPES, partial=partial, max_positions=positions, kv_heads=kv_heads)
-        how = {"dense": 0, "scoring": ("sigmoid", "noaux_tc")} if dots else {"dense": 1}
-        usual |= mixture.grouped_from_hf(fields, usual["num_hidden_layers"], scale=1.0, **how)
+            fields.expect("use_qk_norm", dots)
+        scoring = ("sigmoid", "noaux_tc") if dots else ("sigmoid",)
+        layers = usual["num_hidden_layers"]
+        usual |= mixture.grouped_from_hf(fields, layers, scale=scale, dense=dense, scoring=scoring)
         if dots:
-            _refuse_windows(fields, usual["num_hidden_layers"])
+            _refuse_windows(fields, layers)
         bias = fields.boolean("attention_bias", False)
         config = Config(
             **usual,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6 if dots else 1e-5),
+            rms_norm_eps=fields.number("rms_norm_eps", eps),
             attention_bias=bias,
             o_bias=dots and bias,
             use_qk_norm=dots or fields.boolean("use_qk_norm", False),
@@ -82,13 +109,16 @@ class Config(mixture.GroupedConfig):
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names: tuple[str, ...] = ("rms_norm_eps", "attention_bias", "hidden_act")
-        own = mixture.grouped_to_hf(self)
+        own = mixture.grouped_to_hf(self) | {"rope_parameters": rope_to_hf(self.rope)}
         if self.model_type == "dots1":
-            own |= {"sliding_window": None, "rope_parameters": rope_to_hf(self.rope)}
-            return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, **own)
+            own |= {"sliding_window": None}
+        elif self.model_type != "solar_open":
+            names += ("use_qk_norm", "num_nextn_predict_layers")
+        if self.model_type not in ("dots1", "solar_open"):
+            own["rope_parameters"]["partial_rotary_factor"] = self.rope.partial  # written even if it is 1
         own |= {"rope_parameters": sections_to_hf(self)} if self.mrope_section else {}
-        names += ("use_qk_norm", "num_nextn_predict_layers")
-        return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, **own)
+        architecture = _ARCHITECTURES.get(self.model_type, "Glm4Moe")
+        return decoder.decoder_to_hf(self, f"{architecture}ForCausalLM", *names, **own)
 
 
 def _refuse_windows(fields: Fields, layers: int) -> None:
@@ -114,7 +144,16 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
-    return mixture.grouped_names(config, flatten(spec(config)))
+    flat = flatten(spec(config))
+    names = mixture.grouped_names(config, flat)
+    if config.model_type != "sarvam_moe":
+        return names
+    for where in sorted({path.rpartition(".")[0] for path in flat if path.endswith(".q_proj")}):
+        for last, name in (("proj", "weight"), ("bias", "bias")):
+            rows = {path: flat[path].shape[0] for n in "qkv" if (path := f"{where}.{n}_{last}") in flat}
+            there = f"model.{where.replace('.attention', '.self_attn')}"
+            names |= fuse(f"{there}.query_key_value.{name}", rows) if rows else {}
+    return {path: renamed_parts(name, _SARVAM_NAMES) for path, name in names.items()}
 
 
 hf_copies = mtp.copies
@@ -123,18 +162,10 @@ hf_copies = mtp.copies
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
-    eps, weights = config.rms_norm_eps, layer["attention"]
-    q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
-    if config.use_qk_norm:
-        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
-    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    if kind == "full":
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
-    route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
+    normed = rms_norm(x, layer["input_layernorm"], eps=config.rms_norm_eps)
+    attended = mixture.attend(layer["attention"], normed, mask, freqs, config, ctx)
+    route = mixture.grouped_route(layer["mlp"], config)
+    return mixture.add_feed(layer, x, attended, config, ctx, route=route, dtypes=ROUTER)
 
 
 PRESETS: dict[str, ConfigJson] = {
@@ -142,5 +173,11 @@ PRESETS: dict[str, ConfigJson] = {
     | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
     | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
     | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_theta": 1e7, "max_position_embeddings": 32768}
-    | {"rms_norm_eps": 1e-5}
+    | {"rms_norm_eps": 1e-5},
+    "solar-open-100b": {"model_type": "solar_open", "vocab_size": 196608, "hidden_size": 4096}
+    | {"num_hidden_layers": 48, "num_attention_heads": 64, "moe_intermediate_size": 1280, "n_routed_experts": 128}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "sarvam-30b": {"model_type": "sarvam_moe", "vocab_size": 262144, "hidden_size": 4096, "intermediate_size": 8192}
+    | {"num_hidden_layers": 19, "num_attention_heads": 64, "moe_intermediate_size": 1024, "n_routed_experts": 128}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
 }

@@ -17,16 +17,19 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.granite import (  # noqa: F401
+    IN_MEMORY,
     MultipliedConfig,
     attend,
     embed,
+    expert_names,
     granite_fields,
     granite_to_hf,
+    shared_names,
     unembed,
 )
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
-from fnmodels.models.common.storage import Stored, TensorSlice, fuse
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops import gated_mlp, no_rotation, rms_norm
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree, flatten
@@ -37,11 +40,7 @@ TRAITS = Traits(
     kinds=("linear_moe", "full_moe", "linear", "full"),
     routed=True,
     router=ROUTER,
-    in_memory={
-        r"\.block_sparse_moe\.input_linear\.weight$": ".block_sparse_moe.experts.gate_up_proj",
-        r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
-        r"\.router\.layer\.": ".router.",
-    },
+    in_memory=IN_MEMORY,
 )
 
 
@@ -116,20 +115,13 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with gate and up of all MLPs fused, and one tensor for all experts."""
     flat = flatten(spec(config))
     names: dict[str, Stored] = {path: decoder.decoder_name(path) for path in flat}
-    inner, shared = config.intermediate_size, config.shared_intermediate_size
     for index, kind in enumerate(parsed(config.layer_kinds)):
         where, there = f"layers.{index}", f"model.layers.{index}"
         if kind.ordered:
             names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mamba")
         dense = f"{where}.mlp.shared_expert" if kind.routed else f"{where}.mlp"
-        names |= fuse(f"{there}.shared_mlp.input_linear.weight", {f"{dense}.{n}_proj": shared for n in ("gate", "up")})
-        names[f"{dense}.down_proj"] = f"{there}.shared_mlp.output_linear.weight"
-        experts, routed = f"{where}.mlp.experts", f"{there}.block_sparse_moe"
-        for i, name in enumerate(("gate", "up")):
-            rows = TensorSlice(f"{routed}.input_linear.weight", i * inner, (i + 1) * inner, 2 * inner, batched=True)
-            names[f"{experts}.{name}_proj"] = rows
-        names[f"{experts}.down_proj"] = f"{routed}.output_linear.weight"
-        names[f"{where}.mlp.router"] = f"{routed}.router.layer.weight"
+        names |= shared_names(index, dense, config.shared_intermediate_size)
+        names |= expert_names(index, config.intermediate_size)
     return {path: names[path] for path in flat}
 
 

@@ -1,4 +1,7 @@
-"""Mamba 2 (arXiv 2405.21060): each layer is a norm and a state-space mixer; no attention and no MLP."""
+"""Mamba (arXiv 2312.00752), Mamba 2 (arXiv 2405.21060) and Falcon Mamba (arXiv 2410.05355).
+
+Each layer is a norm and a state-space mixer; there is no attention and no MLP.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -14,13 +17,25 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.heads import check_head, decoder_head_to_hf
-from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
+from fnmodels.models.common.mamba import (
+    Mamba,
+    Selective,
+    mamba,
+    mamba_from_hf,
+    mamba_leaves,
+    mamba_names,
+    mamba_to_hf,
+    rank_of,
+    selective,
+    selective_leaves,
+    selective_names,
+)
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("mamba2",)
+MODEL_TYPES = ("mamba2", "mamba", "falcon_mamba")
 KINDS = ("linear",)
 TRAITS = Traits(kinds=KINDS)
 
@@ -35,6 +50,10 @@ PRESETS = {
         "num_hidden_layers": 64,
         "num_heads": 128,
     },
+    "falcon-mamba-7b": {"model_type": "falcon_mamba", "vocab_size": 65024, "hidden_size": 4096}
+    | {"num_hidden_layers": 64, "tie_word_embeddings": False},
+    "mamba-2.8b": {"model_type": "mamba", "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64},
+    "mamba-130m": {"model_type": "mamba", "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24},
 }
 _MIXER: dict[str, tuple[str, Any]] = {
     "heads": ("num_heads", 128),
@@ -54,7 +73,7 @@ class Config:
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
-    mixer: Mamba
+    mixer: Mamba | Selective
     layer_norm_epsilon: float = 1e-5
     hidden_act: str = "silu"
     residual_in_fp32: bool = True
@@ -69,9 +88,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_head(self)
-        if self.hidden_size < 1 or self.num_hidden_layers < 1 or self.mixer.heads * self.head_dim % self.hidden_size:
+        inner = self.num_attention_heads * self.head_dim
+        if self.hidden_size < 1 or self.num_hidden_layers < 1 or inner % self.hidden_size:
             raise ConfigError(
-                f"{self.mixer.heads} heads of {self.head_dim} are not a multiple of the hidden_size {self.hidden_size}."
+                f"{self.num_attention_heads} heads of {self.head_dim} are not a multiple of the hidden_size "
+                f"{self.hidden_size}."
             )
 
     @property
@@ -81,13 +102,13 @@ class Config:
 
     @property
     def num_attention_heads(self) -> int:
-        """The heads of the mixer."""
-        return self.mixer.heads
+        """The heads of the mixer; its channels in Mamba 1."""
+        return self.mixer.heads if isinstance(self.mixer, Mamba) else self.mixer.inner
 
     @property
     def head_dim(self) -> int:
         """The width of a head of the mixer."""
-        return self.mixer.head_dim
+        return self.mixer.head_dim if isinstance(self.mixer, Mamba) else 1
 
     @property
     def max_position_embeddings(self) -> int:
@@ -101,12 +122,13 @@ class Config:
         model_type, width = fields.choice("model_type", MODEL_TYPES), fields.integer("hidden_size")
         fields.expect("is_encoder_decoder", False)
         fields.expect("rms_norm", True)
+        second = model_type == "mamba2"
         config = Config(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=width,
-            num_hidden_layers=fields.integer("num_hidden_layers", 64, high=LAYERS_LIMIT),
-            mixer=mamba_from_hf(fields, fields.integer("expand", 2) * width, _MIXER),
-            **fields.plain(layer_norm_epsilon=1e-5, residual_in_fp32=True, tie_word_embeddings=False),
+            num_hidden_layers=fields.integer("num_hidden_layers", 64 if second else 32, high=LAYERS_LIMIT),
+            mixer=mamba_from_hf(fields, fields.integer("expand", 2) * width, _MIXER) if second else _selective(fields),
+            **fields.plain(layer_norm_epsilon=1e-5, residual_in_fp32=True, tie_word_embeddings=not second),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             initializer_range=fields.number("initializer_range", 0.1, above=-1e-9),
             model_type=model_type,
@@ -114,26 +136,59 @@ class Config:
         return decoder.finished(config, fields, ignored=_UNUSED)
 
     def to_hf(self) -> ConfigJson:
-        """A config.json under Mamba's own names."""
+        """A config.json under Mamba's own names. Raises ConfigError where `model_type` has no word for this model."""
         names = ["vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type"]
         names += ["residual_in_fp32", "tie_word_embeddings", "initializer_range"]
-        own: ConfigJson = {"expand": self.mixer.rows["x"] // self.hidden_size}
-        own |= {name: getattr(self, name) for name in names} | mamba_to_hf(self.mixer, _MIXER)
+        own: ConfigJson = {"expand": self.num_attention_heads * self.head_dim // self.hidden_size}
+        own |= {name: getattr(self, name) for name in names}
+        if isinstance(self.mixer, Mamba):
+            own |= mamba_to_hf(self.mixer, _MIXER)
+        else:
+            own |= {name: getattr(self.mixer, field) for name, field in _SELECTIVE.items()}
+            own |= {"mixer_rms_eps": self.mixer.norm_eps} if self.mixer.norm != "none" else {}
         kept = {name: json.loads(value) for name, value in self.extra}
-        return decoder.expressible(self, kept | decoder_head_to_hf(self, "Mamba2ForCausalLM", kept) | own)
+        head = decoder_head_to_hf(self, _ARCHITECTURES[self.model_type], kept)
+        return decoder.expressible(self, kept | head | own)
+
+
+_ARCHITECTURES = {"mamba2": "Mamba2ForCausalLM", "mamba": "MambaForCausalLM", "falcon_mamba": "FalconMambaForCausalLM"}
+_SELECTIVE = {"state_size": "state", "time_step_rank": "rank", "conv_kernel": "kernel", "use_conv_bias": "conv_bias"}
+_SELECTIVE |= {"use_bias": "proj_bias"}
+
+
+def _selective(fields: Fields) -> Selective:
+    """The mixer of Mamba 1, or of Falcon Mamba, which normalizes dt, B and C."""
+    width = fields.integer("hidden_size")
+    inner, falcon = fields.integer("expand", 2) * width, fields.values.get("model_type") == "falcon_mamba"
+    for name in ("intermediate_size", "d_inner"):
+        fields.expect(name, inner)
+    fields.expect("ssm_cfg", {})
+    rank = fields.take("time_step_rank", "auto")
+    return Selective(
+        inner=inner,
+        state=fields.integer("state_size", 16),
+        rank=rank_of(rank, width) if rank == "auto" else fields.integer("time_step_rank"),
+        kernel=fields.integer("conv_kernel", 4),
+        norm="weightless" if falcon else "none",
+        norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else 1e-6,
+        conv_bias=fields.boolean("use_conv_bias", True),
+        proj_bias=fields.boolean("use_bias", False),
+    )
 
 
 # Settings of the initialization, and what older files repeat.
 _UNUSED = (
     *("rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
     *("time_step_init_scheme", "time_step_scale", "norm_before_gate", "intermediate_size"),
+    *("use_mambapy", "use_falcon_mambapy", "use_associative_scan", "fused_add_norm"),  # ways to compute
 )
 
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, std = config.hidden_size, config.initializer_range
-    layer = {"input_layernorm": norm(D, "embed"), "attention": mamba_leaves(D, config.mixer, std=std)}
+    D, std, mixer = config.hidden_size, config.initializer_range, config.mixer
+    leaves = mamba_leaves(D, mixer, std=std) if isinstance(mixer, Mamba) else selective_leaves(D, mixer, std=std)
+    layer = {"input_layernorm": norm(D, "embed"), "attention": leaves}
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
@@ -142,7 +197,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names: dict[str, Stored] = {"embed_tokens": "backbone.embeddings.weight"}
     for i in range(config.num_hidden_layers):
         names[f"layers.{i}.input_layernorm"] = f"backbone.layers.{i}.norm.weight"
-        names |= mamba_names(config.mixer, f"layers.{i}.attention", f"backbone.layers.{i}.mixer")
+        where, there = f"layers.{i}.attention", f"backbone.layers.{i}.mixer"
+        mixer = config.mixer
+        names |= mamba_names(mixer, where, there) if isinstance(mixer, Mamba) else selective_names(mixer, where, there)
     ends = {"norm": "backbone.norm_f.weight", "lm_head": "lm_head.weight", "score": "score.weight"}
     return names | {path: ends[path] for path in flatten(spec(config)) if path in ends}
 
@@ -163,9 +220,12 @@ def block(
     layer: Tree, x: Tensor, mask: Segments, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context
 ) -> Tensor:
     """One layer: x [B, S, D] -> x."""
-    weight, eps = layer["input_layernorm"], config.layer_norm_epsilon
+    weight, eps, mixer = layer["input_layernorm"], config.layer_norm_epsilon, config.mixer
     normed = rms_norm(x.to(weight.dtype), weight, eps=eps)
-    mixed = mamba(layer["attention"], normed, mask, config.mixer, ctx, eps=eps, activation=config.hidden_act)
+    if isinstance(mixer, Mamba):
+        mixed = mamba(layer["attention"], normed, mask, mixer, ctx, eps=eps, activation=config.hidden_act)
+    else:
+        mixed = selective(layer["attention"], normed, mask, mixer, ctx, activation=config.hidden_act)
     return x + ctx.tap("attention", mixed)
 
 

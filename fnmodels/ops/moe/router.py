@@ -10,13 +10,14 @@ scores of those experts; the choice itself has no gradient. Logits must be finit
     softmax_top_k    softmax over E   score + bias, groups   score, optionally renormalized   Mixtral, Qwen, ERNIE 4.5
     top_k_softmax    logits           logit                  softmax over the chosen logits   gpt-oss
     sigmoid_top_k    sigmoid          score + bias, groups   score, optionally renormalized   DeepSeek V3, GLM 4.5
-    top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
+    top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4, Cohere 2
+    sparse_mixer     logits           logit, one by one       softmax over scores near it      Phi-3.5-MoE
 
 The weights have the scores' dtype; `ops.moe.layer.moe` casts them as the family's `RouterDtypes` say.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,16 +98,48 @@ def sigmoid_top_k(
     return _scaled(weights, scale), indices
 
 
+def capped_sigmoid_top_k(
+    logits: Tensor, indices: Tensor | None = None, *, softcap: float, **choice: Any
+) -> tuple[Tensor, Tensor]:
+    """`sigmoid_top_k` of softcap tanh(logits / softcap)."""
+    return sigmoid_top_k(elementwise(torch.tanh, upcast(logits) / softcap) * softcap, indices, **choice)
+
+
 def top_k_softmax(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the largest logits, weighted by the softmax over these k logits."""
     indices = choose(logits, k) if indices is None else indices
     return softmax(upcast(logits).gather(-1, indices)), indices
 
 
-def top_k_sigmoid(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
-    """The k experts with the largest logits, each weighted by the sigmoid of its logit."""
+def top_k_sigmoid(
+    logits: Tensor, indices: Tensor | None = None, *, k: int, renormalize: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The k experts with the largest logits, each weighted by the sigmoid of its logit.
+
+    renormalize: the weights are divided by their sum.
+    """
     indices = choose(logits, k) if indices is None else indices
-    return elementwise(torch.sigmoid, upcast(logits).gather(-1, indices)), indices
+    weights = elementwise(torch.sigmoid, upcast(logits).gather(-1, indices))
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, indices
+
+
+def sparse_mixer(logits: Tensor, indices: Tensor | None = None, *, jitter: float) -> tuple[Tensor, Tensor]:
+    """The two experts with the largest logits, by SparseMixer-v2 as it is in evaluation (arXiv 2409.12136).
+
+    The weight of a chosen expert, of logit c, is that of the softmax over all experts not chosen before whose logit s
+    is within the band (c - s) / max(|s|, c) <= 2 `jitter`. The band itself has no gradient.
+    """
+    scores = upcast(logits)
+    indices = choose(scores, 2) if indices is None else indices
+    experts, taken = torch.arange(scores.shape[-1], device=scores.device), torch.zeros_like(scores, dtype=torch.bool)
+    weights, fixed = [], scores.detach()
+    for expert in indices.unbind(-1):
+        chosen = expert[..., None]
+        top = fixed.gather(-1, chosen)
+        far = (top - fixed) / fixed.abs().maximum(top) > 2 * jitter
+        weights.append(softmax(scores.masked_fill(far | taken, -torch.inf)).gather(-1, chosen))
+        taken = taken | (experts == chosen)
+    return torch.cat(weights, -1), indices
 
 
 def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: int = 1) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,15 @@ from fnmodels.ops.moe.experts import (
     loop_experts,
 )
 from fnmodels.ops.moe.layer import moe
-from fnmodels.ops.moe.router import RouterDtypes, choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
+from fnmodels.ops.moe.router import (
+    RouterDtypes,
+    choose,
+    sigmoid_top_k,
+    softmax_top_k,
+    sparse_mixer,
+    top_k_sigmoid,
+    top_k_softmax,
+)
 from tests.support.cases import generic, off
 
 E, D, F, K = 5, 8, 16, 2
@@ -77,6 +86,20 @@ def test_scores_of_the_chosen_only() -> None:
     assert torch.equal(indices, best) and torch.allclose(weights, logits.gather(1, best).softmax(-1))
     weights, indices = top_k_sigmoid(logits, k=K)
     assert torch.equal(indices, best) and torch.allclose(weights, 1 / (1 + (-logits.gather(1, best)).exp()))
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_a_sparse_mixer_is_the_loop_over_tokens(jitter: float) -> None:
+    logits = noise(7, E)
+    weights, indices = sparse_mixer(logits, jitter=jitter)
+    for row, found, chosen in zip(logits.tolist(), weights.tolist(), indices.tolist(), strict=True):
+        left = dict(enumerate(row))
+        for weight, expert in zip(found, chosen, strict=True):
+            top = max(left.values())
+            assert left[expert] == top
+            near = [s for s in left.values() if (top - s) / max(abs(s), top) <= 2 * jitter]
+            assert weight == pytest.approx(1 / sum(math.exp(s - top) for s in near), abs=1e-12)
+            del left[expert]
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:

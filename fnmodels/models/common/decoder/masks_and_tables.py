@@ -56,9 +56,11 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
 def freqs_cis_by_window(
     config: TwoRopesConfig, positions: Tensor, *, length: int | Tensor | None = None
 ) -> dict[str, Tensor]:
-    """As `freqs_cis`, with `config.local_rope` for "sliding" layers and `config.rope` for "full" ones."""
-    ropes = {"full": config.rope, "sliding": config.local_rope}
-    return {k: rotary_table(ropes[k], config.head_dim, positions, length) for k in sorted(set(config.layer_kinds))}
+    """As `freqs_cis`, with `config.local_rope` for sliding kinds and `config.rope` for the others."""
+    ropes = {True: config.local_rope, False: config.rope}
+    tables = {slides: rotary_table(rope, config.head_dim, positions, length) for slides, rope in ropes.items()}
+    kinds, none = parsed(sorted(set(config.layer_kinds))), no_rotation(positions)
+    return {kind.name: tables[kind.slides] if kind.rotates else none for kind in kinds}
 
 
 def freqs_cis_with_temperature(

@@ -62,6 +62,15 @@ def delta(q, k, v, g, beta, segment_ids, state=None, last=None):  # type: ignore
     return by_row(segment_ids.expand(v.shape[:2]), start, last, step)
 
 
+def selective(x, dt, B, C, A, D, segment_ids, state=None, last=None):  # type: ignore[no-untyped-def]
+    def step(h: Tensor, b: int, t: int) -> tuple[Tensor, Tensor]:
+        h = (dt[b, t][:, None] * A).exp() * h + torch.outer(dt[b, t] * x[b, t], B[b, t])
+        return h @ C[b, t] + D * x[b, t], h
+
+    start = x.new_zeros(len(x), x.shape[2], B.shape[2]) if state is None else state
+    return by_row(segment_ids.expand(x.shape[:2]), start, last, step)
+
+
 def state_space(x, dt, A, B, C, D, segment_ids, state=None, last=None):  # type: ignore[no-untyped-def]
     B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (B, C))
 

@@ -15,7 +15,7 @@ from fnmodels.inputs import order
 from fnmodels.ops import decay
 from fnmodels.ops.cpu.recurrent import scan
 from fnmodels.ops.norm_taps import watched_norms
-from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, ssd
+from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, selective_scan, ssd
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 
@@ -84,6 +84,13 @@ OPS = {
     "delta_negative": delta(False, 2.0, 2.0),
     "delta_channels": delta(True, 0.2, 1.0),
     "delta_channels_fast": delta(True, 30.0, 1.0),
+    "selective": Op(
+        lambda *given, **options: selective_scan.selective_scan(*given, **options),
+        references.selective,
+        lambda B, S: (normal(B, S, 6), uniform(B, S, 6), normal(B, S, 5), normal(B, S, 5)),
+        lambda: (-uniform(6, 5), normal(6)),
+        (6, 5),
+    ),
     "ssd": Op(
         lambda x, dt, B, C, A, D, *rest, **options: ssd.ssd(x, dt, A, B, C, D, *rest, **options),
         lambda x, dt, B, C, A, D, *rest: references.state_space(x, dt, A, B, C, D, *rest),
@@ -408,6 +415,8 @@ def zero_tail(x: Tensor, *_: Any) -> Tensor:
 BUGS = {
     "delta: the state is not reset": (OPS["delta"], delta_rule, "runs", no_reset),
     "delta: the state of another document goes on": (OPS["delta"], delta_rule, "runs", wrong_handover),
+    "selective: the state is not reset": (OPS["selective"], selective_scan, "runs", no_reset),
+    "selective: the state of another document goes on": (OPS["selective"], selective_scan, "runs", wrong_handover),
     "ssd: the state is not reset": (OPS["ssd"], ssd, "runs", no_reset),
     "ssd: the state of another document goes on": (OPS["ssd"], ssd, "runs", wrong_handover),
     "conv: taps across documents": (OPS["conv"], conv_reads, "_sources", taps_across),

@@ -26,11 +26,11 @@ from fnmodels.ops.recurrent.gated_norm import group_norm_then_silu, silu_then_gr
 from fnmodels.ops.recurrent.ssd import ssd
 from fnmodels.tree import Tree
 
-from . import decoder
-from .config_json import Fields, shown
-from .context import Context
-from .spec import Leaf, LogUniform, bias, norm, weight
-from .storage import Stored, fuse
+from .. import decoder
+from ..config_json import Fields, shown
+from ..context import Context
+from ..spec import Leaf, LogUniform, bias, norm, weight
+from ..storage import Stored, fuse
 
 NORMS = ("gate_first", "norm_first", "none")  # gate_first: the norm of the gated output; none: the gate alone
 _PROJECTIONS = ("z", "x", "b", "c", "step")  # in the order of in_proj on disk

@@ -1,0 +1,151 @@
+"""K-EXAONE (LG, 236B-A23B) and Hy3 (Tencent): pre-norm decoders with per-head query and key norms, and experts.
+
+Experts are chosen by sigmoid scores and a selection bias without a gradient, beside a shared expert, as in DeepSeek V3.
+K-EXAONE has sliding-window layers; where it has any, full layers have no rotary embedding. The MTP parts of the files
+are not read.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.models.common import decoder
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import ConfigJson, Fields
+from fnmodels.models.common.config_json import renamed as renamed_fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.family import Traits, parsed
+from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
+from fnmodels.models.common.storage import Stored, renamed
+from fnmodels.ops import rms_norm
+from fnmodels.ops.moe.router import RouterDtypes
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("exaone_moe", "hy_v3")
+ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="wide")
+TRAITS = Traits(
+    kinds=("full_moe", "full", "sliding_moe", "sliding", "full_nope_moe", "full_nope"),
+    routed=True,
+    router=ROUTER,
+    leftovers=(r"mtp\..*",),
+    in_memory={
+        r"\.mlp\.e_score_correction_bias$": ".mlp.gate.e_score_correction_bias",
+        r"\.mlp\.expert_bias$": ".mlp.e_score_correction_bias",  # from here on Hy3's
+        r"\.router\.gate\.": ".gate.",
+        r"\.shared_mlp\.": ".shared_experts.",
+    },
+)
+
+_NAMES = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+_HY = _NAMES | {"router_scaling_factor": "routed_scaling_factor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(mixture.GroupedConfig):
+    """Sizes and switches."""
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
+
+    @staticmethod
+    def from_hf(values: ConfigJson) -> "Config":
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        hy = Fields(values).choice("model_type", MODEL_TYPES) == "hy_v3"
+        absent = {"initializer_range": 0.006} if hy else {}
+        fields = renamed_fields(Fields(absent | values), _HY if hy else _NAMES)
+        sizes: dict[str, Any] = {"max_positions": 2048, "kv_heads": 32, "theta": 1e4}
+        if hy:
+            sizes = {"max_positions": 131072, "kv_heads": 8, "head_dim": 128, "theta": 11158840.0}
+        usual = decoder.base_fields(fields, MODEL_TYPES, **sizes)
+        layers = usual["num_hidden_layers"]
+        usual |= mixture.shared_from_hf(fields, layers, dense=1, scale=2.826 if hy else 2.5)
+        routed = mixture.routed_layers(fields, layers)
+        window, attends = (None, ["full"] * layers) if hy else _attention(fields, layers)
+        config = Config(
+            **usual | {"layer_kinds": tuple(a + "_moe" * r for a, r in zip(attends, routed, strict=True))},
+            **fields.plain(rms_norm_eps=1e-5, attention_bias=False, n_group=1, topk_group=1, norm_topk_prob=True),
+            sliding_window=window,
+        )
+        fields.expect("mlp_bias", False)
+        if hy:
+            for name, value in (("n_group", 1), ("topk_group", 1), ("norm_topk_prob", True)):
+                fields.expect(name, value)
+        else:
+            fields.expect("attention_bias", False)
+        # a sum in fp32 that is rounded has the bits of the sum in a lower precision; MTP parts are not read
+        ignored = ("enable_moe_fp32_combine", "num_nextn_predict_layers", "sliding_window_pattern")
+        return decoder.finished(config, fields, ignored)
+
+    def to_hf(self) -> ConfigJson:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        hy, found = self.model_type == "hy_v3", parsed(self.layer_kinds)
+        own = {name: getattr(self, name) for name in mixture.GROUPED} | {"mlp_layer_types": mixture.mlp_types(found)}
+        if not hy:
+            own |= {
+                "sliding_window": self.sliding_window,
+                "layer_types": decoder.layer_types([k.slides for k in found]),
+            }
+        architecture = "HYV3ForCausalLM" if hy else "ExaoneMoeForCausalLM"
+        out = decoder.decoder_to_hf(self, architecture, "rms_norm_eps", "attention_bias", "hidden_act", **own)
+        published = {name: theirs for theirs, name in (_HY if hy else _NAMES).items()}
+        return {published.get(name, name): value for name, value in out.items()}
+
+
+def _attention(fields: Fields, layers: int) -> tuple[int, list[str]]:
+    """(window, what the attention of each layer is): from `layer_types`, or one full layer in a pattern of n."""
+    rule = [False] * layers
+    if fields.take("layer_types", None) is None:
+        every = fields.integer("sliding_window_pattern", 4)
+        rule = [(i + 1) % every != 0 for i in range(layers)]
+    slides = decoder.sliding_layers(fields, rule)
+    return fields.integer("sliding_window", 4096), ["sliding" if one else "full_nope" for one in slides]
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Hy3's MTP layer stands after the last one."""
+    return (rf"model\.layers\.{config.num_hidden_layers}\..*",)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    biased = config.attention_bias
+    attention = usual_attention(config, qkv_bias=biased, o_bias=biased) | head_norms(config)
+    flags = {"selection_bias": True, "wide_router": True}
+    mlps = [mixture.grouped_leaves(config, kind, **flags) for kind in parsed(config.layer_kinds)]
+    return decoder_leaves(config, [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps])
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
+    changes = [(r"\.gate\.e_score_correction_bias$", ".e_score_correction_bias")]
+    if config.model_type == "hy_v3":
+        changes = [(r"\.gate\.e_score_correction_bias$", ".expert_bias"), (r"\.gate\.weight$", ".router.gate.weight")]
+        changes.append((r"\.shared_experts\.", ".shared_mlp."))
+    names = mixture.grouped_names(config, flatten(spec(config)))
+    for pattern, new in changes:
+        names = {path: renamed(name, pattern, new) for path, name in names.items()}
+    return names
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    normed = rms_norm(x, layer["input_layernorm"], eps=config.rms_norm_eps)
+    attended = mixture.attend(layer["attention"], normed, mask, freqs, config, ctx)
+    route = mixture.grouped_route(layer["mlp"], config)
+    return mixture.add_feed(layer, x, attended, config, ctx, route=route, dtypes=ROUTER)
+
+
+PRESETS: dict[str, ConfigJson] = {
+    "k-exaone-236b-a23b": {"model_type": "exaone_moe", "vocab_size": 153600, "hidden_size": 6144}
+    | {"intermediate_size": 18432, "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 8}
+    | {"head_dim": 128, "moe_intermediate_size": 2048, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"num_shared_experts": 1, "sliding_window": 128, "rope_theta": 1000000, "max_position_embeddings": 262144},
+    "hy3-preview": {"model_type": "hy_v3", "vocab_size": 120832, "hidden_size": 4096, "intermediate_size": 13312}
+    | {"num_hidden_layers": 80, "num_attention_heads": 64, "moe_intermediate_size": 1536, "num_experts": 192}
+    | {"num_experts_per_tok": 8, "num_shared_experts": 1},
+}
