@@ -118,7 +118,7 @@ def test_a_dense_family_is_60_to_100_lines(checkout: Path) -> None:
     [
         (["llama"], "the model type 'llama' is read by fnmodels.models.decoder.llama already"),
         (["New-One"], "'New-One' is no model type"),
-        (["newcomer", "--like", "nobody"], "there is no family 'nobody'; there are afmoe, albert, , "),
+        (["newcomer", "--like", "nobody"], "there is no family 'nobody'; there are afmoe, albert, "),
     ],
 )
 def test_what_cannot_be_is_said(

@@ -82,3 +82,4 @@ SEPARATE = {
 }
 
 TOTALS: dict[str, int | str] = {"jamba-v0.1": 51_570_323_328}  # published as 52B
+SEEDS = {"jamba": 15}

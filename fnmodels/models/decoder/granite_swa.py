@@ -1,4 +1,4 @@
-"""Granite with sliding-window layers (IBM): Granite 3's multipliers, sinks in all layers, and a theta for each layer."""
+"""Granite with sliding windows (IBM): Granite 3's multipliers, sinks in all layers, and a theta for each layer."""
 
 from dataclasses import dataclass
 from typing import Any
