@@ -36,6 +36,8 @@ OTHERS = {
     # its softmax reads their difference to the largest, sinks included
     **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), ("attention.scores",)),
     "deepseek_v32": ("q_a_layernorm",),  # the indexer computes it again here, for its own choice
+    # sinks scale what attention returns, after its softmax
+    **dict.fromkeys(("granite_swa", "granitemoe"), ("attention.scores", "attention.pattern")),
     "laguna": ("experts", "expert_weights"),  # the sum of the experts is scaled, and not their weights
     "llama4": ("experts", "expert_weights"),  # one output per expert, not their sum; weights are in its inputs
     **dict.fromkeys(("kimi_linear", "olmo_hybrid", "qwen3_next"), ("attention.norm",)),  # gated in the same module

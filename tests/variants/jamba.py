@@ -9,15 +9,15 @@ TINY: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 20,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
+    "expert_layer_period": 3,
+    "expert_layer_offset": 2,
     "attn_layer_period": 3,
-    "attn_layer_offset": 1,
+    "attn_layer_offset": 0,
     "mamba_expand": 1,
     "mamba_d_state": 3,
     "mamba_dt_rank": 5,
@@ -82,4 +82,4 @@ SEPARATE = {
 }
 
 TOTALS: dict[str, int | str] = {"jamba-v0.1": 51_570_323_328}  # published as 52B
-SEEDS = {"jamba": 15}
+SEEDS = {"jamba": 1}
