@@ -51,7 +51,8 @@ from .gradients import LossFn, Metrics, Sums, gradient_sums, joined
 from .handover.exports import Shard, full_tensors, shards
 from .handover.offload import offload
 from .state import State, init_state, on_all_stages
-from .step import check_strategy, make_forward_only
+from .step import make_forward_only
+from .step.evaluation import check_strategy
 from .update import StepOptions, check_state, update
 
 KEPT = 8  # functions whose compiled code and mesh schedules are kept, the last used ones

@@ -64,7 +64,7 @@ def gradient_sums(
             trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            given, leaves = _fresh(params, trains)
+            given, leaves = fresh(params, trains)
             entered = loss.entered(given)
             result = loss.function(entered, part)
             loss.check_reached(entered, given, part)
@@ -95,7 +95,7 @@ def joined(held: Tree, found: Tree) -> Tree:
     return tree.map(torch.add, held, found)
 
 
-def _fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
+def fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
     """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
     leaves: list[Tensor] = []
     mask = iter(trains)

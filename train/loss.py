@@ -157,7 +157,7 @@ def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
     ValueError for another compile.
     """
     if compile not in ("none", "block", "whole"):
-        raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
+        raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole", or for make_step "step".')
     compiled, recomputed = layer_fn("none", compile), layer_fn(remat, "none")
     if compile == "block" and (remat == "selective" or budget_of(remat)):
         # One graph: selective remat saves the results of its operators, and a budget measures it.

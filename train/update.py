@@ -118,7 +118,7 @@ def update(
     count. norm_of: the global norm of the gradients, for ranks that hold shards. biases_of: `moved_biases`, for ranks
     that hold the biases of some layers. ValueError where the loss does not reach a trainable parameter.
     """
-    _check_reached(sums)
+    check_reached(sums)
     divisor = valid_count(sums.total, sums.count if divide_by is None else torch.as_tensor(divide_by).to(sums.total))
     loss, norm = sums.total / divisor, norm_of(sums.grads)
     scale = None if sums.divided else 1 / divisor
@@ -147,7 +147,7 @@ def update(
     return after, metrics
 
 
-def _check_reached(sums: Sums) -> None:
+def check_reached(sums: Sums) -> None:
     """ValueError for trainable parameters that the loss does not depend on: weight decay would silently shrink them.
 
     Without valid tokens the check is skipped: experts that receive no token have no gradient.

@@ -2,14 +2,17 @@
 
 import gc
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .torch_internals import PRIVATE, find
+
+T = TypeVar("T")
 
 
 def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -58,6 +61,50 @@ def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     return full_graph(function, **options)
+
+
+def traces_gradients() -> bool:
+    """Whether this torch traces torch.autograd.grad, see `gradient_graph`."""
+    import torch._dynamo.config
+
+    return hasattr(torch._dynamo.config, "trace_autograd_ops")
+
+
+def gradient_graph(function: Callable[..., T]) -> Callable[..., T]:
+    """`full_graph` of a function that calls torch.autograd.grad, for one size of each argument.
+
+    Unlike torch.func.grad it lets the graph have custom operators, which have derivatives for autograd alone. Guards on
+    the globals of these packages and of torch are left out, as in `one_graph`; those of other modules stay, because a
+    loss may read them.
+    """
+    options: dict[str, Any] = {"options": {"guard_filter_fn": _guards_of_callers, "size_asserts": False}}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled = full_graph(function, dynamic=False, **options)
+
+    def run(*args: Any) -> T:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            return compiled(*args)
+
+    return run
+
+
+def without_guards() -> Any:
+    """A context in which compiled code is called without the guards that it passed before."""
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+
+
+def _guards_of_callers(guards: Sequence[Any]) -> list[bool]:
+    """For each guard, whether it is kept: not those on globals of these packages' modules and of torch."""
+    fixed = re.compile(r"G\['(__import_(torch|fnmodels|params|train|einops|math|functools)(_dot_|'))|__builtins")
+    return [not (guard.is_global and fixed.search(guard.name)) for guard in guards]
+
+
+def trace_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises for code that it cannot compile."""
+    import torch._dynamo.exc
+
+    return (torch._dynamo.exc.TorchDynamoException,)
 
 
 def has_compiler_to_files() -> bool:

@@ -41,7 +41,7 @@ LONGER = {
     "train.losses.multi_token.mtp_loss",
     "train.losses.next_token.next_token_loss",
     "train.losses.policy.policy_loss",
-    "train.step.make_step",
+    "train.step.make.make_step",
     "train.update.update",
 }
 FAMILIES = {ROOT / "fnmodels" / "models" / folder for folder in ("decoder", "encoder")}

@@ -116,7 +116,7 @@ def _check_settings(mesh_flag: str, parallelism: Parallelism, settings: RunSetti
     """UserError for settings that several processes, or these dimensions of a mesh, do not have."""
     mesh = parallelism.mesh
     several = mesh.world > 1
-    if several and settings.compile == "whole":
+    if several and settings.compile in ("whole", "step"):
         raise UserError(
             f"{mesh_flag}: gathering of layers cannot be compiled into one graph: take --compile block, or leave it out"
         )

@@ -99,13 +99,19 @@ def optimizer_for(spec: Tree, settings: RunSettings) -> Optimizer:
     return optimizer if settings.ema is None else with_ema(optimizer, settings.ema)
 
 
-def _rate(settings: RunSettings, peak: float | None) -> Callable[[Tensor], float]:
+def _rate(settings: RunSettings, peak: float | None) -> Callable[[Tensor], float | Tensor]:
     assert peak is not None  # set by `with_optimizer_defaults`
     if (own := imports(settings).get("decay_shape")) is not None:
         return lambda step: peak * float(own(int(step), settings.steps))
     shape: dict[str, Any] = {"total": settings.steps, "warmup": min(settings.warmup, settings.steps // 10)}
     shape |= {"decay_ratio": settings.decay_ratio, "shape": settings.decay_shape, "floor": settings.decay_floor}
-    return lambda step: peak * float(warmup_stable_decay(int(step), **shape))
+
+    def rate(step: Tensor) -> float | Tensor:
+        if torch.compiler.is_compiling():  # in fp64, as Python computes it
+            return peak * warmup_stable_decay(step.double(), **shape)
+        return peak * float(warmup_stable_decay(int(step), **shape))
+
+    return rate
 
 
 def evaluated_params(state: State, settings: RunSettings) -> Tree:

@@ -252,6 +252,11 @@ def check_machine(settings: RunSettings) -> None:
             f"--accumulate {settings.accumulate} splits a batch into more microbatches than it has rows: "
             f"{flag(name)} is {rows}"
         )
+    if settings.compile == "step" and settings.remat != "none":
+        raise UserError(
+            f"--compile step makes one graph of forward and backward pass, which recomputes nothing: leave --remat "
+            f"{settings.remat} out, or take --compile block"
+        )
     for function in imports(settings).values():
         _ = function.function  # before anything is read or written
     if settings.track is not None:

@@ -121,8 +121,9 @@ class RunSettings:
     )
     compile: str = training(
         "none",
-        choice("none", "block", "whole"),
-        "what torch.compile compiles: each kind of layer (block), or the loss (whole)",
+        choice("none", "block", "whole", "step"),
+        "what torch.compile compiles: each kind of layer (block), the loss (whole), or the loss and the update (step), "
+        "for small models",
     )
     dtype: str | None = training(
         None,

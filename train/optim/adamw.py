@@ -1,5 +1,7 @@
 """AdamW and SGD: the pure update rules, and in place torch's fused kernels."""
 
+from __future__ import annotations  # dynamo evaluates no `float | Tensor` where it traces an optimizer being made
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """`leafwise`: an Optimizer from an update rule for one leaf, for optimizers that treat leaves independently."""
 
+from __future__ import annotations  # dynamo evaluates no `float | Tensor` where it traces an optimizer being made
+
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import traced_as_constant
 from fnmodels.tree import Tree
 
 from .base import InPlace, Optimizer, apply_updates, count_up_, first_step, with_paths, with_traits
@@ -95,10 +96,14 @@ def draw(seed: int, step: Tensor, path: str, like: Tensor) -> Tensor:
 
 def key_of(seed: int, step: Tensor, path: str) -> Tensor:
     """The part of the hash of `draw` that all elements of a leaf share, 0-d int32."""
-    # seed and path are hashed together: if the seed were added to the step, the next seed would repeat draws a step
-    # later
-    mixed = _mix(_mix(step.to(torch.int64)) ^ zlib.crc32(f"{seed} {path}".encode()))
+    mixed = _mix(_mix(step.to(torch.int64)) ^ _hash_of_leaf(seed, path))
     return (mixed & 0x7FFFFFFF).to(torch.int32)
+
+
+@traced_as_constant
+def _hash_of_leaf(seed: int, path: str) -> int:
+    """Of both together: if the seed were added to the step, the next seed would repeat draws a step later."""
+    return zlib.crc32(f"{seed} {path}".encode())
 
 
 def indices(like: Tensor) -> Tensor:

@@ -263,13 +263,15 @@ def test_accumulation_and_remat_change_no_curve_and_the_schedule_is_that_of_the_
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, text, monkeypatch):
+@pytest.mark.parametrize("compile", ["whole", "step"])
+def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, text, monkeypatch, compile):
     made, real = [], torch.compile
     # what Inductor makes of such graphs is tests/train/test_step.py's
-    monkeypatch.setattr(torch, "compile", lambda *a, **how: made.append(a) or real(*a, **how, backend="eager"))
+    eager = lambda module, inputs, **options: module.forward  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda *a, **how: made.append(a) or real(*a, **how, backend=eager))
     assert train(tmp_path / "plain", text, "--dtype", "float32", "--steps", 2) == 0
     assert not made
-    assert train(tmp_path / "run", text, "--dtype", "float32", "--steps", 2, "--compile", "whole") == 0
+    assert train(tmp_path / "run", text, "--dtype", "float32", "--steps", 2, "--compile", compile) == 0
     assert made
     for one, other in zip(rows(tmp_path / "plain"), rows(tmp_path / "run"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
@@ -279,6 +281,11 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path, text, monkeypatch, cap
     monkeypatch.setenv("PATH", str(tmp_path))
     assert train(tmp_path / "run", text, "--compile", "block") == 2
     assert "--compile block needs a C++ compiler" in one_sentence(capsys)
+
+
+def test_a_step_as_one_graph_has_no_remat(tmp_path, text, capsys):
+    assert train(tmp_path / "run", text, "--compile", "step", "--remat", "full") == 2
+    assert "--compile step makes one graph" in one_sentence(capsys)
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path, text):

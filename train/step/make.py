@@ -1,0 +1,106 @@
+"""`make_step`: a train step in one process or over a mesh."""
+
+from contextlib import nullcontext
+
+import torch
+
+from fnmodels.ops.torch_compilation import without_guards
+from train.batch import Batches, microbatches
+from train.gradients import LossFn, Metrics, gradient_sums
+from train.loss import computed_in
+from train.optim.base import Optimizer, check_optimizer
+from train.parallel.mesh import Mesh, Parallelism, Strategy, in_dtype
+from train.parallel.step import make_step_over
+from train.remat_budget import budget_of
+from train.state import State
+from train.update import Plans, StepOptions, update
+
+from .evaluation import check_strategy
+from .graph import make_step_graph
+from .many import Step
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    remat: str = "none",
+    compile: str = "none",
+    inplace: bool = True,
+    balance_rate: float | None = None,
+    dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+    strategy: Strategy | None = None,
+) -> Step:
+    """A function step(state, batch) -> (state, metrics), with step.many(state, batches) for k steps in one call.
+
+    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by
+        fnmodels.hidden or forward with the params that it receives, which carry the step's options (remat, compilation,
+        layouts, a mesh), see `train.loss`. Options that the loss sets itself are kept or wrapped. count
+        and aux are added up and returned in int64, or in fp64 where they are floating.
+    batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such dicts with any lengths: microbatches
+        of one step.
+    accumulate: the number of microbatches into which the batch's rows are split, as evenly as possible; gradients are
+        summed in fp32 at least and divided once by the number of valid tokens of the global batch, so every split gives
+        the same step. Memory is that of the largest microbatch plus one copy of the gradients.
+    clip: the largest global norm of the gradient; None: no clipping.
+    remat: "none"; "full": a layer keeps only its input; "every:N": so does every Nth layer of each kind; "selective":
+        layers keep the results of matmuls and attention and recompute the rest; "budget:2GiB": each layer is run in
+        one of these ways, the fastest plan whose activations fit in 2 GiB per microbatch, from measured times and
+        sizes (`train.remat_budget`; one process, compile "none" or "block").
+    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph; "step": loss, gradient,
+        clipping and update as one graph, for small models, where Python takes longer than the arithmetic. It has no
+        mesh and no remat, each size of a batch is compiled by itself, and schedules must compute with tensors. Torch
+        keeps the code on disk, so that a later process compiles in seconds. Compiled code gets a layout only for rows
+        of one document from position 0, since others would recompile for each batch; compiled blocks on CUDA get any,
+        as tensors.
+    inplace: the input State is consumed and its tensors are overwritten (see `State`). False leaves it unchanged,
+        at the cost of a copy of parameters and optimizer state.
+    balance_rate: after each update every layer's `selection_bias` is raised by this for experts with fewer tokens than
+        the mean over the batch and lowered for those with more (`update_bias`). The loss's aux must hold counts
+        [sparse layers, E], as that of `next_token_loss` does. None: biases are unchanged.
+    dtype: in which the model computes, such as torch.bfloat16 with parameters in fp32: the loss receives the trainable
+        parameters in this dtype, and gradients, moments and updates have that of the parameters. Frozen parameters keep
+        their own. Over a mesh it is the `Strategy.gather_dtype`. None: the parameters' own.
+    mesh: run on many ranks, see `train.parallel.step`: the State's leaves are DTensors; every rank passes the full
+        batch and gets the global metrics. strategy: how ranks share the work, see `train.parallel.mesh.Strategy`.
+
+    metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
+    finite; aux (summed) if the loss returns one; and lr_of, the rate of each group of `partition`. Where the loss or
+    the norm is not finite, parameters and optimizer state stay bitwise unchanged, `finite` is False, and state.step
+    still advances. A microbatch without valid tokens adds nothing; a batch without any has loss 0 and gradient 0.
+    Otherwise a ValueError names the trainable parameters that no microbatch's loss depends on, which would only decay;
+    over a mesh steps are checked up to the first that reaches them all, see `train.parallel.reached`. With an optimizer
+    that has `bind`, only the computation of a layout waits for the device.
+    """
+    options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate, dtype)
+    check_optimizer(optimizer)
+    check_strategy(mesh, strategy)
+    if budget_of(remat) is not None and (mesh is not None or compile == "whole"):
+        what = "a whole graph" if mesh is None else "a mesh"
+        raise ValueError(
+            f"remat={remat!r} plans from times measured in this process, and {what} needs one plan for all: take "
+            '"full", "selective" or "every:N".'
+        )
+    if mesh is not None:
+        how = in_dtype(strategy or Strategy(), dtype)
+        return Step(make_step_over(Parallelism(mesh, how), loss_fn, optimizer, options))
+    loss = loss_fn if dtype is None else computed_in(dtype, loss_fn)
+    if compile == "step":
+        # In place, a State with these tensors and a batch of these sizes pass the graph's guards again.
+        return Step(make_step_graph(loss, optimizer, options), without_guards if inplace else nullcontext)
+    sums_of = gradient_sums(loss, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
+    plans = Plans(optimizer)
+
+    def step(state: State, batch: Batches) -> tuple[State, Metrics]:
+        plan = plans.of(state)
+        sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
+        after, metrics = update(
+            optimizer, state, sums, plan=plan, clip=clip, inplace=inplace, balance_rate=balance_rate
+        )
+        plans.keep(after, plan)
+        return after, metrics
+
+    return Step(step)
