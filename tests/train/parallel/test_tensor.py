@@ -104,7 +104,8 @@ def differences(
 ) -> dict[str, float]:
     """{leaf: difference of its gradient, relative to its largest number}, and that of the loss.
 
-    What is nothing but rounding (of keys' biases where nothing rotates) is relative to the largest of all gradients.
+    A gradient below a tenth of the largest of all is relative to that tenth: where attention is nearly uniform, those
+    of queries and keys are small differences of large terms, and have their rounding.
     """
     tensor, placements, params = distributed(config, sequence=sequence, axes=axes)
     loss = over(tensor, functools.partial(loss_of, config))(params, layer_fn=layer_fn(remat, "none"), **options)
@@ -119,7 +120,7 @@ def differences(
         if path in spec and not spec[path].trainable:  # over shards of the sequence each has its own part
             continue
         difference = (grad.to_local() - whole[path][sharding.local_box()]).abs().max()
-        off[path] = float(difference) / (sizes[path] if sizes[path] > 1e-5 * largest else largest)
+        off[path] = float(difference) / max(sizes[path], largest / 10)
     return off
 
 
