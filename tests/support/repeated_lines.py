@@ -1,4 +1,6 @@
-"""How much of the families' files is text that stands in three of them or more: `python -m tests.support.repeated_lines`.
+"""How much of the families is text that stands in three of their files or more.
+
+    python -m tests.support.repeated_lines
 
 Counted are lines of 20 characters or more, imports aside. The interface of a family (the heads of `from_hf`, `spec`,
 `block`) is most of it.
