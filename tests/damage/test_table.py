@@ -109,7 +109,7 @@ USES: dict[str, tuple[str, ...]] = {
     "params.inspect._checksums": ("a model to inspect",),
     "params.io.files.inner_file": ("captions",),
     "params.io.files.read_json": ("a model",),
-    "params.convert.convert.write": ("a converted GGUF file",),
+    "params.checkpoint.gguf_folder.convert.write": ("a converted GGUF file",),
     "params.io.safetensors_file.OpenFiles.get": ("a model", "a GGUF file"),
     "params.io.safetensors_file.open_tensors": ("adapters", "latents"),
     "params.io.staging.staging_folder": ("a step",),

@@ -15,7 +15,7 @@ from fnmodels.embedding import DenseLayer, Embedder
 from fnmodels.errors import UserError
 from fnmodels.ops.cpu import product_table
 from params import lora
-from params.convert import convert
+from params.checkpoint.gguf_folder import convert
 from tests.support.cases import generic_params
 from tests.support.gguf_files import MODELS, tensors_of, write_gguf
 from train import checkpoint

@@ -14,9 +14,9 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
+from params.checkpoint.gguf_folder import converted
 from params.checkpoint.hub import is_hub_name, local_folder
 from params.checkpoint.load_gguf import is_gguf
-from params.convert import converted
 from params.io.files import is_deep
 from train.command_line import suggestion
 from train.data import sources

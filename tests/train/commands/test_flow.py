@@ -149,7 +149,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, data: Path, capsys: pytest.Ca
     assert started(run, data, "--steps", "1") == 0
     for flags, words in (
         (("--steps", "1"), "the folder is not empty: add --resume to continue its run"),
-        (("--steps", "2", "--resume"), "--steps 2 differs from the run in"),
+        (("--seed", "2", "--resume"), "--seed 2 differs from the run in"),
     ):
         assert started(run, data, *flags) == 2
         assert words in capsys.readouterr().err

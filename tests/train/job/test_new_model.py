@@ -58,7 +58,7 @@ def test_most_causal_types_need_no_fields_but_the_sizes() -> None:
         except UserError as error:
             refused[model_type] = str(error)
     assert all(said.startswith(f"--model {name}: ") for name, said in refused.items())
-    assert len(refused) <= 0.4 * len(types), refused
+    assert len(refused) <= 0.5 * len(types), refused  # experts and states need fields of their own
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""A Hugging Face folder of a GGUF file: config.json, safetensors, the tokenizer."""
+
+import json
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnmodels.errors import memory_for
+from fnmodels.files import cache_folder, write_new
+from params.gguf.blocks import check_installed
+from params.gguf.header import GgufFile, open_gguf
+from params.gguf.tokenizer import special_ids, tokenizer_config, tokenizer_json
+
+from .config import CONFIG
+from .load_gguf import read_gguf
+from .manifest import digest
+from .save import write_model
+
+
+def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, tokenizer: bool = True) -> tuple[str, ...]:
+    """Make a Hugging Face folder of a GGUF file, in one save as by `params.save_pretrained`.
+
+    Args:
+        path: the file.
+        folder: made if needed.
+        dtype: of the parameters; None is fp32.
+        tokenizer: whether to write its files.
+
+    Returns:
+        The names of the files that are written beside the model.
+    """
+    check_installed()
+    with ExitStack() as stack, memory_for(path):
+        file = open_gguf(path, stack)
+        companions = _companions(file) if tokenizer else {}
+        config, params = read_gguf(file, dtype)
+
+        def write(temporary: Path) -> None:
+            for name, content in companions.items():
+                write_new(temporary / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+        write_model(folder, config, params, beside=write)
+    return tuple(companions)
+
+
+def converted(path: Path) -> Path:
+    """The folder of a GGUF file in the cache folder, in fp32; it is made where there is none of a file with its bytes.
+
+    Raises:
+        CheckpointError, UserError: as of `convert`.
+    """
+    folder = cache_folder() / f"gguf-{digest(path)}"
+    while not os.path.lexists(folder / CONFIG):
+        try:
+            convert(path, folder)
+        except BlockingIOError:  # another process of this run is at it
+            time.sleep(0.2)
+    return folder
+
+
+def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:
+    """{name: content} of the files of the tokenizer, and of the tokens that end a text."""
+    ids = special_ids(file.path, file.metadata)
+    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    return {
+        "tokenizer.json": tokenizer_json(file.path, file.metadata),
+        "tokenizer_config.json": tokenizer_config(file.path, file.metadata),
+        "generation_config.json": {key: ids[name] for name, key in keys.items() if name in ids},
+    }
