@@ -238,16 +238,19 @@ def _ready_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
     ready: dict[str, MaskLike] = {}
-    made: dict[int, MaskLike] = {}  # by the identity of the mask
+    made: list[str] = []  # kinds with masks of their own; compared by `is`, since a compiled graph would guard an id()
     for kind in kinds:
         mask = ready[kind] = masks[kind]
         if isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
             continue  # no kernel reads what depends on order, and a choice of keys needs positions
-        if id(mask) not in made:
+        twin = next((other for other in made if masks[other] is mask), None)
+        if twin is None:
             part, device, dtype = attention_part(mask), x.device, x.dtype
             how: Any = {"device": device, "dtype": dtype, "asks": plan.asks, "checked": options.checked}
-            made[id(mask)] = with_attention(mask, materialize(part, kernel, options.layout, **how))
-        ready[kind] = made[id(mask)]
+            ready[kind] = with_attention(mask, materialize(part, kernel, options.layout, **how))
+            made.append(kind)
+        else:
+            ready[kind] = ready[twin]
     return ready
 
 

@@ -24,6 +24,7 @@ _SUBLAYERS = (
     {"attention": "post_norm1", "mlp": "post_norm2"},  # HyperCLOVA X
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    {"attention": "post_attention_dropout", "mlp": "post_mlp_dropout"},  # Nomic BERT, whose norms follow the sums
     {"attention": "post_attention_layernorm", "mlp": "post_mlp_layernorm"},  # AFMoE
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
     {"attention": "attention.attn", "mlp": "output.dense"},  # MPNet

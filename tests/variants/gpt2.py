@@ -88,4 +88,5 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
 # Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "gpt2": {"add_cross_attention"},
+    "gpt-sw3": {"add_cross_attention"},
 }

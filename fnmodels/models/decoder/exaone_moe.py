@@ -30,6 +30,7 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     leftovers=(r"mtp\..*",),
+    classes={"exaone_moe": "ExaoneMoEForCausalLM"},
     in_memory={
         r"\.mlp\.e_score_correction_bias$": ".mlp.gate.e_score_correction_bias",
         r"\.mlp\.expert_bias$": ".mlp.e_score_correction_bias",  # from here on Hy3's

@@ -27,6 +27,7 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     in_memory={r"\.block_sparse_moe\.": ".mlp.", r"\.mlp\.gate\.": ".mlp.router."},
+    classes={"phimoe": "PhiMoEForCausalLM"},
 )
 
 
