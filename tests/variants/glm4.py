@@ -31,8 +31,8 @@ def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
     return {
-        "glm": _glm4({}) | {"model_type": "glm"},
         "glm4": _glm4({}),  # by default half of each head rotates
+        "glm": _glm4({}) | {"model_type": "glm"},
         "glm4_no_bias": _glm4({"partial_rotary_factor": 0.5}, attention_bias=False, num_key_value_heads=4),
         "glm4_whole": _glm4({"partial_rotary_factor": 1.0}, hidden_act="gelu_pytorch_tanh"),
         "glm4_yarn_tied": _glm4(

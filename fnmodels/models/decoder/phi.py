@@ -105,12 +105,13 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 unembed = decoder.unembed_layer_norm  # whose head has a bias
 
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "partial_rotary_factor")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("partial_rotary_factor", "resid_pdrop")
 PRESETS = {
     name: {"model_type": "phi", "vocab_size": 51200, **dict(zip(_SIZES, sizes, strict=True))}
     for name, *sizes in (
-        ("phi-1", 2048, 8192, 24, 32, 0.5),
-        ("phi-1.5", 2048, 8192, 24, 32, 0.5),
-        ("phi-2", 2560, 10240, 32, 32, 0.4),
+        ("phi-1", 2048, 8192, 24, 32, 0.5, 0.0),
+        ("phi-1.5", 2048, 8192, 24, 32, 0.5, 0.0),
+        ("phi-2", 2560, 10240, 32, 32, 0.4, 0.1),
     )
 }

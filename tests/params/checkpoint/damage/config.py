@@ -293,7 +293,7 @@ _GOOD: dict[str, Do] = {
     "the architecture without a head": configured(architectures=["LlamaModel"]),
     "several tokens that end a text": configured(eos_token_id=[1, 2], pad_token_id=None, bos_token_id=0),
     "settings of generation and of training": configured(
-        temperature=0.6, top_p=0.9, use_cache=True, id2label={"0": "x"}, attention_dropout=0.1
+        temperature=0.6, top_p=0.9, use_cache=True, id2label={"0": "x"}, attention_dropout=0.0
     ),
     "lines and blanks": in_bytes(lambda data: b"\n\n" + data + b"\n  \n", CONFIG),
 }
