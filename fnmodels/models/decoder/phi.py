@@ -105,8 +105,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 unembed = decoder.unembed_layer_norm  # whose head has a bias
 
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("partial_rotary_factor", "resid_pdrop")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("partial_rotary_factor", "resid_pdrop"),
+)
 PRESETS = {
     name: {"model_type": "phi", "vocab_size": 51200, **dict(zip(_SIZES, sizes, strict=True))}
     for name, *sizes in (
