@@ -39,9 +39,10 @@ def per_sample_gradients(
 
     For adapters alone (DP-LoRA), params are `params.lora.adapters(...)` and the loss attaches them to the weights.
 
-    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations,
-    and so may exp, negatives, slices and concatenations of parameters; any other operation raises NotImplementedError
-    (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`).
+    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products, sums and differences with
+    activations, and so may exp, negatives, unflattened forms, slices and concatenations of parameters; any other
+    operation raises NotImplementedError (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`). Attention
+    sinks therefore need kernel="math".
     Activations there must have the rows in dimension 0. Only its size can be checked: a size other than B raises too,
     but another dimension that happens to be B (time-major activations of B tokens, a table of B entries that belongs to
     no row) is taken for the rows and silently gives wrong gradients. The result is detached.
@@ -178,7 +179,10 @@ class _Recorder(TorchFunctionMode):
             node = waiting.pop()
             if node in below:
                 continue
-            below[node] = [reached for reached, _ in node.next_functions if reached is not None]
+            below[node] = []
+            if node in self.guarded:  # below are parameters alone
+                continue
+            below[node] += [reached for reached, _ in node.next_functions if reached is not None]
             for reached in below[node]:
                 if reached in self.guarded and node not in self.known:
                     raise NotImplementedError(
@@ -272,7 +276,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
 
 
 def _scaled(make: Callable[[], Tensor], weight: Tensor) -> LeafWrites:
-    """The rule of make() * weight, where weight has the last dimensions of the product, or 1 in their place."""
+    """The rule of make() * weight, where weight has the last dimensions of the product, or 1 in place of some."""
 
     def write(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
         product = grad_output * make()
@@ -285,11 +289,11 @@ def _scaled(make: Callable[[], Tensor], weight: Tensor) -> LeafWrites:
 
 
 def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
-    """(activation, parameter) if the parameter has the activation's last dimensions, or 1 for some; else None."""
+    """(activation, parameter) if the parameter broadcasts over the activation's first dimensions; else None."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return None
     x, y = (x, y) if x.ndim >= y.ndim else (y, x)
-    fits = all(n in (1, full) for n, full in zip(y.shape, x.shape[x.ndim - y.ndim :], strict=True))
+    fits = all(n == m or 1 in (n, m) for n, m in zip(y.shape, x.shape[x.ndim - y.ndim :], strict=True))
     return (x, y) if y.ndim < x.ndim and fits else None
 
 
@@ -301,6 +305,12 @@ def _product(input: Any, other: Any) -> LeafWrites:
 def _sum(input: Any, other: Any, *, alpha: float = 1) -> LeafWrites:
     pair = _operands(input, other)
     return [] if pair is None or alpha != 1 else _scaled(functools.partial(torch.ones_like, pair[0]), pair[1])
+
+
+def _difference(input: Any, other: Any, *, alpha: float = 1) -> LeafWrites:
+    pair = _operands(input, other)
+    sign = 1 if pair is not None and pair[1] is input else -1
+    return [] if pair is None or alpha != 1 else _scaled(lambda: torch.full_like(pair[0], sign), pair[1])
 
 
 def _product_added(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> LeafWrites:
@@ -330,7 +340,8 @@ RULES: dict[Any, Callable[..., LeafWrites]] = {
     torch.mul: _product,
     Tensor.mul: _product,
     Tensor.add: _sum,
+    Tensor.sub: _difference,
     torch.addcmul: _product_added,
 }
 # Functions whose result, if it is of parameters alone, counts as a parameter.
-FORMS = (Tensor.exp, Tensor.neg, Tensor.__getitem__, torch.cat)
+FORMS = (Tensor.exp, Tensor.neg, Tensor.__getitem__, Tensor.unflatten, torch.cat)

@@ -28,6 +28,7 @@ class LogicalAxis:
     region: the axis that makes a sharded region of the layer where it is sharded, in which parameters with this axis
         act; None for parameters that act on the residual stream or have a region of their own (experts).
     whole_heads: it is sharded between heads only; a head has `Leaf.unit` elements.
+    whole_rows: a layer mixes the positions of a row with it, and every rank computes that with all of them.
     read_by: of key heads, which may be fewer than the shards: the axis of the heads that read them.
     """
 
@@ -35,6 +36,7 @@ class LogicalAxis:
     mesh: str | None = None
     region: str | None = None
     whole_heads: bool = False
+    whole_rows: bool = False
     read_by: str | None = None
 
 
@@ -52,8 +54,8 @@ _TABLE = (
     LogicalAxis("linear_latent", region=LINEAR_HEADS),
     LogicalAxis(CONV, "tp", CONV),
     LogicalAxis(KERNEL),
-    LogicalAxis("channels"),  # of Mamba 1, whose projections read all of them
-    LogicalAxis("channels_latent"),
+    LogicalAxis("channels", whole_rows=True),  # of Mamba 1, whose projections read all of them
+    LogicalAxis("channels_latent", whole_rows=True),
     LogicalAxis(EXPERT, "ep"),
     LogicalAxis(EXPERT_MLP, "tp"),
     LogicalAxis("router"),
@@ -77,6 +79,11 @@ KEYS = {name: axis.read_by for name, axis in AXES.items() if axis.read_by}  # {a
 def has_whole_heads(name: str) -> bool:
     """Whether an axis is sharded between heads only."""
     return name in AXES and AXES[name].whole_heads
+
+
+def has_whole_rows(axes: Collection[str]) -> bool:
+    """Whether a parameter with these axes acts on all positions of a row, on every rank."""
+    return any(name in AXES and AXES[name].whole_rows for name in axes)
 
 
 def regions_of(axes: Collection[str]) -> set[str]:

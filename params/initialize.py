@@ -95,6 +95,10 @@ class _DrawnBySeed(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], make: Callable[[int], Tensor], seeds: Tensor) -> tuple[Tensor, int]:
         return _DrawnBySeed.apply(make, seeds.movedim(in_dims[1], 0)), 0
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: None) -> None:
+        """Seeds are integers, so the values have no tangent."""
+
 
 def new_head(
     config: DecoderConfig, params: Tree, *, head: str, num_labels: int, seed: int = 0, plan: Tree | None = None

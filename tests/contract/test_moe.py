@@ -288,7 +288,7 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
 def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """`RouterDtypes(param="wide")` and `moe_leaves(wide_router=True)` need each other; one alone is detected."""
     case = next(case for case in STRUCTURES if case.name == "glm4_moe")
-    family, wide = fnmodels.family_of(case.config), functools.partial(moe_leaves, wide_router=True)
+    family = fnmodels.family_of(case.config)
     declared = dataclasses.replace(family.ROUTER, param="wide")
     monkeypatch.setattr(variants_of(case.family), "ROUTER", declared)
     monkeypatch.setattr(family, "ROUTER", declared)
@@ -296,7 +296,10 @@ def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with pytest.raises(AssertionError, match=r"^param: torch\.bfloat16, declared torch\.float32"):
             test_routers_keep_to_the_declared_dtypes(case)
-        monkeypatch.setattr("fnmodels.models.common.moe.moe_leaves", wide)
+        monkeypatch.setattr(
+            "fnmodels.models.common.moe.moe_leaves",
+            lambda *sizes, **flags: moe_leaves(*sizes, **flags | {"wide_router": True}),
+        )
         generic_params.cache_clear()
         test_routers_keep_to_the_declared_dtypes(case)
         assert P.init(case.config, 0, dtype=torch.bfloat16)["layers"][-1]["mlp"]["router"].dtype == torch.float32

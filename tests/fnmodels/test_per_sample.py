@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import per_sample, tree
+from fnmodels.models.common.family import traits_of
 from fnmodels.ops.cpu import linear as linear_module
 from fnmodels.ops.cpu import product_table
 from tests.support.cases import (
@@ -30,7 +31,7 @@ from tests.support.cases import (
 # All layers read a table of distances.
 BIASED = [case for case in cases() if case.family in ("mpnet", "deberta_v2")]
 DENSE = [case for case in cases() if not is_routed(case.config) and case not in BIASED]
-every_dense_structure = pytest.mark.parametrize("case", [case for case in structures() if case in DENSE], ids=str)
+DENSE_STRUCTURES = [case for case in structures() if case in DENSE]
 every_dense_family = pytest.mark.parametrize("case", [case for case in richest() if case in DENSE], ids=str)
 ROWS = segments((7,), (3, 4), (-2, 5))
 
@@ -75,6 +76,10 @@ def test_equals_vmap_grad(case: Case) -> None:
 
 @every_dense_family
 def test_any_kernel_with_the_layout_of_the_whole_batch(case: Case) -> None:
+    if traits_of(fnmodels.family_of(case.config)).sinks:  # fused kernels make keys of them
+        with pytest.raises(NotImplementedError, match=r"reads the parameters \['layers\.0\.attention\.sinks'\]"):
+            fnmodels.per_sample_gradients(*_ordered(problem(case, "auto")))
+        return
     want = fnmodels.per_sample_gradients(*_ordered(problem(case)))[0]
     assert_same(fnmodels.per_sample_gradients(*_ordered(problem(case, "auto")))[0], want, 1e-9)
 
@@ -152,7 +157,7 @@ def test_activations_that_have_a_graph_of_their_own(name: str) -> None:
     assert x.grad is None and BASE.grad is None
 
 
-@pytest.mark.parametrize("case", structures()[:1], ids=str)
+@pytest.mark.parametrize("case", DENSE_STRUCTURES[:1], ids=str)
 def test_soft_prompts_that_are_learned_too(case: Case) -> None:
     params, (((inputs, *rest), labels)), loss = problem(case)
     size = (*inputs["tokens"].shape, case.config.hidden_size)
@@ -207,7 +212,7 @@ def test_what_it_cannot_do_is_refused_by_name(function: Any, message: str) -> No
         fnmodels.per_sample_gradients(function, {"w": torch.randn(4, 4)}, torch.randn(3, 4, requires_grad=True))
 
 
-@pytest.mark.parametrize("case", structures()[:2], ids=str)
+@pytest.mark.parametrize("case", DENSE_STRUCTURES[:2], ids=str)
 def test_through_rematerialized_layers(case: Case) -> None:
     params, batch, loss = problem(case)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.family import parsed, traits_of
+from fnmodels.models.common.family import function_of, parsed, traits_of
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams
@@ -182,7 +182,24 @@ def test_recurrent_layers_are_shared() -> None:
 def modes() -> list[tuple[Case, bool]]:
     """Each model type with or without sequence=True, in turn; the richest of each family with both."""
     shared, both = [case for case in TYPES if shareable(case)], richest()
-    return [(case, bool(i)) for n, case in enumerate(shared) for i in range(2) if case in both or i == n % 2]
+    return [
+        (case, bool(i))
+        for n, case in enumerate(shared)
+        for i in range(1 if reads_whole_rows(case) else 2)
+        if case in both or reads_whole_rows(case) or i == n % 2
+    ]
+
+
+def reads_whole_rows(case: Case) -> bool:
+    """Whether its layers read tensors of whole rows, which sequence=True refuses."""
+    return function_of(fnmodels.family_of(case.config), "shared") is not None
+
+
+def test_layers_that_read_whole_rows_raise() -> None:
+    config = variant("mpnet")
+    placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), {"tp": 2})
+    with pytest.raises(ValueError, match=r"of a mpnet read tensors of whole rows .* use sequence=False"):
+        tensor_parallel(config, placements, sequence=True)
 
 
 @pytest.mark.parametrize(("case", "sequence"), modes(), ids=str)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig, function_of
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
@@ -217,6 +217,11 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     before any communication, for a plan or a family that cannot run so.
     """
     family = family_of(config)
+    if sequence and function_of(family, "shared") is not None:
+        raise ValueError(
+            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, of which "
+            "sequence=True has pieces: use sequence=False."
+        )
     spec, plans = tree.flatten(family.spec(config)), _by_weight(lora.weights(placements))
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")

@@ -24,6 +24,7 @@ from params.axes import (
     LINEAR_HEADS,
     LINEAR_KV_HEADS,
     VOCAB,
+    has_whole_rows,
     regions_of,
     sharded_by,
 )
@@ -41,7 +42,8 @@ class Use:
     """The role of a parameter of a layer.
 
     kind: "read" (column-parallel: its input is the residual stream), "write" (row-parallel: its output is added to the
-    stream), "norm" (over sharded heads) or "plain". shared: its gradient is partial on each rank. rows: the rows of a
+    stream), "norm" (over sharded heads), "gather" and "cut" (they read and write pieces of the stream around what every
+    rank computes with all positions) or "plain". shared: its gradient is partial on each rank. rows: the rows of a
     replicated parameter that this rank uses.
     """
 
@@ -178,6 +180,9 @@ def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Reg
     axes, sequence = leaf.axes, region.sequence
     if EXPERT in axes:
         return Use("plain", not is_part and EXPERT_MLP in sharded)
+    if has_whole_rows(axes):  # all ranks compute the same
+        ends = {axes[-1] == EMBED: "gather", axes[0] == EMBED and len(axes) > 1: "cut"} if sequence else {}
+        return Use(ends.get(True, "plain"), False)
     if regions_of(axes).isdisjoint(sharded):
         return Use("plain", sequence)
     if axes[0] == EMBED:
@@ -201,5 +206,6 @@ def _adapted(leaf: Leaf, dim: int | None, use: Use, sharded: frozenset[str], reg
     """
     columns, rows = len(leaf.shape) - 1, len(leaf.shape) - 2
     inside = EXPERT_MLP in sharded if EXPERT in leaf.axes else not regions_of(leaf.axes).isdisjoint(sharded)
-    a, b = (dim != columns, dim != rows) if inside else (region.sequence, region.sequence)
+    outside = region.sequence and not has_whole_rows(leaf.axes)
+    a, b = (dim != columns, dim != rows) if inside else (outside, outside)
     return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}

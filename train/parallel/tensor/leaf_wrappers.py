@@ -27,11 +27,18 @@ class RegionEntry:
 
     region: Region
     last: tuple[Tensor, Tensor] | None = None
+    last_joined: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.last is None or self.last[0] is not x:
             self.last = (x, self.region.enter(x))
         return self.last[1]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """x with all positions, with which every rank computes the same."""
+        if self.last_joined is None or self.last_joined[0] is not x:
+            self.last_joined = (x, self.region.join(x))
+        return self.last_joined[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +64,17 @@ def _read(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
 def _write(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Row-parallel: columns [out, in / size]; the bias is added once, after the reduction."""
     y = own.entry.region.leave(F.linear(x, own.weight))
+    return y if bias is None else y + bias
+
+
+def _gather(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Replicated: of all positions, from this rank's positions of x."""
+    return F.linear(own.entry.joined(x), own.weight, bias)
+
+
+def _cut(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Replicated: this rank's positions of the product; the bias is added to these, as its role says."""
+    y = own.entry.region.cut(F.linear(x, own.weight))
     return y if bias is None else y + bias
 
 
@@ -93,6 +111,8 @@ NODES: dict[str, Callable[[Any, RegionEntry], Any]] = {
     "read": functools.partial(_Map, _read),
     "write": functools.partial(_Map, _write),
     "norm": _Norm,
+    "gather": functools.partial(_Map, _gather),
+    "cut": functools.partial(_Map, _cut),
 }
 
 
