@@ -27,6 +27,8 @@ from fnmodels.ops.invariant.rows import elementwise, pairwise_sum, rows_are_inva
 
 from .before import Before, before_of
 
+_LONGEST = 32  # tokens of a chunk
+
 
 def selective_scan(
     x: Tensor,
@@ -39,7 +41,7 @@ def selective_scan(
     state: Tensor | None = None,
     last: Tensor | None = None,
     *,
-    chunk: int = 32,
+    chunk: int = _LONGEST,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The recurrence along each document of a row.
@@ -68,6 +70,7 @@ def selective_scan(
         state, last = torch.zeros(rows, width, B.shape[-1], dtype=dtype, device=x.device), None
     if not S:
         return x.new_empty(x.shape, dtype=dtype), state
+    chunk = min(chunk, _LONGEST) if torch.compiler.is_exporting() else chunk
     segment_ids = segment_ids.expand(rows, S)
     run, before = runs(segment_ids, last)
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)
@@ -83,6 +86,9 @@ def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ..
     goes_on = (run == before)[..., None, None]
     decay = decay_of(dt[..., None] * A).where(goes_on, 0)  # [R, C, I, N]
     added = (dt * x)[..., None] * upcast(B)[:, :, None]
+    if torch.compiler.is_exporting():
+        states = _of_any_length(state, added, decay)
+        return (states * upcast(C)[:, :, None]).sum(-1) + D * x, states[:, -1]
     added = torch.cat((added[:, :1] + decay[:, :1] * state[:, None], added[:, 1:]), dim=1)
     span = 1
     while span < x.shape[1]:
@@ -91,6 +97,21 @@ def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ..
         decay = torch.cat((decay[:, :span], products), dim=1)
         span *= 2
     return (added * upcast(C)[:, :, None]).sum(-1) + D * x, added[:, -1]
+
+
+def _of_any_length(state: Tensor, added: Tensor, decay: Tensor) -> Tensor:
+    """The states after each of up to _LONGEST tokens, by steps that do not depend on their number, for exported graphs.
+
+    Runs before the first token add nothing, and their factor is 1.
+    """
+    length, span = added.shape[1], 1
+    while span < _LONGEST:
+        nothing = torch.zeros_like(added[:, :1]).expand(-1, span, -1, -1)
+        added = added + decay * torch.cat((nothing, added), dim=1)[:, :length]
+        decay = decay * torch.cat((nothing + 1, decay), dim=1)[:, :length]
+        decay = F.threshold(decay, negligible(decay.dtype), 0.0)
+        span *= 2
+    return added + decay * state[:, None]
 
 
 def _token(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

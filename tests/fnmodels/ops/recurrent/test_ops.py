@@ -412,6 +412,19 @@ def zero_tail(x: Tensor, *_: Any) -> Tensor:
     return torch.zeros(x.shape[0], 3, x.shape[2], dtype=x.dtype)
 
 
+@pytest.mark.parametrize(("length", "chunk"), [(1, 8), (2, 8), (31, 32), (32, 32), (71, 100)])
+def test_steps_of_any_length_are_the_selective_scan(length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an exported graph, which has one number of them for rows of every length."""
+    along, constants, state = OPS["selective"].arguments(2, length)
+    ids = torch.tensor([[2] * (length // 2) + [3] * (length - length // 2), [4] * (length - 1) + [0]])
+    arguments = *along, *constants, ids, state, torch.tensor([2, 7])
+    want = selective_scan.selective_scan(*arguments, chunk=chunk)
+    asked: list[int] = []
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: not asked.append(length))
+    close(selective_scan.selective_scan(*arguments, chunk=chunk), want)
+    assert asked
+
+
 BUGS = {
     "delta: the state is not reset": (OPS["delta"], delta_rule, "runs", no_reset),
     "delta: the state of another document goes on": (OPS["delta"], delta_rule, "runs", wrong_handover),
