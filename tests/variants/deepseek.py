@@ -3,6 +3,7 @@
 transformers has no kimi_k2, which is compared with deepseek_v3, the same model under another name.
 """
 
+import json
 from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
@@ -199,7 +200,7 @@ def sizes() -> dict[str, int]:
 # Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "deepseek-v2-lite": 15_706_484_224,
-    "glm-4.7-flash": 29_943_393_920,
+    "glm-4.7-flash": 29_943_393_920 + 643_706_176,  # the main model and the MTP module
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200 + 11_610_068_224,  # the main model and the MTP module
     "deepseek-r1": 671_026_419_200 + 11_610_068_224,
@@ -216,3 +217,20 @@ REFUSED = {
 }
 
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23
+
+# The published config.json files of presets.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "glm-4.7-flash": {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": false,
+    "attention_dropout": 0.0, "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act":
+    "silu", "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob":
+    true, "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "pad_token_id": 154820, "partial_rotary_factor": 1.0, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta":
+    1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": false, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880
+  }
+}""")
+
+NO_FILE = {"sarvam_mla": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}

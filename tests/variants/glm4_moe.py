@@ -1,5 +1,6 @@
 """Tiny configurations of GLM-4.5 and dots.llm1, one per variation of their maths; their published sizes."""
 
+import json
 from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
@@ -182,3 +183,18 @@ REFUSED = {
 }
 
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23
+
+# The published config.json files of presets.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "solar-open-100b": {
+    "architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open", "first_k_dense_replace": 0, "head_dim":
+    128, "hidden_size": 4096, "intermediate_size": 10240, "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 8,
+    "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": {"type": "yarn", "factor": 2.0,
+    "original_max_position_embeddings": 65536}, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": false, "vocab_size": 196608
+  }
+}""")
+
+NO_FILE = {"sarvam_moe": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}

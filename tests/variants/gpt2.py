@@ -82,6 +82,14 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
     "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
     "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample":
     true, "max_length": 50}}, "vocab_size": 50257
+  },
+  "openai-gpt": {
+    "architectures": ["OpenAIGPTLMHeadModel"], "model_type": "openai-gpt", "afn": "gelu", "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 512, "n_embd": 768,
+    "n_head": 12, "n_layer": 12, "n_positions": 512, "n_special": 0, "predict_special_tokens": true, "resid_pdrop":
+    0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type":
+    "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true,
+    "max_length": 50}}, "vocab_size": 40478
   }
 }""")
 
@@ -90,3 +98,5 @@ REFUSED = {
     "gpt2": {"add_cross_attention"},
     "gpt-sw3": {"add_cross_attention"},
 }
+
+NO_FILE = {"gpt-sw3": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}

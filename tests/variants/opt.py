@@ -1,5 +1,6 @@
 """Tiny configurations of OPT and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -63,3 +64,21 @@ TOTALS: dict[str, int | str] = {
     "xglm-7.5b": 7_492_771_840,
     "biogpt": 346_763_264,
 }
+
+# The published config.json files of presets.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "xglm-1.7b": {
+    "architectures": ["XGLMForCausalLM"], "model_type": "xglm", "activation_dropout": 0.0, "activation_function":
+    "gelu", "attention_dropout": 0.1, "attention_heads": 16, "bos_token_id": 0, "d_model": 2048,
+    "decoder_start_token_id": 2, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 8192, "init_std": 0.02, "layerdrop":
+    0.0, "max_position_embeddings": 2048, "num_layers": 24, "pad_token_id": 1, "scale_embedding": true,
+    "transformers_version": "4.26.1", "use_cache": true, "vocab_size": 256008
+  },
+  "biogpt": {
+    "architectures": ["BioGptForCausalLM"], "model_type": "biogpt", "activation_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.1, "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1, "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 4096,
+    "layer_norm_eps": 1e-12, "layerdrop": 0.0, "max_position_embeddings": 1024, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "pad_token_id": 1, "scale_embedding": true, "use_cache": true, "vocab_size": 42384
+  }
+}""")

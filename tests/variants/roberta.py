@@ -1,5 +1,6 @@
 """Tiny configurations of RoBERTa with its masked-LM head, and published sizes; other heads: parity/test_heads.py."""
 
+import json
 from typing import Any
 
 from tests.variants import bert
@@ -75,3 +76,26 @@ TOTALS: dict[str, int] = {
 # Fields refused at any changed value: no published encoder has them.
 _NAMES = ("roberta", "xlm-roberta", *_SEVERAL)
 REFUSED = {name: {"add_cross_attention", "is_decoder", "tie_word_embeddings"} for name in _NAMES}
+
+# The published config.json files of presets.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "camembert-base": {
+    "architectures": ["CamembertForMaskedLM"], "model_type": "camembert", "attention_probs_dropout_prob": 0.1,
+    "bos_token_id": 5, "eos_token_id": 6, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768,
+    "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+    "num_attention_heads": 12, "num_hidden_layers": 12, "output_past": true, "pad_token_id": 1, "type_vocab_size":
+    1, "vocab_size": 32005
+  },
+  "xlm-roberta-xl": {
+    "architectures": ["XLMRobertaXLForMaskedLM"], "model_type": "xlm-roberta-xl", "attention_probs_dropout_prob":
+    0.1, "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size":
+    2560, "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+    "num_attention_heads": 32, "num_hidden_layers": 36, "pad_token_id": 1, "position_embedding_type": "absolute",
+    "tokenizer_class": "XLMRobertaTokenizer", "torch_dtype": "float32", "type_vocab_size": 1, "vocab_size": 250880
+  }
+}""")
+
+NO_FILE = dict.fromkeys(
+    ("data2vec-text", "roberta-prelayernorm"),
+    "no copy is at hand; one that transformers writes is read in test_release_configs.py",
+)

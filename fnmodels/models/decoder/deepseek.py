@@ -168,5 +168,5 @@ PRESETS: dict[str, ConfigJson] = {
     "glm-4.7-flash": {"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048}
     | {"intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20, "kv_lora_rank": 512}
     | {"v_head_dim": 256, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1}
-    | {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "rope_theta": 1000000}
+    | {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "rope_theta": 1000000}
 }

@@ -38,7 +38,8 @@ _PARTIAL = 0.5  # GLM's default of partial_rotary_factor
 _ABSENT: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
     "sarvam_moe": {"use_qk_norm": True, "initializer_range": 0.006, "num_nextn_predict_layers": 0},
-    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "num_nextn_predict_layers": 0},
+    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "num_nextn_predict_layers": 0}
+    | {"n_group": 1, "topk_group": 1},
 }
 # Defaults of absent fields: the fraction that rotates, positions, key/value heads, width of a head (0: an equal share
 # of the width), theta, eps of norms, dense layers, scale of routed experts.
@@ -168,6 +169,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     return mixture.add_feed(layer, x, attended, config, ctx, route=route, dtypes=ROUTER)
 
 
+_ORIGINAL = "original_max_position_embeddings"
 PRESETS: dict[str, ConfigJson] = {
     "dots.llm1": {"model_type": "dots1", "vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944}
     | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
@@ -176,7 +178,8 @@ PRESETS: dict[str, ConfigJson] = {
     | {"rms_norm_eps": 1e-5},
     "solar-open-100b": {"model_type": "solar_open", "vocab_size": 196608, "hidden_size": 4096}
     | {"num_hidden_layers": 48, "num_attention_heads": 64, "moe_intermediate_size": 1280, "n_routed_experts": 128}
-    | {"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    | {"n_shared_experts": 1, "num_experts_per_tok": 8, "intermediate_size": 10240}
+    | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0} | {_ORIGINAL: 65536}},
     "sarvam-30b": {"model_type": "sarvam_moe", "vocab_size": 262144, "hidden_size": 4096, "intermediate_size": 8192}
     | {"num_hidden_layers": 19, "num_attention_heads": 64, "moe_intermediate_size": 1024, "n_routed_experts": 128}
     | {"n_shared_experts": 1, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},

@@ -19,7 +19,7 @@ FILES: dict[str, dict[str, Any]] = collected("FILES")
 
 
 def test_every_model_type_has_a_published_file() -> None:
-    """In FILES or published(); NO_FILE says of which there is none, since it is a part of a larger model's file."""
+    """In FILES or published(); NO_FILE says of which there is none, and why."""
     files = [*FILES.values(), *(f for family in family_modules() for f in variants_of(family).published().values())]
     there = {values["model_type"] for values in files} | collected("NO_FILE").keys()
     missing = fnmodels.families().keys() - there
