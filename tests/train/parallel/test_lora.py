@@ -108,7 +108,7 @@ def test_adapters_are_those_of_one_process(
 
 LIMIT = 1e-5
 ROUTED = ["mtp", "deepseek_v3", "gpt_oss", "kimi_linear", "lfm2_moe", "mixtral", "nemotron_h_latent_bias", "qwen3_moe"]
-RECURRENT = ["bamba", "falcon_h1", "kimi_linear", "qwen3_next_dense_tied"]
+RECURRENT = ["bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "qwen3_next_dense_tied"]
 # {mesh: (models, strategy, the step's options)}; None: one of each structure of adapters
 MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
     "tp=2": (None, {}, {}),
