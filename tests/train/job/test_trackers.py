@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_wandb_has_every_step_in_its_offline_files(tmp_path: Path, monkeypatch: 
     identity = run_folder.read_json(tmp_path / run_folder.TRACKED)["wandb"]
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(files) == 2  # of the start and of the continuation, under one id
+    last, until = json.dumps(ROWS[-1]["loss"]).encode(), time.monotonic() + 60
+    while last not in files[1].read_bytes() and time.monotonic() < until:
+        time.sleep(0.1)  # wandb's own process writes, and its end does not wait for the disk on a busy machine
     first, second = (file.read_bytes() for file in files)
     for row in ROWS:
         assert (json.dumps(row["loss"]).encode() in first) is (row["step"] < 3)
