@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from train.comm.torchrun import is_started, rank_and_world_size
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
-from train.job.setting_types import SettingType, integer
 from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, RunSettings, Settings, as_flag, flag
+from train.job.settings.types import SettingType, integer
 
 from .command_line import NEEDS, RUNS, Parser, program_name, run_command
 

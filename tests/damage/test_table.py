@@ -162,8 +162,8 @@ USES: dict[str, tuple[str, ...]] = {
     "train.job.run_folder.acquire": ("the logs of a run",),
     "train.job.run_folder.read_json": ("JSON of a run",),
     "train.job.run_folder.write_json": ("JSON of a run",),
-    "train.job.settings.read_toml": ("settings",),
-    "train.job.settings.RunSettings": ("settings",),  # a dataclass field's metadata is called saving too
+    "train.job.settings.toml.read_toml": ("settings",),
+    "train.job.settings.runs.RunSettings": ("settings",),  # a dataclass field's metadata is called saving too
     "train.job.tasks.captions.with_files": ("captions",),
     "train.job.tasks.documents.DocumentTask.write": ("companions of a model",),
     "train.job.tasks.examples.begin": ("JSON of a run",),

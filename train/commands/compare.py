@@ -18,8 +18,8 @@ from typing import Any
 from fnmodels.errors import UserError
 from train.command_line import NEEDS, Parser, check_installed, program_name, run_command, terminal_text
 from train.job import run_folder
-from train.job.setting_types import NUMBER
 from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
+from train.job.settings.types import NUMBER
 
 SHOWN = 20  # rows of the table
 

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
 from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
-from train.job.setting_types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 from train.job.settings import flag
+from train.job.settings.types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 
 from .prompt_rows import as_chat, read_prompts, with_images
 

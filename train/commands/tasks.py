@@ -8,7 +8,7 @@ from pathlib import Path
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
 from train.command_line import Parser, program_name, run_command, suggestion
-from train.job.setting_types import integer
+from train.job.settings.types import integer
 
 
 def _name() -> str:

@@ -1,6 +1,6 @@
 """A training run, as `python -m train --run DIR`: from settings to a trained checkpoint, through stops and resumes.
 
-settings        every setting as one frozen dataclass; setting_types, lora_flag, mesh_flags: their values
+settings        every setting as one frozen dataclass; mesh_flags: how processes share the work
 tasks/          what is trained: data, losses, evaluation and model card; task: what the loop asks of them
 blueprint       model and losses, of which each process makes its programs
 recipe          the optimizer, the options of the step and the dtype that the settings name

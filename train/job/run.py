@@ -32,7 +32,6 @@ from train.state import State
 
 from . import metrics_log, model_card, report, run_folder
 from .flops import peak_memory
-from .imported import is_import_path
 from .mesh_flags import resolve_mesh
 from .profile import profiled
 from .progress import progress
@@ -49,6 +48,7 @@ from .settings import (
     read_toml,
     types_of,
 )
+from .settings.imported import is_import_path
 from .task import Json, Task, TaskModule
 from .trackers import tracked_by
 from .trackers import trackers as open_trackers

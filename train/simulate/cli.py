@@ -10,7 +10,7 @@ import fnmodels
 import params as P
 from fnmodels.errors import UserError
 from train.command_line import Parser, program_name, run_command
-from train.job.setting_types import POSITIVE, integer
+from train.job.settings.types import POSITIVE, integer
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import SCHEDULES, pipeline
 

@@ -12,8 +12,8 @@ from fnmodels.errors import UserError
 from fnmodels.models.common.family import traits_of
 from tests.support.forks import Forks
 from train.job.run import choose_settings
-from train.job.setting_types import parse_fields
 from train.job.settings import DEFAULT, Settings
+from train.job.settings.types import parse_fields
 from train.job.tasks.new_model import new_config
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2}

@@ -6,11 +6,11 @@ import pytest
 
 from fnmodels.errors import UserError
 from train.job.settings import (
-    CHANGEABLE,
     DEFAULT,
     MODEL_SIZES,
     SETTING_TYPES,
     Settings,
+    changeable,
     fixed_settings,
     from_json,
     read_toml,
@@ -39,9 +39,9 @@ def test_what_is_written_is_read_back(tmp_path, settings):
 
 
 def test_what_decides_comes_back_from_json():
-    fixed = {name: value for name, value in asdict(ALL).items() if name not in CHANGEABLE}
+    fixed = {name: value for name, value in asdict(ALL).items() if name not in changeable(Settings)}
     assert from_json(fixed_settings(ALL)) == fixed
-    assert {"save_every", "keep"} <= CHANGEABLE
+    assert {"save_every", "keep"} <= changeable(Settings)
     wrong = {"steps": 0, "seed": None, "unknown": 1, "betas": [1, 2, 3], "data": None}
     assert from_json(wrong) == {"data": None}
 

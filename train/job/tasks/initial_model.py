@@ -27,8 +27,7 @@ from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.eval import pretrained
-from train.job import lora_flag
-from train.job.settings import Settings
+from train.job.settings import Settings, lora_flag
 
 from .new_model import new_config
 

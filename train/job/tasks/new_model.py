@@ -7,8 +7,8 @@ from fnmodels.errors import CheckpointError, UserError
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import families, to_hf
 from train.command_line import suggestion
-from train.job.setting_types import parse_fields
 from train.job.settings import SIZES, Settings
+from train.job.settings.types import parse_fields
 
 
 def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> DecoderConfig:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.data.examples import KINDS
-from train.job.setting_types import CHECKPOINT, FILE, NUMBER, POSITIVE, choice, integer
-from train.job.settings import RunSettings, new_model, text, training
+from train.job.settings.runs import RunSettings, new_model, text, training
+from train.job.settings.types import CHECKPOINT, FILE, NUMBER, POSITIVE, choice, integer
 
 
 def _default(name: str, value: Any) -> Any:

@@ -1,0 +1,39 @@
+"""All settings of a run as one frozen dataclass, from which the flags, the TOML keys and their validation are derived.
+
+A flag overrides the file, and the file overrides the default. A resumed run's own values are its defaults, and those
+that affect its results must not be changed.
+
+runs, language   the settings of every run, and those of a language model
+types            how a value is parsed from a flag or a TOML file, and which values are valid; lora_flag: that of --lora
+imported         functions of the user's own by their import path
+access, toml     flags, JSON and TOML of settings
+mesh             the flags of parallelism beside --mesh
+"""
+
+from .access import absolute_paths, as_flag, fixed_settings, flag, from_json, imports, is_importable
+from .language import DEFAULT, MODEL_SIZES, SETTING_TYPES, SIZES, Settings
+from .mesh import MESH_FLAGS
+from .runs import GROUPS, RunSettings, changeable, types_of
+from .toml import read_toml, to_toml
+
+__all__ = [
+    "DEFAULT",
+    "GROUPS",
+    "MESH_FLAGS",
+    "MODEL_SIZES",
+    "RunSettings",
+    "SETTING_TYPES",
+    "SIZES",
+    "Settings",
+    "absolute_paths",
+    "as_flag",
+    "changeable",
+    "fixed_settings",
+    "flag",
+    "from_json",
+    "imports",
+    "is_importable",
+    "read_toml",
+    "to_toml",
+    "types_of",
+]
