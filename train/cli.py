@@ -151,7 +151,8 @@ def run(arguments: argparse.Namespace, program: Program, defaults: RunSettings, 
     if rank:  # without imports for what rank 0 alone does, such as pictures
         with launch.process_group(limit) as timeout:
             return controller.follow(timeout)
-    from train.job.run import Options, train_run
+    from train.job.chosen_settings import Options
+    from train.job.run import train_run
 
     options = Options(program.script, flags=flags, mesh_flags=mesh_flags, **job_flags)
     task = import_module(program.task)

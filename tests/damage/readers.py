@@ -37,7 +37,7 @@ from train.data.image_prompts import ImagePrompts
 from train.data.latents import read_latents
 from train.data.pictures import Pixels, read_picture
 from train.eval import pretrained
-from train.job import metrics_log, run, run_folder, settings
+from train.job import chosen_settings, metrics_log, run_folder, settings
 from train.job.tasks import initial_model
 from train.job.tasks.captions import with_files
 
@@ -325,7 +325,7 @@ READERS = (
         "settings of a run",
         lambda folder: (folder / "settings.toml").write_text("steps = 3\n"),
         ("settings.toml",),
-        lambda folder: run.choose_settings(folder, {}, RECORDED, settings.DEFAULT, step=None),
+        lambda folder: chosen_settings.choose_settings(folder, {}, RECORDED, settings.DEFAULT, step=None),
     ),
     Reader("shards of tokens", _shards, ("a.npy", "a.lengths.npy"), _read_shards),
     Reader("a shard of tokens", _shards, ("a.npy",), lambda folder: _read_shards(folder, "a.npy"), named=True),

@@ -11,7 +11,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.models.common.family import traits_of
 from tests.support.forks import Forks
-from train.job.run import choose_settings
+from train.job.chosen_settings import choose_settings
 from train.job.settings import DEFAULT, Settings
 from train.job.settings.types import parse_fields
 from train.job.tasks.new_model import new_config

@@ -1,0 +1,58 @@
+"""Saving of a run: its state as a saved step, then the checkpoints of the same state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fnmodels.files import check_folder
+from fnmodels.tree import Tree
+from train.checkpoint import saved_steps
+from train.state import State
+
+from . import model_card, run_folder
+from .processes.controller import Controller
+from .recipe import evaluated_params
+from .task import Json, Task
+
+
+@dataclass(frozen=True)
+class Position:
+    """The progress of a run: steps made and target tokens trained on. The data order needs no other state."""
+
+    step: int
+    tokens: int
+
+
+def progress_of(task: Task, position: Position) -> Json:
+    """What is saved beside the state."""
+    return {"tokens": position.tokens, "run": task.identity}
+
+
+def save_state(task: Task, state: State, position: Position) -> None:
+    """Saves the step of a run in one process, then writes the checkpoints of the same state."""
+    steps = task.path / run_folder.STEPS
+    saved_steps.save(steps, position.step, state, progress_of(task, position), keep=task.settings.keep)
+
+    def params(averaged: bool) -> Tree:
+        return evaluated_params(state, task.settings) if averaged else state.params
+
+    write_checkpoints(task, params)
+    model_card.write(task, position.step, None)
+
+
+def save_shards(task: Task, controller: Controller, position: Position) -> None:
+    """Saves the step of a run over a mesh, then writes the checkpoints of the same state."""
+    steps = task.path / run_folder.STEPS
+    controller.do("save", steps, position.step, progress_of(task, position), task.settings.keep)
+    write_checkpoints(task, partial(controller.do, "gather_checkpoint"))
+    model_card.write(task, position.step, None)
+
+
+def write_checkpoints(task: Task, params: Callable[[bool], Tree]) -> None:
+    """Writes the run's model and, with --ema, a complete one of the averaged weights. params: (averaged) -> these."""
+    folders = {False: task.model_path}
+    if task.settings.ema is not None:
+        folders[True] = task.path / run_folder.EMA
+    for averaged, folder in folders.items():
+        check_folder(folder)
+        task.write(folder, params(averaged))
