@@ -13,6 +13,7 @@ from params.io.files import plain_file
 from train.checkpoint import saved_steps
 from train.checkpoint.saved_steps import Checkpoint
 from train.command_line import check_installed
+from train.imported import is_import_path
 
 from . import run_folder
 from .recipe import resolved, unused_settings
@@ -28,7 +29,6 @@ from .settings import (
     read_toml,
     types_of,
 )
-from .settings.imported import is_import_path
 from .task import Json
 
 S = TypeVar("S", bound=RunSettings)

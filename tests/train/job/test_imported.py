@@ -7,7 +7,7 @@ import pytest
 
 from fnmodels.errors import UserError
 from tests.support.forks import Forks
-from train.job.settings.imported import Imported, absolute, is_import_path
+from train.imported import Imported, absolute, is_import_path
 
 OWN = """
 import train

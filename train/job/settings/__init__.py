@@ -5,7 +5,6 @@ that affect its results must not be changed.
 
 runs, language   the settings of every run, and those of a language model
 types            how a value is parsed from a flag or a TOML file, and which values are valid; lora_flag: that of --lora
-imported         functions of the user's own by their import path
 access, toml     flags, JSON and TOML of settings
 mesh             the flags of parallelism beside --mesh
 """

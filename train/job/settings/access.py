@@ -11,8 +11,8 @@ from params.checkpoint.gguf_folder import converted
 from params.checkpoint.hub import is_hub_name, local_folder
 from params.checkpoint.load_gguf import is_gguf
 from train.data import sources
+from train.imported import Imported, absolute, is_import_path
 
-from .imported import Imported, absolute, is_import_path
 from .language import Settings
 from .runs import GROUPS, RunSettings, changeable, types_of
 from .types import CHECKPOINT, DATA, FILE, SettingType

@@ -9,9 +9,9 @@ from fnmodels.errors import UserError
 from fnmodels.files import read_text
 from params.io.files import is_deep
 from train.command_line import suggestion
+from train.imported import is_import_path
 
 from .access import FLAG_ONLY, absolute_paths, flag, imports, is_importable, sorted_by_group
-from .imported import is_import_path
 from .language import Settings
 from .runs import RunSettings, types_of
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from train.imported import is_import_path
 from train.remat_budget import budget_of
 
-from .imported import is_import_path
 from .lora_flag import LORA_FORM, is_lora
 
 LARGEST = 2**63
