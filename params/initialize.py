@@ -40,14 +40,24 @@ def init(
     device: torch.device | str = "cpu",
     plan: Tree | None = None,
 ) -> Tree:
-    """Fresh parameters. Each leaf is drawn by generators of its own, seeded by (seed, path), on the CPU and in fp32.
+    """Fresh parameters, each leaf drawn by generators seeded by (seed, path), on the CPU and in fp32.
 
     So a leaf has the same values whatever else is drawn, in what order, on which device and by which rank.
-    dtype: None keeps the dtypes of the spec (fp32). plan: from `params.plan` with a DeviceMesh; leaves become DTensors,
-    and each rank draws only its own shard, equal to that slice of the leaf on one process. A plan for some pipeline
-    stages draws the leaves that it names.
-    seed: an int, or a 0-d integer tensor, which torch.func.vmap may map: vmap(lambda seed: init(config, seed))(seeds)
-    stacks the parameters of each seed. With a plan it is an int.
+
+    Args:
+        config: The model's config.
+        seed: An int, or a 0-d integer tensor, which torch.func.vmap may map: vmap(lambda seed: init(config,
+            seed))(seeds) stacks the parameters of each seed. With a plan it is an int.
+        dtype: Of the leaves; None keeps the dtypes of the spec (fp32).
+        device: Where the leaves go.
+        plan: Of `params.plan` with a DeviceMesh: leaves become DTensors, and each rank draws only its shard, equal to
+            that slice of the leaf on one process. A plan for some pipeline stages draws the leaves that it names.
+
+    Returns:
+        The tree of parameters.
+
+    Raises:
+        TypeError: The seed is no integer, or the dtype is not floating.
     """
     _check_dtype(dtype)
     leaves = tree.flatten(family_of(config).spec(config))
@@ -103,10 +113,21 @@ class _DrawnBySeed(torch.autograd.Function):
 def new_head(
     config: DecoderConfig, params: Tree, *, head: str, num_labels: int, seed: int = 0, plan: Tree | None = None
 ) -> tuple[DecoderConfig, Tree]:
-    """(config, params) of the same model with a new head (`fnmodels.models.common.heads`), drawn as by `init`.
+    """The same model with a new head (`fnmodels.models.common.heads`), drawn as by `init`.
 
     A value model for PPO is `new_head(config, params, head="tokens", num_labels=1)`, a reward model has the head
-    "classification". The other leaves are those of `params`, not copies. plan: for the result, of DTensors.
+    "classification".
+
+    Args:
+        config: The model's config.
+        params: Its parameters; leaves other than the head's are returned as they are, not copied.
+        head: "classification", "tokens", "question_answering" or another head of the family.
+        num_labels: The number of outputs of the head.
+        seed: Of the new head's leaves.
+        plan: For the result, of DTensors; None: plain tensors.
+
+    Returns:
+        The config with the head, and the tree of parameters.
     """
     fields: Any = {"head": head, "num_labels": num_labels}
     made = replace(config, **fields)
@@ -160,12 +181,27 @@ def _sinusoids(shape: tuple[int, ...], longest: float) -> Tensor:
 
 
 def abstract(config: DecoderConfig, *, dtype: torch.dtype | None = None) -> Tree:
-    """The parameter tree on the meta device: shapes and dtypes without memory."""
+    """The parameter tree on the meta device: shapes and dtypes without memory.
+
+    Args:
+        config: The model's config.
+        dtype: Of the leaves; None keeps the dtypes of the spec (fp32).
+
+    Returns:
+        The tree of meta tensors.
+    """
     _check_dtype(dtype)
     spec = family_of(config).spec(config)
     return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf_dtype(leaf, dtype), device="meta"), spec)
 
 
 def count(config: DecoderConfig) -> int:
-    """The number of parameters (elements of all leaves); a tied head counts once."""
+    """The number of parameters of a model.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        The number of elements of all leaves; a tied head counts once.
+    """
     return sum(math.prod(leaf.shape) for leaf in tree.leaves(family_of(config).spec(config)))

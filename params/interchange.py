@@ -19,7 +19,7 @@ def to_jax(params: Tree) -> Any:
     """The tree with jax arrays in place of tensors: nested dicts and lists, which flax and optax take.
 
     Args:
-        params: a tree of dense tensors. Those that require a gradient are detached, others than contiguous ones copied.
+        params: A tree of dense tensors. Those that require a gradient are detached, others than contiguous ones copied.
 
     Returns:
         A pytree of the same structure and dtypes. Its arrays share the tensors' memory where jax reads it: write into
@@ -27,7 +27,7 @@ def to_jax(params: Tree) -> Any:
 
     Raises:
         ImportError: jax is not installed.
-        ValueError: a leaf that jax would hold in another dtype: 64 bits need jax.config.update("jax_enable_x64", True).
+        ValueError: A leaf that jax would hold in another dtype: 64 bits need jax.config.update("jax_enable_x64", True).
     """
     jax = _jax()
 
@@ -51,7 +51,7 @@ def from_jax(pytree: Any) -> Tree:
     """A tree of tensors from a pytree of jax arrays: nested dicts and lists by the names and indices of its paths.
 
     Args:
-        pytree: any registered pytree: dicts, lists and tuples, flax's dicts, modules of equinox, dataclasses. Entries
+        pytree: Any registered pytree: dicts, lists and tuples, flax's dicts, modules of equinox, dataclasses. Entries
             are by the key, index or attribute with which jax names them.
 
     Returns:
@@ -59,8 +59,8 @@ def from_jax(pytree: Any) -> Tree:
 
     Raises:
         ImportError: jax is not installed.
-        ValueError: a leaf that is no jax array (filter an equinox module by `eqx.filter(module, eqx.is_array)`), or a
-            name with a dot, which paths cannot have.
+        ValueError: A leaf is no jax array (filter an equinox module by `eqx.filter(module, eqx.is_array)`), or a name
+            has a dot, which paths cannot have.
     """
     jax = _jax()
     flat: dict[str, Tensor] = {}

@@ -27,11 +27,14 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """{logical axis: the mesh dimensions that shard it, outermost first}; axes that are not named are not sharded.
+    """Which mesh dimensions shard which logical axes of parameters.
 
-    spread: further mesh dimensions. Each shards the first dimension of a leaf that is not sharded yet and whose size it
-    divides; where there is none, the leaf is replicated (norms smaller than the mesh). This is FSDP: without other
-    rules every leaf is sharded by rows, which are contiguous in a file.
+    Args:
+        axes: {logical axis: the mesh dimensions that shard it, outermost first}; axes that are not named are not
+            sharded. None: {}.
+        spread: Further mesh dimensions. Each shards the first dimension of a leaf that is not sharded yet and whose
+            size it divides; where there is none, the leaf is replicated (norms smaller than the mesh). This is FSDP:
+            without other rules every leaf is sharded by rows, which are contiguous in a file.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -54,8 +57,12 @@ class Rules:
 class Sharding:
     """How one leaf is sharded over the mesh.
 
-    dims: for each mesh dimension the dimension of the leaf that it shards, or None where the leaf is replicated.
-    sizes: (name, size) of each mesh dimension. shape, itemsize: of the full leaf. mesh: None in a plan made from sizes.
+    Args:
+        dims: For each mesh dimension the dimension of the leaf that it shards, or None where the leaf is replicated.
+        sizes: (name, size) of each mesh dimension.
+        shape: Of the full leaf.
+        itemsize: Bytes of an element.
+        mesh: The mesh of processes; None in a plan made from sizes.
     """
 
     dims: tuple[int | None, ...]
@@ -72,9 +79,15 @@ class Sharding:
         return tuple(Replicate() if dim is None else Shard(dim) for dim in self.dims)
 
     def box_at(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
-        """The shard of the rank at this mesh coordinate, one slice of the full leaf per dimension, as in DTensor.
+        """The shard of the rank at a mesh coordinate, as in DTensor.
 
         Each mesh dimension in turn splits the shard left by the ones before it into chunks of ceil(n / size).
+
+        Args:
+            coordinate: An index along each mesh dimension.
+
+        Returns:
+            One slice of the full leaf per dimension.
         """
         starts, stops = [0] * len(self.shape), list(self.shape)
         for dim, (_, size), index in zip(self.dims, self.sizes, coordinate, strict=True):
@@ -85,21 +98,39 @@ class Sharding:
         return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
 
     def local_box(self) -> tuple[slice, ...]:
-        """The slices of the full leaf that this process holds."""
+        """The slices of the full leaf that this process holds.
+
+        Returns:
+            One slice per dimension.
+
+        Raises:
+            ValueError: This process is not in the plan's mesh.
+        """
         coordinate = self._mesh().get_coordinate()
         if coordinate is None:
             raise ValueError("This process is not in the plan's mesh.")
         return self.box_at(tuple(coordinate))
 
     def rank_and_count(self) -> tuple[int, int]:
-        """(flat index of this process in the mesh, size of the mesh), to split work between the processes."""
+        """The place of this process in the mesh, to split work between the processes.
+
+        Returns:
+            Its flat index, and the size of the mesh.
+        """
         index, count = 0, 1
         for position, size in zip(self._mesh().get_coordinate() or (), self._mesh().shape, strict=True):
             index, count = index * size + position, count * size
         return index, count
 
     def distribute(self, local: Tensor) -> Tensor:
-        """The DTensor that has `local` as this process' shard; nothing is communicated."""
+        """The DTensor that has a tensor as this process's shard; nothing is communicated.
+
+        Args:
+            local: The shard, of the shape of `local_box`.
+
+        Returns:
+            The DTensor of the full shape.
+        """
         from torch.distributed.tensor import DTensor
 
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
@@ -141,12 +172,22 @@ def sharding_of(leaf: Any) -> Sharding | None:
 
 
 def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
-    """A `Sharding` for each Leaf of `spec`. mesh: a DeviceMesh with names, or {name: size} to plan without processes.
+    """How every leaf of a model is sharded over a mesh.
 
     Heads are never split. Where the shards outnumber the KV heads (by a multiple), k and v are replicated: `describe`
     shows it, and tensor-parallel attention reads the KV heads that its query heads need.
-    ValueError: a mesh dimension that does not exist, one that two dimensions of a leaf map to, and a dimension that is
-    not divisible by its shards (naming the leaf).
+
+    Args:
+        spec: The tree of `family.spec(config)`.
+        rules: Which mesh dimensions shard which logical axes.
+        mesh: A DeviceMesh with names, or {name: size} to plan without processes.
+
+    Returns:
+        A `Sharding` for each Leaf.
+
+    Raises:
+        ValueError: The rules name a mesh dimension or an axis that does not exist, two dimensions of a leaf map to one
+            mesh dimension, or a dimension is not divisible by its shards (naming the leaf).
     """
     sizes = _sizes(mesh)
     device_mesh = None if isinstance(mesh, Mapping) else mesh
@@ -218,7 +259,14 @@ def is_stage_share(values: Tree) -> bool:
 
 
 def describe(placements: Tree) -> str:
-    """A plan as a table: leaf, shape, local shape and bytes per rank, sharded dims. Equal layers share a line."""
+    """A plan as a table: leaf, shape, local shape and bytes per rank, sharded dims. Equal layers share a line.
+
+    Args:
+        placements: The tree of `plan`.
+
+    Returns:
+        Lines of text.
+    """
     lines = [("leaf", "shape", "local", "bytes per rank", "mesh: dimension")]
     total = 0
     for path, sharding, layers in _grouped(placements):

@@ -20,7 +20,7 @@ Rows = Literal["mean"] | Tensor | Mapping[str, Tensor]
 
 
 def resize_vocab(config: DecoderConfig, params: Tree, size: int, *, rows: Rows = "mean") -> tuple[DecoderConfig, Tree]:
-    """(config, params) of the same model with `size` tokens: embedding, head and the head's bias.
+    """The same model with another number of tokens: embedding, head and the head's bias.
 
     Of the parameters, those of tokens are new tensors; the others are those of `params`. Fewer tokens are the first
     ones.
@@ -32,10 +32,13 @@ def resize_vocab(config: DecoderConfig, params: Tree, size: int, *, rows: Rows =
         rows: What new tokens get: "mean", the mean of the old ones; or values [new tokens, D] for every table, or such
             values by path ("embed_tokens", "lm_head"). Biases and tables without values get the mean.
 
+    Returns:
+        The config with the new vocab_size, and the tree of parameters.
+
     Raises:
-        ValueError: For a size below 1, a model without a vocabulary, values of another shape or of an unknown path, and
-            params with adapters.
-        UnsupportedError: For DTensors and for weights in other forms, such as quantized ones.
+        ValueError: The size is below 1, the model has no vocabulary, values have another shape or an unknown path, or
+            params have adapters.
+        UnsupportedError: Leaves are DTensors, or weights in other forms, such as quantized ones.
     """
     if size < 1:
         raise ValueError(f"size is {size}; a vocabulary has at least one token.")

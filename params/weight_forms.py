@@ -168,13 +168,20 @@ def _bf16(rows: Tensor) -> Tensor:
 
 
 def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
-    """`params` with linear weights in oneDNN's layout, where that is a form of decoding; nothing else changes.
+    """Puts linear weights into oneDNN's layout, for faster decoding on a CPU; nothing else changes.
 
-    fp32 on a CPU; other weights stay as they are, as do those whose path matches a shell pattern in `skip`, what latent
-    attention reads apart (kv_b_proj), and patch_proj, which may be a convolution's. Queries, keys and values of an
-    attention are one product, and so are gate and up projections, where all of them are packed, read the same input and
-    have no convolution. Results are those of oneDNN's products: equal to unpacked ones with kernel="invariant", and up
-    to rounding otherwise.
+    Weights are packed that are fp32 on a CPU. Others stay as they are, as do what latent attention reads apart
+    (kv_b_proj), and patch_proj, which may be a convolution's. Queries, keys and values of an attention are one product,
+    and so are gate and up projections, where all of them are packed, read the same input and have no convolution.
+    Results are those of oneDNN's products: equal to unpacked ones with kernel="invariant", and up to rounding
+    otherwise.
+
+    Args:
+        params: The tree of parameters.
+        skip: Shell patterns of paths that stay as they are.
+
+    Returns:
+        The tree with packed weights.
     """
     given: dict[str, Any] = {}
     map_leaves(given.__setitem__, params)
@@ -210,11 +217,20 @@ def _joined(weights: Mapping[str, Tensor]) -> dict[str, LinearOnly]:
 
 
 def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str, ...] = ("lm_head",)) -> Tree:
-    """`params` with linear weights of 8 or 4 bits (kind "int8" or "int4") and all other leaves in bf16.
+    """Quantizes linear weights to 8 or 4 bits for decoding on a CPU; all other leaves become bf16.
 
-    int8: a scale per output, symmetric, of multiples of 16 inputs. int4: a scale and an offset per output and group of
-    32 inputs. skip: shell patterns of paths that stay bf16. Leaves whose dtype the family fixes have it. ValueError for
-    another kind, params that are not on a CPU, and widths that a form does not have.
+    Args:
+        params: The tree of parameters, on a CPU.
+        config: The model's config, whose family fixes the dtype of some leaves.
+        kind: "int8": a scale per output, symmetric, of multiples of 16 inputs. "int4": a scale and an offset per output
+            and group of 32 inputs.
+        skip: Shell patterns of paths that stay bf16.
+
+    Returns:
+        The tree with quantized weights.
+
+    Raises:
+        ValueError: `kind` is another word, params are not on a CPU, or a width does not fit the form.
     """
     forms: dict[str, Callable[[str, Tensor], LinearOnly]] = {"int8": _int8, "int4": _int4}
     if kind not in forms:

@@ -46,7 +46,10 @@ class LossFn(Protocol):
 class ModelLoss:
     """A function of (params, batch), called with the options of a run.
 
-    params: maps a rank's params (shards) to those that the function receives; None: unchanged.
+    Args:
+        function: The loss, or another function of (params, batch) that runs the model.
+        options: How the run calls the model (mesh, remat, compilation); by default it changes nothing.
+        params: Maps a rank's params (shards) to those that the function receives; None: unchanged.
     """
 
     function: Callable[..., Any]
@@ -61,16 +64,31 @@ class ModelLoss:
         return result
 
     def entered(self, params: Tree) -> RunParams:
-        """The params that the function receives. After its call, pass them to `check_reached`."""
+        """The params that the function receives. After its call, pass them to `check_reached`.
+
+        Args:
+            params: The rank's tree of parameters.
+
+        Returns:
+            The params with the run's options, which `fnmodels.hidden` and its like read.
+        """
         options, reports = self.options, self.options.reports
         if reports.expected or reports.required is not None:
             options = dataclasses.replace(options, reports=dataclasses.replace(reports, reached=[]))
         return RunParams(params if self.params is None else self.params(params), options)
 
     def check_reached(self, given: RunParams, params: Tree, batch: Entries) -> None:
-        """ValueError where required options did not reach the model's layers in a call with `given`, of `entered`.
+        """Checks after a call that the run's options reached the model's layers.
 
-        A warning where packed rows were run without their layout, because the function copied the params to a dict.
+        It warns where packed rows were run without their layout, because the function copied the params to a dict.
+
+        Args:
+            given: The params that the function received, of `entered`.
+            params: The rank's tree of parameters.
+            batch: The batch of the call.
+
+        Raises:
+            ValueError: Options that are required, such as remat, did not reach the layers.
         """
         reports = self.options.reports
         reached = bool(given.run.reports.reached) if isinstance(given.run, RunOptions) else False
@@ -90,7 +108,15 @@ class ModelLoss:
             )
 
     def with_options(self, *, stage: Stage | None = None, **groups: Mapping[str, Any]) -> ModelLoss:
-        """The same loss with these fields of groups replaced: with_options(reports={"counts": True})."""
+        """The same loss with fields of its options replaced: with_options(reports={"counts": True}).
+
+        Args:
+            stage: The stage of a pipeline that replaces the current one; None: unchanged.
+            **groups: For each group of `RunOptions` (blocks, ranks, reports) the fields to replace.
+
+        Returns:
+            The new loss; this one is unchanged.
+        """
         changed = {name: dataclasses.replace(getattr(self.options, name), **group) for name, group in groups.items()}
         options = dataclasses.replace(self.options, stage=stage or self.options.stage, **changed)
         return dataclasses.replace(self, options=options)
@@ -113,7 +139,14 @@ def computed_in(dtype: torch.dtype, function: Callable[..., Any]) -> ModelLoss:
 
 
 def run_options(params: Tree) -> RunOptions:
-    """The `RunOptions` that travel with a loss's params, for a loss that runs layers without fnmodels.hidden."""
+    """The options that travel with a loss's params, for a loss that runs layers without `fnmodels.hidden`.
+
+    Args:
+        params: The params that the loss received.
+
+    Returns:
+        The `RunOptions`; the defaults, which change nothing, for a plain tree.
+    """
     if not isinstance(params, RunParams):
         return PLAIN
     options: Any = params.run
@@ -124,10 +157,17 @@ def run_options(params: Tree) -> RunOptions:
 
 
 def beside(params: Tree, other: Tree) -> Tree:
-    """`other`, the params of a second model (teacher), for a call on the same batch without a gradient; unsharded.
+    """The params of a second model, such as a teacher, for a call inside a loss on the same batch without a gradient.
 
     Under context parallelism the second model must use the run's attention kernel; otherwise `other` can be used
     directly.
+
+    Args:
+        params: The params that the loss received.
+        other: The tree of the second model, unsharded.
+
+    Returns:
+        `other` with those of the run's options that hold for a second model.
     """
     options = run_options(params)
     ranks = Ranks(kernel=options.ranks.kernel, length=options.ranks.length)

@@ -29,12 +29,22 @@ Adding = Callable[[Tensor], Tensor]
 class Balance:
     """Coefficients of the balance terms added to a loss; each term is a mean over layers and tokens.
 
-    sequence: `balance_loss` per row. batch: `balance_loss` over all rows of one call, which therefore depends on the
-    split into microbatches. z: `router_z_loss`. scores: see `balance_loss`. A run over a mesh sets the rest: over sums
-    integer tensors over the ranks that hold other tokens of the same rows, across over all that hold other tokens of
-    the batch, and each rank's terms are then its contribution to the global ones. share: the fraction of the model's
-    layers with experts that this pipeline stage runs; None: all. before: the terms of the stages before, 0-d.
-    ValueError for a negative coefficient or unknown scores.
+    A caller sets the first four fields; a run over a mesh sets the rest.
+
+    Args:
+        sequence: The coefficient of `balance_loss` per row.
+        batch: The coefficient of `balance_loss` over all rows of one call, which therefore depends on the split into
+            microbatches.
+        z: The coefficient of `router_z_loss`.
+        scores: "softmax" or "sigmoid": how the router's logits become scores, see `balance_loss`.
+        over: Sums integer tensors over the ranks that hold other tokens of the same rows. Each rank's terms are then
+            its contribution to the global ones.
+        across: Sums integer tensors over all ranks that hold other tokens of the batch.
+        share: The fraction of the model's layers with experts that this pipeline stage runs; None: all.
+        before: The terms of the stages before, 0-d; None: there are none.
+
+    Raises:
+        ValueError: A coefficient is negative, or `scores` is another word.
     """
 
     sequence: float = 0.0

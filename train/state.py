@@ -19,10 +19,15 @@ T = TypeVar("T")
 @tree.pytree
 @dataclass(frozen=True)
 class State:
-    """step: steps made, a 0-d int64 tensor (skipped ones included, so that it numbers the batches); params; opt_state.
+    """What a train step takes and returns; the training run's state beside its data.
 
     A step made with inplace=True takes a State over, as a donated argument is in JAX: it writes into the same storage
     and returns a new State; every use of the old one raises.
+
+    Args:
+        step: Steps taken so far, a 0-d int64 tensor. Skipped ones count, so that it numbers the batches.
+        params: The tree of parameters.
+        opt_state: The optimizer's state, as `Optimizer.init` returns it.
     """
 
     step: Tensor
@@ -47,14 +52,22 @@ class State:
 
 
 def init_state(params: Tree, optimizer: Optimizer, *, copy: bool = True) -> State:
-    """A State at step 0. It copies the parameters, so that in-place steps never write into the caller's tensors.
+    """A State at step 0, with a copy of the parameters, so that in-place steps never write into the caller's tensors.
 
-    copy: False takes the tensors themselves, which in-place steps then overwrite, and saves a second set of parameters.
+    Args:
+        params: The tree of parameters. If its leaves are DTensors, so are the moments, placed alike. Over pipeline
+            stages all processes call this, each with the parameters of its stage.
+        optimizer: A `train.Optimizer`, whose state is made.
+        copy: False takes the tensors themselves, which in-place steps then overwrite, and saves a second set of
+            parameters.
 
-    If parameters are DTensors, so are the moments, placed alike. ValueError for one tensor at two paths, which would
-    become two: a tied weight is one leaf; and for patterns of the optimizer that do not fit. Over pipeline stages all
-    processes call it, each with its own stage, and an error of one is raised by all. TypeError for what is no
-    `train.Optimizer`.
+    Returns:
+        The State.
+
+    Raises:
+        ValueError: One tensor is at two paths, which would become two (a tied weight is one leaf), or patterns of the
+            optimizer do not fit the paths. Over pipeline stages an error of one process is raised by all.
+        TypeError: The optimizer is no `train.Optimizer`.
     """
     check_optimizer(optimizer)
     return on_all_stages(lambda: _initial(params, optimizer, copy), optimizer, params)

@@ -26,9 +26,19 @@ _SIDE = 16  # the hardware's products take sides that are multiples of it
 
 
 def float8_layers(block: Block) -> Block:
-    """A `layer_fn`: the block, with its projections multiplied in float8.
+    """Multiplies the projections of a model's layers in float8 (arXiv 2209.05433): a `layer_fn` of losses and of
+    `forward`.
 
-    Composes with remat and compile, and has first derivatives by autograd only.
+        loss = functools.partial(train.next_token_loss, config=config, layer_fn=train.float8_layers)
+
+    It composes with remat and compile, and has first derivatives by autograd only.
+
+    Args:
+        block: The block of a layer.
+
+    Returns:
+        The block, which casts weights [out, in] named ..._proj and their inputs to float8 where both sides divide by
+        16.
     """
 
     def run(layer: Tree, *args: Any, **more: Any) -> Any:

@@ -35,7 +35,22 @@ def load_config(
     ignore_fields: Collection[str] = (),
     revision: str | None = None,
 ) -> Any:
-    """The Config of a checkpoint; family, part, ignore_fields, revision and errors as in `load_pretrained`."""
+    """Reads the Config of a checkpoint alone, without its weights.
+
+    Args:
+        path: A folder with config.json, or "org/name", a model of the Hub (the extra `hub`).
+        family: The module that reads this checkpoint; None finds that of its model_type.
+        part: "text" or "vision": the Config of that part of a model of several parts; None: that of the model.
+        ignore_fields: Names of fields of config.json that no family knows and that are read over.
+        revision: Of a model of the Hub, its branch, tag or commit.
+
+    Returns:
+        The frozen Config of the family.
+
+    Raises:
+        ConfigError: A field is missing, wrong, or unknown.
+        UnsupportedError: No family reads this model_type.
+    """
     folder = local_folder(path, revision)
     return part_of(read_config(folder, family, part, ignore_fields)[0], part, folder)
 

@@ -60,24 +60,24 @@ _ACTIVATION = "torch.nn.modules.activation."
 
 
 def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, **options: Any) -> LoadedEmbedder:
-    """(config, params, embedder) of a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
+    """Loads a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
 
-    The model is read without its head, or of a sparse encoder (SPLADE) with its masked-LM head; the parameters of
-    dense layers are params["dense"]. `embedder.tokenizer` is that
-    of tokenizer.json, made for packing: it does not pad, cuts at the folder's own length, and lowercases if the folder
-    says so. It is None without the file or without the optional package tokenizers.
+    The model is read without its head, or of a sparse encoder (SPLADE) with its masked-LM head; the parameters of dense
+    layers are params["dense"]. `embedder.tokenizer` is that of tokenizer.json, made for packing: it does not pad, cuts
+    at the length of the folder's settings, and lowercases if these ask for it. It is None without the file or without
+    the optional package tokenizers.
 
     Args:
         path: The folder, or "org/name" as in `load_pretrained`.
         revision: Of a model of the Hub, its branch, tag or commit.
-        options: Those of `load_pretrained` but plan.
+        **options: Those of `load_pretrained` but plan.
 
     Returns:
         A named tuple of config, params and embedder.
 
     Raises:
-        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind
-            a Transformer.
+        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind a
+            Transformer.
         CheckpointError: As in `load_pretrained`.
     """
     folder = local_folder(path, revision)
@@ -145,11 +145,20 @@ def _load_sparse(folder: Path, modules: list[tuple[str, Path]], options: dict[st
 
 
 def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, embedder: Embedder) -> None:
-    """Write a folder that sentence-transformers reads: the model, modules.json and a folder for each module.
+    """Writes a folder that sentence-transformers reads: the model, modules.json and a folder for each module.
 
-    The tokenizer's files are not touched: copy them from the folder that the model was loaded from. MismatchError for
-    params that are not those of `embedder.spec(config)`. All files are of one save, as in `save_pretrained`: a kill
-    leaves the older embedder, the new one, or a folder that `recover` or the next save finishes.
+    The tokenizer's files are not touched: copy them from the folder that the model was loaded from. All files are of
+    one save, as in `save_pretrained`: a kill leaves the older embedder, the new one, or a folder that `recover` or the
+    next save finishes.
+
+    Args:
+        path: The folder, made if needed.
+        config: The model's config.
+        params: The parameters, with those of dense layers in params["dense"].
+        embedder: How hidden states become vectors.
+
+    Raises:
+        MismatchError: The params are not those of `embedder.spec(config)`.
     """
     folder, dense = Path(path), params.get("dense", [])
     if len(dense) != len(embedder.dense):

@@ -20,16 +20,25 @@ from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_lea
 def export(
     config: DecoderConfig, params: Tree, fetch: Callable[[str], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of every tensor in a checkpoint of `config`: the inverse of `load_pretrained`.
+    """Every tensor of a checkpoint under its name on disk: the inverse of `load_pretrained`, such as for an inference
+    engine.
 
-    For passing new weights to an inference engine. A leaf that is one tensor on disk is detached, not copied; fused or
-    transposed tensors are made one at a time, as the iterator reaches them. A tied head appears once, duplicates that a
-    family's files hold (`hf_copies`) appear. A weight kept as a file stores it is the tensors of that file, unless
-    others that are rows of one tensor with it are plain. MismatchError names every leaf that does not fit `config`,
-    before the first tensor is yielded.
+    A leaf that is one tensor on disk is detached, not copied; fused or transposed tensors are made one at a time, as
+    the iterator reaches them. A tied head appears once, duplicates that a family's files hold (`hf_copies`) appear. A
+    weight kept as a file stores it is the tensors of that file, unless others that are rows of one tensor with it are
+    plain.
 
-    fetch: path -> leaf, for sharded leaves; params then holds meta tensors with shapes and dtypes. It is called in the
-    order of the spec, when a tensor needs the leaf, and its result is kept while the next tensor needs it too.
+    Args:
+        config: The model's config.
+        params: The tree of parameters; with `fetch`, meta tensors with shapes and dtypes.
+        fetch: path -> leaf, for sharded leaves. It is called in the order of the spec, when a tensor needs the leaf,
+            and its result is kept while the next tensor needs it too. None: the leaves of `params`.
+
+    Returns:
+        An iterator of (name on disk, tensor).
+
+    Raises:
+        MismatchError: It names every leaf that does not fit `config`, before the first tensor is yielded.
     """
     tensors = lazy_tensors(config, params, fetch)
     return ((name, tensor.make()) for name, tensor in tensors.items())

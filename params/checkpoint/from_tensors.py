@@ -25,14 +25,22 @@ from .tensor_map import (
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
-    """The params of `config` from (name on disk, tensor) pairs, the inverse of `export`.
+    """The parameters from pairs of names on disk and tensors, the inverse of `export`.
 
     A model of transformers in memory: `revert_weight_conversion(model, model.state_dict()).items()`, which
     transformers.core_model_loading has; without it where the names alone are others, as in most vision-language models.
 
-    A leaf that is one tensor, or rows of a fused one, is a detached view of it, not a copy; stacked experts are copied.
-    Tied heads and duplicates may be there or not, and must equal their original. MismatchError lists every tensor that
-    is missing, unexpected, given twice, or of another shape or kind of dtype.
+    Args:
+        config: The model's config.
+        tensors: (name on disk, tensor). Tied heads and duplicates may be there or not, and must equal their original.
+
+    Returns:
+        The tree. A leaf that is one tensor, or rows of a fused one, is a detached view of it, not a copy; stacked
+        experts are copied.
+
+    Raises:
+        MismatchError: It lists every tensor that is missing, unexpected, repeated, or of another shape or kind of
+            dtype.
     """
     found: dict[str, Tensor] = {}
     faults: list[str] = []

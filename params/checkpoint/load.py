@@ -39,9 +39,12 @@ from .value_checks import check_ties, refuse_non_finite
 class LoadReport:
     """Bytes that one call of `load_pretrained` reads and maps.
 
-    read: including headers and compared copies. mapped: leaves that are read only when they are used. files: size of
-    all files. unread: {beginning of names: number of tensors} of parts that are not read, with part="text" of a model
-    that is not read as a whole.
+    Args:
+        read: Bytes that are read, including headers and compared copies.
+        mapped: Bytes of leaves that are read only when they are used.
+        files: Bytes of all files.
+        unread: {beginning of names: number of tensors} of parts that are not read, with part="text" of a model that is
+            not read as a whole.
     """
 
     read: int
@@ -67,47 +70,60 @@ def load_pretrained(
     revision: str | None = None,
     report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
-    """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
-    The files of diffusers are diffusion_pytorch_model.safetensors and its shards. `path` may be a GGUF file (the extra
-    `gguf`), which is read by dtype, device, check_finite and keep_quantized alone: dtype None is fp32, the values of
-    quantized blocks.
-    `path` may be "org/name", a model of the Hub (the extra `hub`), where nothing on this disk has that name: the files
-    that are needed are downloaded into the cache of huggingface_hub, with its settings of the environment.
+    """Loads a Hugging Face checkpoint: config.json beside model.safetensors, or beside shards and their index.
 
-    family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
-    dtype: None keeps the dtype on disk, except that quantized weights (`params.quantized`) are dequantized to that of
-    their scales if it is that of the method's weights, else to the half precision that config.json names;
-    otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in no dtype that is narrower than its own.
-    device: None is the CPU.
-    plan: from `params.plan` with a DeviceMesh; leaves become DTensors, and each process reads only its shards: rows
-    exactly, columns with small gaps between them. A plan for some pipeline stages loads the leaves that it names.
-    Nothing is communicated: errors found in the headers are raised by all processes, errors found in values (a tied
-    head that differs) only by the process that reads them.
-    copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
-    file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
-    change. copy=True reads everything into new memory, as does any cast or other device. A leaf of several tensors,
-    such as stacked experts, is always read. At most one tensor is held in addition to the result. A tied head is one
-    leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
-    drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
-    config.json says. The returned config reflects that. drop=("audio",) of a Gemma 4 with an audio tower, which is not
-    read, loads the rest; without it such a model is refused. head="none" reads the model without its head, which the
-    files may have or not, so that `forward` returns hidden states after the final norm. A vision-language model is read
-    with its tower. part="text" or "vision": of a model of several parts, such as CLIP or LLaVA, that one alone: (its
-    Config, its params); all headers are checked, and only its tensors are read. A text model is its own part "text".
-    It is also read out of models that are not read as a whole (InternVL, Voxtral), if config.json has it as an object
-    of a type that is read: tensors of other parts stay unread, which `report` lists, and a head that such files lack is
-    the embedding.
-    ignore_fields=("name",): reads config.json without fields of these names that no family knows, which is an error
-    otherwise; they are recorded in what is saved. A field that is read cannot be ignored.
-    keep_quantized=True: quantized weights that F.linear or a layer with experts applies stay as the files have them
-    (`params.quantized.kept.KeptWeight`), in their memory, and are dequantized whenever they are used: outputs are those
-    of the dequantized model. Other leaves, and those that share blocks or words of the file with others, are plain.
-    With a plan the tensors of a kept weight are sharded: ValueError where tensor or expert parallelism would cut a
-    block or a word, or sorted groups. A head whose vocabulary is sharded is plain then.
-    revision: of a model of the Hub, its branch, tag or commit.
-    report: is called with a LoadReport (`report=print`).
+    A leaf of several tensors, such as stacked experts, is always read into new memory; at most one tensor is held in
+    addition to the result. A tied head is one leaf. Files without MTP heads are read without them, whatever config.json
+    says. A vision-language model is read with its tower. A text model is read out of models that are not read as a
+    whole (InternVL, Voxtral) with part="text", if config.json has it as an object of a type that is read; a head that
+    such files lack is the embedding.
 
-    Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
+    Args:
+        path: A folder; the files of diffusers are diffusion_pytorch_model.safetensors and its shards. Or a GGUF file
+            (the extra `gguf`), which is read by dtype, device, check_finite and keep_quantized alone. Or "org/name", a
+            model of the Hub (the extra `hub`), where nothing on this disk has that name: the files that are needed are
+            downloaded into the cache of huggingface_hub, with its settings of the environment.
+        family: The module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
+        dtype: The dtype of the leaves, which are cast one by one. None keeps the dtype on disk; quantized weights
+            (`params.quantized`) are then dequantized to the dtype of their scales if it is that of the method's
+            weights, else to the half precision that config.json names, and those of a GGUF file to fp32. A Leaf with
+            keep_dtype is loaded in no dtype that is narrower than its own.
+        device: Where the leaves go; None is the CPU.
+        plan: Of `params.plan` with a DeviceMesh: leaves become DTensors, and each process reads only its shards, rows
+            exactly, columns with small gaps between them. A plan for some pipeline stages loads the leaves that it
+            names. Nothing is communicated: errors found in the headers are raised by all processes, errors found in
+            values (a tied head that differs) only by the process that reads them.
+        copy: False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If
+            the file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place
+            the leaf may change. True reads everything into new memory, as does any cast or other device.
+        check_finite: Whether everything is read and leaves with NaN or infinities are refused (also from a cast to
+            fp16).
+        drop: ("mtp",) leaves out the MTP heads (`fnmodels.mtp`), and ("audio",) the audio tower of a Gemma 4, without
+            which such a model is refused. The returned config reflects it.
+        head: "none" reads the model without its head, which the files may have or not, so that `forward` returns hidden
+            states after the final norm. None: with the head that the files have.
+        part: "text" or "vision" reads that part alone of a model of several, such as CLIP or LLaVA, as (its Config, its
+            params); all headers are checked, and only its tensors are read. A text model is its own part "text". None:
+            the full model.
+        ignore_fields: Names of fields of config.json that no family knows, which is an error otherwise. They are
+            recorded in what is saved. A field that is read cannot be ignored.
+        keep_quantized: Whether quantized weights that F.linear or a layer with experts applies stay as the files have
+            them (`params.quantized.kept.KeptWeight`) and are dequantized whenever they are used; outputs are those of
+            the dequantized model. Other leaves, and those that share blocks or words of the file with others, are
+            plain. With a plan the tensors of a kept weight are sharded; a head whose vocabulary is sharded is plain
+            then.
+        revision: Of a model of the Hub, its branch, tag or commit; None: its main branch.
+        report: Called with a LoadReport (`report=print`); None: no report.
+
+    Returns:
+        The frozen Config, and the tree of parameters.
+
+    Raises:
+        CheckpointError: One of its subclasses in `fnmodels.errors` names the field, tensor or file, and what would be
+            right.
+        FileNotFoundError: A file is missing.
+        TypeError: `dtype` is no floating dtype of 16 bits or more.
+        ValueError: Options do not fit each other, or tensor or expert parallelism would cut a block of a kept weight.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")

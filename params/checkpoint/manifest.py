@@ -108,9 +108,14 @@ def manifests(folder: Path) -> list[str]:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Check the size and digest of every file named in the manifests of the folder `path`; other files are ignored.
+    """Checks the size and digest of every file named in the manifests of a folder; other files are ignored.
 
-    FormatError names all that differ. FileNotFoundError: there is no manifest, or a file that it names is gone.
+    Args:
+        path: A folder that `save_pretrained` or `lora.save_adapters` wrote.
+
+    Raises:
+        FormatError: It names all files that differ.
+        FileNotFoundError: There is no manifest, or a file that it names is gone.
     """
     folder = Path(path)
     names = manifests(folder)

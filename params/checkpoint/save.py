@@ -31,21 +31,29 @@ from .transaction import MODEL, saving
 def save_pretrained(
     path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
+    """Writes config.json and model.safetensors, replacing an older model there; the folder is a Hugging Face
+    checkpoint.
 
-    The files of a diffusion model are named as by diffusers, see `load_pretrained`.
+    Dtypes are kept, weights kept as a file stores them are written in that form, and other files in the folder are not
+    touched. fnmodels_manifest.json records the checksums for `verify`. The files of a diffusion model are named as by
+    diffusers.
 
-    max_shard_size: bytes, or a string such as "5GB"; a larger model is split into several files with an index. dtypes
-    are kept, and other files in the folder are not touched. fnmodels_manifest.json records the checksums for `verify`.
-    MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`. Weights kept as a
-    file stores them are written in that form, with its declaration.
+    Everything is first written and flushed to a folder `.saving-*` inside `path`; until then the old files stay valid.
+    A kill, Ctrl-C or error during the renames that follow leaves a folder without config.json, which cannot be loaded,
+    never a mix of two models: `recover` or the next save finishes the renames. Where the config is equal and the model
+    is a single file, it leaves the old model or the new one. Parameters mapped from this same folder stay valid:
+    renaming keeps the old files alive while they are mapped.
 
-    Everything is first written and flushed to a folder `.saving-*` inside `path`; until then the old files stay valid:
-    OSError if the disk is full, BlockingIOError if another save into the folder is under way. A kill, Ctrl-C or error
-    during the renames that follow leaves a folder without config.json, which cannot be loaded, never a mix of two
-    models: `recover` or the next save finishes the renames. Where the config is equal and the model is a single file,
-    it leaves the old model or the new one.
-    Parameters mapped from this same folder stay valid: renaming keeps the old files alive while they are mapped.
+    Args:
+        path: The folder, made if needed.
+        config: The model's config.
+        params: The tree of parameters, plain tensors or kept quantized weights.
+        max_shard_size: Bytes, or a string such as "5GB"; a larger model is split into several files with an index.
+
+    Raises:
+        MismatchError: It names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
+        OSError: The disk is full.
+        BlockingIOError: Another save into the folder is under way.
     """
     write_model(Path(path), config, params, max_shard_size)
 

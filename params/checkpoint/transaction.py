@@ -80,10 +80,18 @@ def saving(folder: Path, kind: Kind) -> Iterator[Path]:
 
 
 def recover(path: str | os.PathLike[str]) -> bool:
-    """Finish a save into the folder `path` that was interrupted while it moved its files; True if there was one.
+    """Finishes a save of a model, an embedder or adapters that was interrupted while it moved its files.
 
-    It may be of a model, an embedder or adapters. A save that was interrupted earlier, while it wrote them, left the
-    older files unchanged: returns False. FormatError: what it left is damaged, or has a name that leads elsewhere.
+    A save that was interrupted earlier, while it wrote them, left the older files unchanged.
+
+    Args:
+        path: The folder that was saved into.
+
+    Returns:
+        Whether there was such a save.
+
+    Raises:
+        FormatError: What it left is damaged, or has a name that leads elsewhere.
     """
     folder = Path(path)
     with folder_lock(folder) as alone:

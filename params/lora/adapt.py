@@ -44,14 +44,26 @@ def add(
     rslora: bool = False,
     dora: bool = False,
 ) -> Tree:
-    """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
+    """Puts a LoRA adapter (arXiv 2106.09685) at every target; weights are not copied, and outputs do not change.
 
-    targets: last components of paths ("q_proj": every trainable linear weight of that name, except experts'), or shell
-    patterns over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). "embed_tokens" is the embedding, of a tied
-    model also the head. ValueError: a target matches nothing, or matches a leaf that is no linear weight.
-    alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by (seed, path), uniform in +-1/sqrt(in) as in
-    PEFT, in the weight's dtype; b starts at 0. rslora: scales by alpha / sqrt(rank) (arXiv 2312.03732). dora: adds a
-    magnitude, which starts as the norms of the weight's rows; UnsupportedError for DTensors.
+    Args:
+        config: The model's config.
+        params: Its parameters.
+        rank: The rank of the adapters.
+        alpha: The adapter is scaled by alpha / rank; None: rank.
+        targets: Last components of paths ("q_proj": every trainable linear weight of that name, except experts'), or
+            shell patterns over full paths ("layers.1?.mlp.*", "layers.*.experts.*_proj"). "embed_tokens" is the
+            embedding, of a tied model also the head.
+        seed: a is drawn by (seed, path), uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
+        rslora: Whether adapters are scaled by alpha / sqrt(rank) (arXiv 2312.03732).
+        dora: Whether there is a magnitude (arXiv 2402.09353), which starts as the norms of the weight's rows.
+
+    Returns:
+        The tree with `Lora` nodes at the targets.
+
+    Raises:
+        ValueError: A target matches nothing, or a leaf that is no linear weight, or the rank is below 1.
+        UnsupportedError: `dora` for DTensors.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1.")
@@ -75,11 +87,18 @@ def add(
 
 
 def unfreeze(params: Tree, targets: Iterable[str]) -> Tree:
-    """`params` in which the parameters of these paths are trained in full beside adapters (PEFT's modules_to_save).
+    """Trains parameters in full beside adapters (PEFT's modules_to_save).
 
-    targets: paths, or shell patterns over them ("score*", "lm_head", "layers.*_layernorm"). Each becomes a `Replaced`
-    with a copy of its values. PEFT saves modules, so name a head's bias with its weight. ValueError: a target matches
-    nothing, or matches a parameter with an adapter.
+    Args:
+        params: The tree of parameters.
+        targets: Paths, or shell patterns over them ("score*", "lm_head", "layers.*_layernorm"). PEFT saves modules, so
+            name a head's bias with its weight.
+
+    Returns:
+        The tree, with a `Replaced` with a copy of the values at each target.
+
+    Raises:
+        ValueError: A target matches nothing, or matches a parameter with an adapter.
     """
     flat, chosen = params_by_path(params), set[str]()
     for target in targets:
@@ -93,15 +112,29 @@ def unfreeze(params: Tree, targets: Iterable[str]) -> Tree:
 
 
 def merge(params: Tree) -> Tree:
-    """`params` with every adapter merged into its weight: plain tensors again.
+    """Merges every adapter into its weight.
 
-    UnsupportedError for a tied embedding whose use as the head is trained differently.
+    Args:
+        params: The tree with adapters.
+
+    Returns:
+        The tree of plain tensors.
+
+    Raises:
+        UnsupportedError: A tied embedding whose use as the head is trained differently.
     """
     return map_leaves(lambda _, leaf: base_of(leaf, merged=True), params)
 
 
 def adapters(params: Tree) -> Tree:
-    """The adapters of `params` alone, at their paths: what is trained and saved, and what torch.func differentiates."""
+    """The adapters of a tree alone: what is trained and saved, and what torch.func differentiates.
+
+    Args:
+        params: The tree with adapters.
+
+    Returns:
+        The tree of adapters at their paths, without weights.
+    """
     return _present(map_leaves(lambda _, leaf: with_base(leaf, None) if isinstance(leaf, NODES) else None, params))
 
 
@@ -113,23 +146,48 @@ def _present(node: Tree) -> Tree:
 
 
 def weights(params: Tree) -> Tree:
-    """`params` without adapters: each node is replaced by its weight, unchanged."""
+    """The weights of a tree without its adapters.
+
+    Args:
+        params: The tree with adapters.
+
+    Returns:
+        The tree, in which each node is replaced by its weight, unchanged.
+    """
     return map_leaves(lambda _, leaf: base_of(leaf), params)
 
 
 def attach(params: Tree, trained: Tree) -> Tree:
-    """`params` with the adapters of `trained` (a tree from `adapters`), replacing any that `params` has."""
+    """Puts adapters into a tree, in place of any that it has.
+
+    Args:
+        params: The tree of parameters.
+        trained: A tree of `adapters`.
+
+    Returns:
+        The tree with these adapters.
+    """
     nodes = nodes_of(trained)
     return map_leaves(lambda path, leaf: with_base(nodes.get(path), base_of(leaf)), params)
 
 
 def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
-    """`params` with adapters of which row i of a batch gets number rows[i]: several fine-tuned models in one batch.
+    """Several fine-tuned models in one batch: row i has the adapters number rows[i].
 
-    params: without adapters. adapters: trees with adapters, of any rank and targets; one without any is the model
-    itself. rows: int64 [B]. Each row's output is that of `attach(params, adapters[rows[i]])`. Every target must read
-    [B, S, in]: losses that flatten tokens take none of lm_head. ValueError for rows outside of the adapters, and
-    UnsupportedError for experts.
+    Each row's output is that of `attach(params, adapters[rows[i]])`. Every target must read [B, S, in]: losses that
+    flatten tokens take none of lm_head.
+
+    Args:
+        params: The parameters, without adapters.
+        adapters: Trees with adapters, of any rank and targets; a tree without any is the model itself.
+        rows: int64 [B], the index of each row's adapters.
+
+    Returns:
+        The tree with `RowLora` nodes, for batches of B rows.
+
+    Raises:
+        ValueError: `rows` is not [B] or lies outside of the adapters, or `params` has adapters.
+        UnsupportedError: Experts have adapters, or a parameter is trained in full.
     """
     if rows.ndim != 1 or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(adapters)):
         raise ValueError(f"rows must be [B], each from 0 to {len(adapters) - 1}; it is {rows.tolist()}.")
@@ -169,9 +227,16 @@ def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor
 
 
 def spec(config: DecoderConfig, params: Tree) -> Tree:
-    """The family's spec for `params` with adapters: only these are trainable, and weight decay applies to them.
+    """The family's spec for parameters with adapters, for an optimizer: `train.adamw(rate, spec=lora.spec(config,
+    params))`.
 
-    What is trained in full is as trainable as in the family's spec, with its weight decay.
+    Args:
+        config: The model's config.
+        params: The tree with adapters.
+
+    Returns:
+        The tree of leaves: adapters are trainable and decay, and what is trained in full is as trainable as in the
+        family's spec, with its weight decay.
     """
     leaves = tree.flatten(family_of(config).spec(config))
     return map_leaves(lambda path, value: _spec(leaves[path], value), params)

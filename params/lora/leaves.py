@@ -49,7 +49,11 @@ def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]
 def targets(config: DecoderConfig) -> list[str]:
     """The paths of all weights whose adapters are trainable: linear ones, and those of experts; not the embedding.
 
-    An indexer's (DeepSeek-V3.2), which gradients do not reach, are not among them.
+    Args:
+        config: The model's config.
+
+    Returns:
+        The paths; those of an indexer (DeepSeek-V3.2), which gradients do not reach, are not among them.
     """
     leaves = tree.flatten(family_of(config).spec(config))
     takes = {path: leaf for path, leaf in leaves.items() if leaf.trainable and takes_adapter(path, leaf)}
@@ -57,7 +61,15 @@ def targets(config: DecoderConfig) -> list[str]:
 
 
 def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
-    """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names."""
+    """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names.
+
+    Args:
+        path: The dotted path.
+        leaf: The leaf, of which the shape is read.
+
+    Returns:
+        True for matrices named ..._proj or lm_head.
+    """
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 
 
@@ -121,7 +133,16 @@ def initial_magnitude(path: str, node: Lora) -> Tensor:
 
 
 def map_leaves(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
-    """A tree map that calls function(path, leaf) and treats a node, such as `Lora`, as one leaf."""
+    """A tree map that treats an adapter's node, such as `Lora`, as one leaf.
+
+    Args:
+        function: Called as function(path, leaf).
+        node: The tree.
+        path: The path of `node` itself; "" for a full tree.
+
+    Returns:
+        The tree of results.
+    """
     if isinstance(node, dict):
         return {key: map_leaves(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
     if isinstance(node, list):

@@ -47,11 +47,18 @@ class _AppliedByLinear:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Lora(_AppliedByLinear):
-    """A weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank].
+    """A weight [out, in] with an adapter: weight + scale b a.
 
-    magnitude: [out], with which row i of that sum is multiplied by magnitude[i] / its norm (DoRA); the norm is taken as
-    a constant by derivatives. Experts' weights [E, out, in] have a [E, rank, in], b [E, out, rank] and magnitude
-    [E, out]; layers with experts read `merged`.
+    Experts' weights [E, out, in] have a [E, rank, in], b [E, out, rank] and magnitude [E, out]; layers with experts
+    read `merged`.
+
+    Args:
+        weight: [out, in], frozen; None in a tree of adapters alone.
+        a: [rank, in].
+        b: [out, rank].
+        scale: alpha / rank, or alpha / sqrt(rank).
+        magnitude: [out], with which row i of the sum is multiplied by magnitude[i] / its norm (DoRA, arXiv 2402.09353);
+            the norm is taken as a constant by derivatives. None: LoRA.
     """
 
     weight: Any
@@ -62,6 +69,15 @@ class Lora(_AppliedByLinear):
     invariant: ClassVar[bool] = True  # its products are those of fnmodels.ops.linear
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product that F.linear gives for the merged weight.
+
+        Args:
+            x: [..., in].
+            bias: [out]; None: no bias.
+
+        Returns:
+            [..., out].
+        """
         low = self.scale * linear(linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
         if self.magnitude is None:
             return linear(x, self.weight, bias) + low
@@ -69,25 +85,51 @@ class Lora(_AppliedByLinear):
         return y if bias is None else y + bias
 
     def look_up(self, ids: Tensor, **_: Any) -> Tensor:
-        """Rows `ids` of an embedding with an adapter; UnsupportedError for DoRA."""
+        """Rows of an embedding with an adapter.
+
+        Args:
+            ids: int64, any shape.
+            **_: Ignored: what F.embedding takes beside.
+
+        Returns:
+            [*ids.shape, in].
+
+        Raises:
+            UnsupportedError: The adapter is DoRA.
+        """
         if self.magnitude is not None:
             raise UnsupportedError("An embedding has no DoRA: take plain LoRA for it.")
         rows = F.embedding(ids, self.weight)
         return rows + (self.scale * (F.embedding(ids, self.b) @ self.a)).to(rows.dtype)
 
     def unbind(self) -> "list[Lora]":
-        """Of experts: each one's weight with its adapter."""
+        """The weights of experts, each with its adapter.
+
+        Returns:
+            A node for each expert.
+        """
         norms = [None] * len(self.a) if self.magnitude is None else self.magnitude.unbind()
         parts = zip(self.weight.unbind(), self.a.unbind(), self.b.unbind(), norms, strict=True)
         return [Lora(weight, a, b, self.scale, magnitude) for weight, a, b, magnitude in parts]
 
     def row_norms(self) -> Tensor:
-        """[out] or [E, out], the norm of each row of weight + scale b a, detached; in fp32 or wider."""
+        """The norm of each row of weight + scale b a, which DoRA divides by.
+
+        Returns:
+            [out] or [E, out], detached, in fp32 or wider.
+        """
         weight, a, b = (leaf.detach() for leaf in (_plain(base_of(self.weight, merged=True)), self.a, self.b))
         return _sum(weight, a, b, self.scale).norm(dim=-1)
 
     def merged(self) -> Tensor:
-        """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""
+        """The weight with the adapter added.
+
+        Returns:
+            The weight's shape and dtype; the sum is taken in fp32 or wider.
+
+        Raises:
+            UnsupportedError: The weight is a quantized one that is sharded over a mesh.
+        """
         if (sharding := sharding_of(self.weight)) is not None:
             if hasattr(self.weight, "dequantized"):
                 raise UnsupportedError(
@@ -119,10 +161,14 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 @pytree
 @dataclass(frozen=True, eq=False)
 class RowLora(_AppliedByLinear):
-    """A weight [out, in] with N adapters, of which row i of x [B, S, in] gets number rows[i]; see `per_row`.
+    """A weight [out, in] with N adapters, of which each row of a batch reads its own; see `per_row`.
 
-    a [N, rank, in], b [N, out, rank] with the scale in it, rows [B] int64; factor [N, out] multiplies the outputs
-    (DoRA), None for 1.
+    Args:
+        weight: [out, in].
+        a: [N, rank, in].
+        b: [N, out, rank], with the scale in it.
+        rows: int64 [B], the number of each row's adapter.
+        factor: [N, out], multiplies the outputs (DoRA); None: 1.
     """
 
     weight: Any
@@ -133,6 +179,18 @@ class RowLora(_AppliedByLinear):
     invariant: ClassVar[bool] = False
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product that F.linear gives for each row's merged weight.
+
+        Args:
+            x: [B, S, in].
+            bias: [out]; None: no bias.
+
+        Returns:
+            [B, S, out].
+
+        Raises:
+            ValueError: The inputs have another number of rows.
+        """
         if x.ndim != 3 or x.shape[0] != len(self.rows):
             raise ValueError(
                 f"Adapters per row are for {len(self.rows)} rows, inputs [{len(self.rows)}, S, in], and these are "
@@ -149,7 +207,9 @@ class RowLora(_AppliedByLinear):
 class Replaced:
     """A parameter trained in full beside adapters (PEFT's modules_to_save): every function of torch reads `value`.
 
-    weight: the parameter of the base model, which is kept for others that share it.
+    Args:
+        weight: The parameter of the base model, which is kept for others that share it.
+        value: The trained one, of the same shape.
     """
 
     weight: Any
@@ -157,6 +217,11 @@ class Replaced:
     invariant: ClassVar[bool] = True
 
     def merged(self) -> Tensor:
+        """The trained value, as a plain tensor.
+
+        Returns:
+            `value`.
+        """
         value: Tensor = self.value
         return value
 
@@ -202,7 +267,10 @@ class Replaced:
 class TwoUses(_AppliedByLinear):
     """An embedding that is the output head too (a tied one), of which the two uses are trained differently.
 
-    embed, head: a `Lora` or `Replaced` without its weight, for look-ups and for the head; None: the weight itself.
+    Args:
+        weight: [V, D], the tied leaf.
+        embed: A `Lora` or `Replaced` without its weight, for look-ups; None: the weight itself.
+        head: The same for the head.
     """
 
     weight: Any
@@ -211,12 +279,38 @@ class TwoUses(_AppliedByLinear):
     invariant: ClassVar[bool] = True
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The logits of the head.
+
+        Args:
+            x: [..., D].
+            bias: [V]; None: no bias.
+
+        Returns:
+            [..., V].
+        """
         return linear(x, with_base(self.head, self.weight), bias)
 
     def look_up(self, ids: Tensor, **_: Any) -> Tensor:
+        """The embeddings of tokens.
+
+        Args:
+            ids: int64, any shape.
+            **_: Ignored: what F.embedding takes beside.
+
+        Returns:
+            [*ids.shape, D].
+        """
         return F.embedding(ids, with_base(self.embed, self.weight))
 
     def merged(self) -> Tensor:
+        """Refuses: a tied leaf has one value, and its uses have two.
+
+        Returns:
+            Nothing, since it raises.
+
+        Raises:
+            UnsupportedError: Always; merging needs a config without tied embeddings.
+        """
         raise UnsupportedError(
             "embed_tokens is embedding and head of this model, and its adapters make these differ: merging needs a "
             'config with tie_word_embeddings=False, and params["lm_head"], a copy of the embedding.'

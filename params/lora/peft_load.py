@@ -46,10 +46,10 @@ _NAMES["magnitude"] = "lora_magnitude_vector.weight"
 def load_adapters(
     path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, ignore_fields: Collection[str] = ()
 ) -> Tree:
-    """`params` with the adapters of a folder in PEFT's format.
+    """Loads the adapters of a folder in PEFT's format into a tree.
 
     LoRA, rsLoRA and DoRA of linear weights, embeddings, heads, fused weights and experts (a module each, or stacked as
-    PEFT's target_parameters), with ranks and alphas of their own; PiSSA and OLoRA become adapters of the unchanged base
+    PEFT's target_parameters), with ranks and alphas per module; PiSSA and OLoRA become adapters of the unchanged base
     model, of twice the rank. What is trained in full (modules_to_save, biases, rows of tokens, resized embeddings)
     becomes `Replaced`. Names may be those of files or of transformers' modules.
 
@@ -57,7 +57,7 @@ def load_adapters(
         path: The folder with adapter_config.json and adapter_model.safetensors.
         config: The base model's config.
         params: The base model's parameters; a model whose vocabulary the adapters extend is resized first
-            (`params.resize_vocab`). A pipeline stage's share receives the adapters of its own layers and ends.
+            (`params.resize_vocab`). A pipeline stage's share receives the adapters of its layers and ends.
         ignore_fields: Fields of adapter_config.json that change nothing, where this audit does not know them.
 
     Returns:

@@ -53,14 +53,17 @@ class _Adapted:
 def export_adapters(
     config: DecoderConfig, trained: Tree, fetch: Callable[[str], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in PEFT's file, tensor) of the adapters in `trained`, a tree from `adapters`, by transformers' modules.
+    """The adapters of a tree under PEFT's names, by transformers' modules.
 
     Fused weights and stacked experts have one adapter for all that they hold, of the sum of the ranks.
 
     Args:
         config: The model's config.
-        trained: A tree from `adapters`. Tensors share memory with it where nothing is fused.
-        fetch: Returns the full tensor of a path of tree.flatten(trained), as in `params.export`.
+        trained: A tree of `adapters`. Tensors share memory with it where nothing is fused.
+        fetch: Returns the full tensor of a path of tree.flatten(trained), as in `params.export`; None: the leaves.
+
+    Returns:
+        An iterator of (name in PEFT's file, tensor).
 
     Raises:
         UnsupportedError: At once, where PEFT has no such adapter.
@@ -177,7 +180,20 @@ def _full(layout: Layout, uses: _Uses, modules: list[_Adapted]) -> dict[str, lis
 
 
 def peft_config(config: DecoderConfig, params: Tree, *, base: str = "") -> dict[str, Any]:
-    """The values of PEFT's adapter_config.json for the adapters in `params`, of all layers. Errors: `save_adapters`."""
+    """The values of PEFT's adapter_config.json for a tree with adapters.
+
+    Args:
+        config: The model's config.
+        params: The parameters with adapters, of all layers.
+        base: PEFT's `base_model_name_or_path`.
+
+    Returns:
+        The fields by name.
+
+    Raises:
+        ValueError: There are no adapters, some of both forms, or several scales where PEFT has one adapter.
+        UnsupportedError: PEFT has no such adapter.
+    """
     nodes = nodes_of(params)
     if not nodes:
         raise ValueError("params hold no adapters; params.lora.add makes them.")
@@ -263,7 +279,7 @@ def _task(config: DecoderConfig, heads: set[str]) -> str | None:
 
 
 def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, base: str = "") -> None:
-    """Write the adapters into the folder `path` in PEFT's format: adapter_config.json, adapter_model.safetensors.
+    """Writes the adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     Modules are named as transformers has them in memory. Fused weights (phi3's qkv_proj) and stacked experts
     (target_parameters) have one adapter for all that they hold; rsLoRA is saved as plain LoRA of the same scale, PiSSA
@@ -274,14 +290,14 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     `recover` or the next save finishes the renames; fnmodels_adapter_manifest.json has the checksums for `verify`.
 
     Args:
-        path: The folder.
+        path: The folder, made if needed.
         config: The model's config.
         params: The parameters with adapters.
         base: PEFT's `base_model_name_or_path`.
 
     Raises:
-        ValueError: Without adapters, for DTensors, and for adapters of both forms.
-        UnsupportedError: Where PEFT has no such adapter.
+        ValueError: There are no adapters, DTensors, or adapters of both forms.
+        UnsupportedError: PEFT has no such adapter.
     """
     trained = adapters(params)
     sharded = [path for path, leaf in tree.flatten(trained).items() if sharding_of(leaf) is not None]

@@ -21,20 +21,20 @@ from .kept import KeptWeight
 
 
 def requantize(params: Tree, like: Tree) -> Tree:
-    """`params` with the weights that `like` keeps in a file's form in that form: after training, for saving it so.
+    """Puts weights back into the form in which a file stores them: after training, for saving it so.
 
     Each value is rounded to the nearest that the weight's stored scales and zeros can express; values beyond the range
     of their block are set to its end. Scales, zeros and group order stay those of `like`.
 
     Args:
-        params: plain weights, as `lora.merge` gives them; a weight that is kept already stays what it is.
-        like: the tree that `load_pretrained(keep_quantized=True)` read.
+        params: Plain weights, as `lora.merge` gives them; a weight that is kept already stays what it is.
+        like: The tree that `load_pretrained(keep_quantized=True)` read.
 
     Returns:
         The tree, with kept weights where `like` has them.
 
     Raises:
-        MismatchError: the trees are of different models.
+        MismatchError: The trees are of different models.
         UnsupportedError: `like` is of a GGUF file, to whose types nothing is rounded.
     """
     if isinstance(like, KeptWeight):

@@ -195,10 +195,10 @@ class _Linear(torch.autograd.Function):
 
 
 def dequantize(params: Tree) -> Tree:
-    """`params` with plain tensors in the place of weights that `load_pretrained(keep_quantized=True)` kept.
+    """Dequantizes weights that `load_pretrained(keep_quantized=True)` kept.
 
     Args:
-        params: a tree of dicts and lists; other leaves, adapters included, stay as they are.
+        params: A tree of dicts and lists; other leaves, adapters included, stay as they are.
 
     Returns:
         The tree, with each kept weight dequantized to its dtype.

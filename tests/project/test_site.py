@@ -6,30 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from tests.support.docstrings import PACKAGES, reference, resolve
+
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("fnmodels", "fnmodels.inputs", "fnmodels.cache", "fnmodels.research", "params", "train", "train.losses")
-PACKAGES += ("train.optim", "train.generation", "train.parallel", "train.integrations.tinker")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 WITHOUT_PICTURES = {"quickstart.ipynb", "chat.ipynb"}
-
-
-def reference() -> list[str]:
-    """The names that the pages of the reference show, in their order."""
-    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
-
-
-def resolve(name: str) -> object:
-    """The object of a dotted name: attributes after the longest prefix that is a package of the list."""
-    package = max((p for p in PACKAGES if name.startswith(f"{p}.")), key=len)
-    if name == "fnmodels.testing":  # not imported by fnmodels
-        return importlib.import_module(name)
-    return reduce(getattr, name.removeprefix(f"{package}.").split("."), importlib.import_module(package))
 
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:

@@ -28,6 +28,9 @@ class Saver:
     The buffer of the copy is reused, because allocating it again would double the time. There is one save at a time:
     `save` waits for the previous one, so that a slow disk costs time and never memory. Leaving the block waits too, and
     raises the error of the last save.
+
+    Args:
+        write: Called in the thread with the copied tree and the other arguments of `save`.
     """
 
     def __init__(self, write: Callable[..., object]) -> None:
@@ -37,6 +40,12 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
 
     def save(self, state: Tree, *rest: Any) -> None:
+        """Copies a tree to host memory and begins to write the copy; it waits for the previous save first.
+
+        Args:
+            state: The tree of tensors. It may be overwritten once this returns.
+            *rest: Further arguments of `write`, passed on unchanged.
+        """
         self.wait()
         self._running = self._pool.submit(self._write, self._copied(state), *rest)
 

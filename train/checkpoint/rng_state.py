@@ -15,7 +15,14 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch on the CPU and each CUDA device in use, of Python's `random`, and of NumPy's global one."""
+    """The states of the global random generators: torch's on the CPU and on each CUDA device in use, Python's, NumPy's.
+
+    Returns:
+        {name: uint8 or int64 tensor}, which `train.checkpoint.save` can write.
+
+    Raises:
+        ValueError: NumPy's global generator is not the default MT19937.
+    """
     _, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     if kind != "MT19937":
@@ -32,7 +39,14 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restores the generators to a `random_state()`. ValueError if the number of CUDA devices differs."""
+    """Restores the global random generators.
+
+    Args:
+        state: The result of `random_state`.
+
+    Raises:
+        ValueError: The number of CUDA devices differs.
+    """
     cuda = [state[name] for name in sorted(state, key=lambda name: (len(name), name)) if name.startswith("cuda")]
     if cuda and len(cuda) != torch.cuda.device_count():
         raise ValueError(

@@ -50,7 +50,13 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved step that was complete and unchanged when it was verified."""
+    """A saved step that was complete and unchanged when it was verified.
+
+    Args:
+        path: Its folder.
+        step: Its number.
+        progress: The JSON that was saved beside the tensors.
+    """
 
     path: Path
     step: int
@@ -58,7 +64,14 @@ class Checkpoint:
 
 
 def steps(folder: Folder) -> list[int]:
-    """The numbers of the steps saved in `folder`, ascending; none is opened."""
+    """The numbers of the steps saved in a folder; none is opened.
+
+    Args:
+        folder: Where steps were saved; it may be absent.
+
+    Returns:
+        The numbers, ascending.
+    """
     path = Path(folder)
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
@@ -77,13 +90,25 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    """Saves the tensors of `state` (any tree) and `progress` (JSON) as a step, durable on return. The same values give
-    the same bytes.
+    """Saves a tree of tensors as a step, durable on return. The same values give the same bytes.
 
-    keep: how many of the newest steps are kept, None: all; keep_every: those divisible by it are kept too. A damaged
-    step does not count, so that keep=2 always leaves one to fall back to: keep - 1 older steps are read for that.
-    FileExistsError: this step, or a later one, exists already. BlockingIOError: another process is saving there.
-    OSError: the disk is full or broken; older steps are unchanged.
+    Args:
+        folder: Where the steps of a run are saved.
+        step: The number of the step, above those saved before.
+        state: The tree of tensors.
+        progress: JSON to be saved with it, such as counters of the data; None: {}.
+        keep: The number of newest steps that stay; None: all. A damaged step does not count, so that keep=2 always
+            leaves one to fall back to: keep - 1 older steps are read for that.
+        keep_every: Steps divisible by this stay too.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        FileExistsError: This step, or a later one, exists already.
+        BlockingIOError: Another process is saving there.
+        OSError: The disk is full or broken; older steps are unchanged.
+        ValueError: A leaf cannot be saved, or keep and keep_every are no whole numbers from 1.
     """
     tensors = _outgoing(state)
     with commit(folder, step, progress, keep=keep, keep_every=keep_every) as temporary:
@@ -136,7 +161,14 @@ def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None
 
 
 def latest(folder: Folder) -> Checkpoint | None:
-    """The newest complete and unchanged step, or None; warns about each newer one that is damaged."""
+    """The newest complete and unchanged step; it warns about each newer one that is damaged.
+
+    Args:
+        folder: Where steps were saved; it may be absent.
+
+    Returns:
+        The step, to be passed to `load`; None if there is none.
+    """
     found, problems = newest(folder)
     for problem in problems:
         warnings.warn(problem, stacklevel=2)
@@ -144,7 +176,14 @@ def latest(folder: Folder) -> Checkpoint | None:
 
 
 def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
-    """As `latest`, with a message for each newer step that cannot be used instead of warnings."""
+    """The newest complete and unchanged step, with messages in place of warnings.
+
+    Args:
+        folder: Where steps were saved; it may be absent.
+
+    Returns:
+        The step or None, and a message for each newer step that cannot be used.
+    """
     problems: list[str] = []
     for step in reversed(steps(folder)):
         path = _path(Path(folder), step)
@@ -172,10 +211,21 @@ def _opened(path: Path, step: int) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | None = None) -> Tree:
-    """The saved tree, in owned memory. `like` has its structure, shapes and dtypes; its values are not read.
+    """Loads a saved tree into owned memory.
 
-    device: None: each leaf goes to the device of that of `like`, or to the CPU if that is on the meta device.
-    MismatchError names every leaf that differs from the file.
+    Args:
+        checkpoint: The step, of `latest`.
+        like: A tree of the saved structure, shapes and dtypes; its values are not read, so it may be on the meta
+            device.
+        device: Where the leaves go. None: each goes to the device of that of `like`, or to the CPU if that is on the
+            meta device.
+
+    Returns:
+        The tree, of the structure of `like`.
+
+    Raises:
+        MismatchError: It names every leaf that differs from the file.
+        ValueError: A leaf of `like` is a DTensor; `train.sharded.load` loads such trees.
     """
     path, expected = plain_file(checkpoint.path, STATE), tree.flatten(like)
     if spread := [name for name, leaf in expected.items() if not plain(leaf)]:
@@ -205,7 +255,15 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
 
 
 def set_aside(folder: Folder, after: int) -> list[Path]:
-    """Renames the steps later than `after`, so that a run may continue from there; returns their new paths."""
+    """Renames the steps after a number, so that a run may continue from there.
+
+    Args:
+        folder: Where steps were saved.
+        after: The last step that stays.
+
+    Returns:
+        The new paths.
+    """
     folder, moved = Path(folder), []
     for step in steps(folder):
         if step > after:

@@ -42,10 +42,24 @@ def save(
     keep_every: int | None = None,
     group: Any = None,
 ) -> None:
-    """`train.checkpoint.save` by all processes of `group` together, into a folder that all of them see.
+    """Saves a tree of DTensors or plain tensors by all processes of a group together, into a folder that all of them
+    see.
 
-    An error of one process is raised by all, and nothing of the step remains. group: a ProcessGroup; None: of all.
-    ValueError for leaves that are placed on other processes than these.
+    An error of one process is raised by all, and nothing of the step remains.
+
+    Args:
+        folder: Where the steps of a run are saved.
+        step: The number of the step, above those saved before.
+        state: The tree; over pipeline stages each process passes the leaves of its stage.
+        progress: JSON to be saved with it; None: {}.
+        keep: The number of newest steps that stay; None: all.
+        keep_every: Steps divisible by this stay too.
+        group: The ProcessGroup that saves; None: all processes.
+
+    Raises:
+        ValueError: A leaf is no tensor, or is placed on other processes than these.
+        FileExistsError: This step, or a later one, exists already.
+        OSError: The disk is full or broken; older steps are unchanged.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -64,15 +78,35 @@ def save(
 
 
 def latest(folder: Folder, *, group: Any = None) -> Checkpoint | None:
-    """`train.checkpoint.latest`, read and verified by the first process alone; by all of `group`, as in `save`."""
+    """The newest complete and unchanged step, read and verified by the first process alone; all of the group call it.
+
+    Args:
+        folder: Where steps were saved; it may be absent.
+        group: The ProcessGroup that calls it; None: all processes.
+
+    Returns:
+        The step, the same in all processes; None if there is none.
+    """
     return _by_first(lambda: saved_steps.latest(folder), group)
 
 
 def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
-    """The saved tree, placed as `like` is, whose values are not read; leaves on the meta device go to the CPU.
+    """Loads a saved tree into the placements of another; all processes of the group call it.
 
     Each process may load other leaves, as the stages of a pipeline do; together they must load all saved leaves.
-    MismatchError names every leaf that differs. group: as in `save`.
+
+    Args:
+        found: The step, of `latest`.
+        like: A tree of the structure, shapes, dtypes and placements of the result. Its values are not read; leaves on
+            the meta device go to the CPU.
+        group: The ProcessGroup that loads; None: all processes.
+
+    Returns:
+        The tree, placed as `like` is.
+
+    Raises:
+        MismatchError: It names every leaf that differs from the file.
+        ValueError: A leaf is placed on other processes than these.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as read

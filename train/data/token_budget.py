@@ -37,16 +37,26 @@ def token_budget(
     ranks: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[list[PackedRow]]:
-    """[rank][microbatch]: all sequences in rows of at most `budget` tokens, equally many for each of `ranks`.
+    """Places sequences in packed rows of at most `budget` tokens, as many rows on each rank.
 
-    entries: per-token tensors, each a list of [T, ...] or a jagged nested tensor [N, T*, ...]; "tokens" is needed.
-    labels default to the next token of the sequence, -100 at its end. cost: of a sequence of a length, which is
-    balanced over rows: float balances tokens, `lambda n: n * n` attention. Rows with one index have similar cost on all
-    ranks, which wait for each other there. The number of rows is the smallest that the longest-first placement finds.
-    A model whose rotary tables depend on the length (dynamic, longrope) has one table for a batch, that of its longest
-    sequence: take those above its original length apart from the others.
+    Rows with one index have similar cost on all ranks, which wait for each other there. The number of rows is the
+    smallest that the longest-first placement finds. A model whose rotary tables depend on the length (dynamic,
+    longrope) has one table for a batch, that of its longest sequence: take those above its original length apart from
+    the others.
 
-    ValueError for a sequence longer than the budget, and for entries of different lengths.
+    Args:
+        entries: Per-token tensors, each a list of [T, ...] or a jagged nested tensor [N, T*, ...]; "tokens" is needed.
+            labels default to the next token of the sequence, -100 at its end.
+        budget: Tokens in a row at most.
+        ranks: The number of ranks.
+        cost: The cost of a sequence of a length, which is balanced over rows: float balances tokens, `lambda n: n * n`
+            attention.
+
+    Returns:
+        [rank][microbatch]: the rows.
+
+    Raises:
+        ValueError: A sequence is longer than the budget, entries have different lengths, or tokens are missing.
     """
     if "tokens" not in entries:
         raise ValueError(f"The entries have no tokens; their names are {sorted(entries)}.")
@@ -92,7 +102,15 @@ def rows_within(
 
 
 def unpacked(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
-    """{number of the sequence: [T, ...]} from values [1, T, ...] of each row, in the order of the numbers."""
+    """Sorts values per token back to the sequences that `token_budget` placed.
+
+    Args:
+        rows: The rows of one rank.
+        values: [1, T, ...] of each row, such as log-probabilities.
+
+    Returns:
+        {number of the sequence: [T, ...]}, in the order of the numbers.
+    """
     found: dict[int, Tensor] = {}
     for row, value in zip(rows, values, strict=True):
         if row.sequences:

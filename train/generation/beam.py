@@ -45,12 +45,30 @@ def beam_search(
     images: Sequence[Image] = (),
     **options: Unpack[ForwardKwargs],
 ) -> list[Hypothesis]:
-    """Beam search: at most `beams` answers to a prompt (token ids), the best first.
+    """Beam search: the likeliest answers to a prompt.
 
-    An answer ends with one of `stop_ids` or has `max_new` tokens; its score is its logp / length ** length_penalty.
     At every length the `beams` likeliest unfinished answers are kept. The search ends early when no unfinished answer,
-    at its present score, is above the worst of `beams` finished ones. dtype, kv_dtype: as for `serve`.
-    images: of the prompt, see `Request`.
+    at its present score, is above the worst of `beams` finished ones.
+
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        prompt: Token ids, at least one.
+        beams: Answers at most.
+        max_new: Tokens of an answer at most.
+        stop_ids: Tokens after which an answer ends.
+        length_penalty: An answer's score is its logp / length ** length_penalty.
+        chunk: Tokens of the prompt computed at a time.
+        dtype: Of the activations; None: that of the parameters.
+        kv_dtype: Of the cache; torch.int8 for half the size. None: `dtype`.
+        images: Of the prompt, floats [C, H, W], see `Request`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        At most `beams` answers with tokens, logp in nats and score, the best first.
+
+    Raises:
+        ValueError: A number is not above 0, the prompt is empty, or the answer has no room in the model's positions.
     """
     if beams < 1 or max_new < 1 or not len(prompt):
         raise ValueError(

@@ -66,22 +66,38 @@ def serve(
     skip_special_tokens: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[Event, None, str]:
-    """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
+    """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when it is free.
 
-    requests: taken one after the other as slots become free. slots: requests that run at once; when there are no
-    more requests, steps that are not compiled leave out idle slots each time a quarter of them is idle. A prompt
-    costs about a step, alone or with others, so that free slots wait for more until a quarter of a step is left
-    idle. capacity: the most tokens of a request, prompt and answer. chunk: tokens of prompts computed between two
-    steps of the others. dtype: of the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache
-    of half the size, see `init_cache`. compile: "step" for compiled steps, by code in a file that later processes
-    load (`fnmodels.cache.saved.SavedStep`), or where no file can hold it by `fnmodels.compiled_step`; a result of that
-    function, made with the same config and options; "graph" for steps by `fnmodels.cache.captured_step`, on CUDA;
-    "none"; or "auto": "step" where that saves more time than it takes, see `explain_compile`, and never for an
-    iterator of requests or images. logits_fn: see `generate`.
-    skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options: as for
-    `fnmodels.forward`. ValueError for options that no compiled step has, and for a request that cannot be answered to
-    its end: before the first token where requests are a sequence, else when all requests before it are answered. The
-    generator's value is how steps ran: "none", "step" or "graph".
+    When there are no more requests, steps that are not compiled leave out idle slots each time a quarter of them is
+    idle. A prompt costs about a step, alone or with others, so that free slots wait for more until a quarter of a step
+    is left idle.
+
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        requests: The requests, taken one after the other as slots become free.
+        slots: Requests that run at once.
+        capacity: The most tokens of a request, prompt and answer.
+        tokenizer: Of the tokenizers library, for texts and stop texts; None: neither.
+        logits_fn: (logits [B, V], tokens) -> logits edited before the draw, see `generate`.
+        chunk: Tokens of prompts computed between two steps of the others.
+        dtype: Of the activations; None: that of the parameters.
+        kv_dtype: torch.int8 for a cache of half the size, see `fnmodels.init_cache`; None: `dtype`.
+        compile: "step" for compiled steps, by code in a file that later processes load
+            (`fnmodels.cache.saved.SavedStep`), or where no file can hold it by `fnmodels.compiled_step`; "graph" for
+            steps by `fnmodels.cache.captured_step`, on CUDA; "none"; "auto": "step" where that saves more time than it
+            takes, see `explain_compile`, and never for an iterator of requests or images. Or a result of
+            `fnmodels.compiled_step`, made with the same config and options.
+        skip_special_tokens: Whether texts, in which stop texts are found, are without special tokens.
+        **options: Keywords of `fnmodels.forward`.
+
+    Yields:
+        One `Event` for each token: row of the request, token, logp, text and, at its end, the reason. The generator's
+            value is how steps ran: "none", "step" or "graph".
+
+    Raises:
+        ValueError: `compile` does not fit the other options, or a request cannot be answered to its end: before the
+            first token where requests are a sequence, else when all requests before it are answered.
     """
     if not callable(compile) and compile not in _HOW:
         raise ValueError(
@@ -213,27 +229,38 @@ def generate(
     beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Generations:
-    """A continuation of each prompt (token ids), with a cache and continuous batching.
+    """Generates a continuation of each prompt, with a cache and continuous batching.
 
     Of a model of an encoder and a decoder the prompts are what the encoder reads (Whisper's are frames [S, 5 bins] of
-    `fnmodels.inputs.frame_rows`), and the answer is what the decoder writes.
+    `fnmodels.inputs.frame_rows`), and the answer is what the decoder writes. Equal prompts, and a beginning that
+    prompts share, are computed once.
 
-    max_new: tokens generated at most, one number or one per prompt. sampling: by default temperature 1; its fields are
-        numbers or tensors [prompts].
-    seeds: one for all prompts or one per prompt. Equal seeds draw with different noise, by the number of earlier
-        prompts with this seed; a prompt with a seed of its own gets the same draws in any batch and order.
-    stop_ids: tokens after which an answer ends. stop_texts: texts that end it, found in the decoded text.
-    slots: answers that are generated at once; by default all, at most 32.
-    images: for each prompt its images, floats [C, H, W] as the tower reads them, in the order of the prompt's image
-        tokens, one token for each feature; params and config are those of the whole model.
-    beginnings: for each prompt the token ids with which the decoder begins, of a model with an encoder; by default
-        decoder_start_token_id and, where config.json has one, forced_bos_token_id. No answer repeats them.
-    options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
-        logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
-        answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see `serve`; those of
-        `fnmodels.forward`.
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        prompts: Token ids of each prompt.
+        max_new: Tokens generated at most, one number or one per prompt.
+        sampling: How tokens are drawn; its fields are numbers or tensors [prompts]. None: temperature 1.
+        seeds: One for all prompts or one per prompt. Equal seeds draw with different noise, by the number of earlier
+            prompts with this seed; a prompt with a seed of its own gets the same draws in any batch and order.
+        stop_ids: Tokens after which an answer ends.
+        stop_texts: Texts that end an answer, found in the decoded text; they need a tokenizer.
+        slots: Answers that are generated at once; None: all, at most 32.
+        images: For each prompt its images, floats [C, H, W] as the tower reads them, in the order of the prompt's image
+            tokens, one token for each feature; params and config are those of the full model. None: no images.
+        beginnings: For each prompt the token ids with which the decoder begins, of a model with an encoder. None:
+            decoder_start_token_id and, where config.json has one, forced_bos_token_id. No answer repeats them.
+        **options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V],
+            tokens) -> logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids
+            of each slot's answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see
+            `serve`; keywords of `fnmodels.forward`.
 
-    Equal prompts, and a beginning that prompts share, are computed once. The result says how steps ran (`compile`).
+    Returns:
+        Tokens, log-probabilities, reasons and texts in the order of the prompts, and how steps ran (`compile`).
+
+    Raises:
+        ValueError: A prompt is empty or has no room for its answer, a number is out of range, or options do not fit
+            each other.
     """
     own = begun(config, prompts, beginnings)
     made = with_sources(config, requests_of(own, max_new, sampling, seeds, stop_ids, stop_texts, images), prompts)
@@ -255,7 +282,30 @@ def stream(
     beginnings: Sequence[Sequence[int]] | None = None,
     **options: Unpack[ServeKwargs],
 ) -> Iterator[tuple[int, int, float]]:
-    """(row of the prompt, token, logp) of each token as it is drawn; arguments as for `generate`."""
+    """Generates as `generate` does, and yields each token as it is drawn.
+
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        prompts: Token ids of each prompt.
+        max_new: Tokens generated at most, one number or one per prompt.
+        sampling: How tokens are drawn; None: temperature 1.
+        seeds: One for all prompts or one per prompt, as for `generate`.
+        stop_ids: Tokens after which an answer ends.
+        stop_texts: Texts that end an answer; they need a tokenizer.
+        slots: Answers that are generated at once; None: all, at most 32.
+        images: For each prompt its images, floats [C, H, W]; None: no images.
+        beginnings: For each prompt the token ids with which the decoder begins, of a model with an encoder.
+        **options: As for `generate`: tokenizer, logits_fn, chunk, dtype, kv_dtype, compile, and keywords of
+            `fnmodels.forward`.
+
+    Returns:
+        An iterator of (row of the prompt, token, logp in nats).
+
+    Raises:
+        ValueError: A prompt is empty or has no room for its answer, a number is out of range, or options do not fit
+            each other.
+    """
     own = begun(config, prompts, beginnings)
     made = with_sources(config, requests_of(own, max_new, sampling, seeds, stop_ids, stop_texts, images), prompts)
     return ((event.row, event.token, event.logp) for event in _served(params, config, made, slots, **options))

@@ -19,11 +19,17 @@ from .stop import StopText, TextStream
 class Request:
     """One continuation to generate.
 
-    prompt: token ids, at least one. max_new: tokens generated at most. sampling: with numbers as fields. seed, draw:
-    what the noise depends on beside the step: requests with both equal draw with the same noise. stop_ids: tokens after
-    which it ends. stop_texts: texts that end it, which needs a tokenizer. images: floats [C, H, W] as the tower reads
-    them, in the order of the prompt's image tokens, one token for each feature. source: of a model with an encoder,
-    what that reads, ids or vectors [S, ...]; prompt is then what the decoder begins with.
+    Args:
+        prompt: Token ids, at least one; of a model with an encoder, what the decoder begins with.
+        max_new: Tokens generated at most.
+        sampling: How tokens are drawn, with numbers as fields.
+        seed: What the noise depends on beside the step; requests with equal seed and draw have the same noise.
+        draw: The number of the draw with this seed.
+        stop_ids: Tokens after which it ends.
+        stop_texts: Texts that end it, which need a tokenizer.
+        images: Floats [C, H, W] as the tower reads them, in the order of the prompt's image tokens, one token for each
+            feature.
+        source: Of a model with an encoder, what that reads, ids or vectors [S, ...].
     """
 
     prompt: Sequence[int]
@@ -61,9 +67,13 @@ class Event:
 class Generations:
     """Results in the order of the prompts; tokens include the one that stopped an answer.
 
-    tokens: ids without the prompt's. logp, logp_kept: fp32 [tokens] each, see `sample_step`. reasons: see `Event`.
-    texts: answers without their stop text; empty without a tokenizer.
-    compile: how steps ran: "none", "step" or "graph", see `generate`.
+    Args:
+        tokens: Ids of each answer, without the prompt's.
+        logp: fp32 [tokens] of each answer, nats under the full softmax, see `sample_step`.
+        logp_kept: fp32 [tokens] of each answer, nats under the distribution that was drawn from.
+        reasons: "stop_id", "stop_text" or "max_new" for each answer.
+        texts: Answers without their stop text; empty without a tokenizer.
+        compile: How steps ran: "none", "step" or "graph".
     """
 
     tokens: list[list[int]]
@@ -126,9 +136,19 @@ def collect(events: Iterable[Event], rows: int) -> Generations:
 
 
 def best_of(found: Generations, each: int) -> list[int]:
-    """The index of the best of every `each` consecutive answers, by the mean of logp over its tokens.
+    """The best of each group of consecutive answers, by the mean of logp over its tokens.
 
     Generate from prompts repeated `each` times, which are computed once.
+
+    Args:
+        found: The answers, of `generate`.
+        each: Answers in a group.
+
+    Returns:
+        The index of the best answer of each group.
+
+    Raises:
+        ValueError: `each` is below 1 or does not divide the number of answers.
     """
     if each < 1 or len(found.tokens) % each:
         raise ValueError(

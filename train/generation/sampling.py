@@ -29,12 +29,17 @@ LogitsFn = Callable[[Tensor], Tensor]
 class Sampling:
     """How the next token is drawn; each field is a number, or a tensor [B] with one value per row.
 
-    temperature: divides the logits; 0 takes the likeliest token, the lowest id among equals.
-    top_k, top_p, min_p: tokens kept, in this order: the k likeliest (None: all); the fewest likeliest whose share of
-        what top_k leaves reaches top_p; those at least min_p times as likely as the likeliest. A token exactly as
-        likely as the last one kept is kept too.
-    repetition: divides positive and multiplies negative logits of tokens in the prompt or the answer (1: no effect).
-    presence, frequency: subtracted from the logits of tokens in the answer, once and once per occurrence.
+    Truncations apply in the order top_k, top_p, min_p. A token exactly as likely as the last one kept is kept too.
+
+    Args:
+        temperature: Divides the logits; 0 takes the likeliest token, the lowest id among equals.
+        top_k: The number of likeliest tokens that are kept; None: all.
+        top_p: The fewest likeliest tokens are kept whose share of what top_k leaves reaches this (nucleus sampling,
+            arXiv 1904.09751).
+        min_p: Tokens at least this many times as likely as the likeliest are kept (arXiv 2407.01082).
+        repetition: Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1: no effect.
+        presence: Subtracted from the logits of tokens in the answer, once.
+        frequency: Subtracted from the logits of tokens in the answer, once per occurrence.
     """
 
     temperature: Number = 1.0
@@ -52,10 +57,12 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p leave out tokens; True for tensors."""
         return self.top_k is not None or not _is(self.top_p, 1) or not _is(self.min_p, 0)
 
     @property
     def penalizes(self) -> bool:
+        """Whether repetition, presence or frequency change logits; True for tensors."""
         return not (_is(self.repetition, 1) and _is(self.presence, 0) and _is(self.frequency, 0))
 
 
@@ -145,15 +152,23 @@ def sample_state(
 def sample_step(
     logits: Tensor, state: SampleState, *, active: Tensor | None = None, logits_fn: LogitsFn | None = None
 ) -> tuple[Tensor, Tensor, Tensor, SampleState]:
-    """(tokens [B], logp [B], logp_kept [B], the state after it) of one draw per row from logits [B, V].
+    """Draws one token per row from logits.
 
-    logp: of the token under the full softmax of the logits at the temperature, as `token_logprobs` computes it, without
-        penalties and logits_fn; at temperature 1 for rows of temperature 0.
-    logp_kept: of the token under the distribution it was drawn from: with penalties and logits_fn, over the kept
-        support; 0 for rows of temperature 0.
-    active: bool [B]; rows that are False get a token of no meaning, and their state does not change.
-    logits_fn: edits the logits [B, V] before anything else, -inf for a token that must not be drawn. ValueError where
-        it leaves a row without a token.
+    Args:
+        logits: [B, V].
+        state: The samplings, seeds and counts of the rows, of `train.generation.sampling`.
+        active: bool [B]; rows that are False get a token of no meaning, and their state does not change. None: all are
+            active.
+        logits_fn: Edits the logits [B, V] before anything else, -inf for a token that must not be drawn; None: no edit.
+
+    Returns:
+        (tokens [B], logp [B], logp_kept [B], the next state). logp: nats of the token under the full softmax of the
+        logits at the temperature, as `token_logprobs` computes it, without penalties and logits_fn; at temperature 1
+        for rows of temperature 0. logp_kept: nats under the distribution it was drawn from: with penalties and
+        logits_fn, over the kept support; 0 for rows of temperature 0.
+
+    Raises:
+        ValueError: logits_fn leaves a row without a token.
     """
     sampling = state.sampling
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -39,10 +39,15 @@ class Ready:
 class ServeState:
     """The contents of B slots between two steps.
 
-    cache: all tokens of each row but the last. last: int64 [B], the last token, drawn or of the prompt. active: bool
-    [B]. lengths: int64 [B], the sequence lengths that length-dependent rotary scalings read. logp, logp_kept: fp32 [B],
-    the log-probabilities of `last` where the step drew it, see `sample_step`. ready: slots of new prompts that end with
-    an image.
+    Args:
+        cache: All tokens of each row but the last.
+        last: int64 [B], the last token, drawn or of the prompt.
+        active: bool [B], whether the slot has a request.
+        lengths: int64 [B], the sequence lengths that length-dependent rotary scalings read.
+        draws: The state of sampling.
+        logp: fp32 [B], nats of `last` where the step drew it, see `sample_step`.
+        logp_kept: fp32 [B], nats of `last` under the distribution that was drawn from.
+        ready: Slots of new prompts that end with an image; None: there are none.
     """
 
     cache: Cache
@@ -85,9 +90,17 @@ def serve_step(
 ) -> ServeState:
     """Writes each active slot's last token into the cache and draws the next one.
 
-    logits_fn: edits the logits [B, V] before the draw. inplace: writes into the cache of `state`, which must not be
-    used again. step: of `fnmodels.compiled_step`, which does so too and has its own options. options: as for
-    `fnmodels.forward`. Slots that are not active keep what they hold.
+    Args:
+        params: The parameters of the model.
+        state: The slots; those that are not active keep what they hold.
+        config: The model's config.
+        logits_fn: Edits the logits [B, V] before the draw; None: no edit.
+        inplace: Whether the cache of `state` is overwritten, which must not be used again then.
+        step: A result of `fnmodels.compiled_step`, which overwrites the cache too and has its own options; None: eager.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The slots after the step.
     """
     ready = state.ready
     written = state.active if ready is None else state.active & ~ready.slots

@@ -53,14 +53,38 @@ def speculate(
     images: Sequence[Sequence[Image]] | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Generations, float]:
-    """(what `generate` returns for the same arguments, the share of drafted tokens that were right).
+    """Speculative decoding (arXiv 2211.17192): a draft model proposes tokens, and the model checks several at once.
 
-    draft_params, draft_config: a smaller model with the same vocabulary; None, None: the first MTP head in params, see
-    `fnmodels.mtp`, which goes on from its own states where it drafts several tokens. ahead: tokens drafted for each
-    step of the model, at most: fewer where the answer ends before, or where the draft has learned no position for more.
-    kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to rounding: a step over
-    several tokens adds in another order than one over a single token, which can decide between two tokens that are as
-    good as equal. images: as for `generate`; a draft of text reads image tokens as they are.
+    Results are those of `generate`, up to rounding: a step over several tokens adds in another order than that over a
+    single token, which can decide between two tokens that are as good as equal. All prompts run at once.
+
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        draft_params: A smaller model with the same vocabulary; a draft of text reads image tokens as they are. None:
+            the first MTP head in `params`, see `fnmodels.mtp`, which goes on from its own states where it drafts
+            several tokens.
+        draft_config: The draft's config; None with draft_params None.
+        prompts: Token ids of each prompt.
+        max_new: Tokens generated at most, one number or one per prompt.
+        ahead: Tokens drafted for each step of the model at most; fewer where the answer ends before, or where the draft
+            has learned no position for more.
+        sampling: How tokens are drawn; None: temperature 1.
+        seeds: One for all prompts or one per prompt, as for `generate`.
+        stop_ids: Tokens after which an answer ends.
+        stop_texts: Texts that end an answer; they need a tokenizer.
+        tokenizer: Of the tokenizers library; None: no texts.
+        chunk: Tokens of prompts computed at a time.
+        kv_dtype: Of the model's cache; torch.int8 for half the size. None: the activations' dtype.
+        images: For each prompt its images, floats [C, H, W]; None: no images.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        What `generate` returns for the same arguments, and the share of drafted tokens that were accepted, 0 to 1.
+
+    Raises:
+        ValueError: `ahead` is below 1, only one of draft_params and draft_config is None, the vocabularies differ, or a
+            prompt has no room for its answer.
     """
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; it must be at least 1.")

@@ -50,7 +50,7 @@ def transcribe(
     batch: int = 8,
     generation: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The text of each clip, by greedy decoding.
+    """The text of each clip, by greedy decoding (Whisper, arXiv 2212.04356).
 
     A clip that is longer than the model's window (30 s) is read window by window: the next one begins at the last time
     stamp that the model wrote in pairs. Tokens that generation_config.json or config.json suppresses are not generated.
@@ -66,6 +66,9 @@ def transcribe(
         batch: The number of windows that are decoded together.
         generation: The content of the folder's generation_config.json, of which suppress_tokens, begin_suppress_tokens,
             no_timestamps_token_id and max_initial_timestamp_index are read; None: those of config.json and the paper.
+
+    Returns:
+        The texts, in the order of the clips.
 
     Raises:
         ValueError: The model is no Whisper, a clip is not [T], the tokenizer lacks the language or a special token, or

@@ -18,18 +18,33 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Delta:
-    """The elements of a tensor that have changed: `values` [n] at `indices` [n], int64, of the flattened tensor."""
+    """The elements of a tensor that have changed.
+
+    Args:
+        indices: int64 [n], places in the flattened tensor.
+        values: [n], the new values.
+    """
 
     indices: Tensor
     values: Tensor
 
 
 def deltas(tensors: Iterable[tuple[str, Tensor]], held: MutableMapping[str, Tensor]) -> Iterator[tuple[str, Delta]]:
-    """(name, `Delta`) of each tensor that differs from the one in `held`, in the dtype of that; `held` is updated.
+    """The changed elements of exported weights, for a receiver that has an older copy.
 
-    held: {name: what the receiver has}, on any device; it must own its memory (`engine.export(copy=True)`). Small
-    updates leave most elements of a bf16 copy as they are. Elements are compared by bits. MismatchError for a name
-    that `held` lacks or has in another shape; ValueError for one that shares memory with the exported tensor.
+    Small updates leave most elements of a bf16 copy as they are. Elements are compared by bits.
+
+    Args:
+        tensors: (name, tensor) of the new weights, such as `engine.export()`.
+        held: {name: what the receiver has}, on any device; it must own its memory (`engine.export(copy=True)`), and is
+            updated. Deltas have its dtypes.
+
+    Yields:
+        (name, `Delta`) of each tensor that differs.
+
+    Raises:
+        MismatchError: `held` lacks a name, or has it in another shape.
+        ValueError: A tensor of `held` shares memory with the exported one.
     """
     for name, tensor in tensors:
         if name not in held or held[name].shape != tensor.shape:
@@ -47,7 +62,12 @@ def deltas(tensors: Iterable[tuple[str, Tensor]], held: MutableMapping[str, Tens
 
 
 def apply_deltas(found: Iterable[tuple[str, Delta]], weights: Mapping[str, Tensor]) -> None:
-    """Writes the changed elements into the receiver's tensors, in place."""
+    """Writes changed elements into the receiver's tensors, in place.
+
+    Args:
+        found: (name, `Delta`), as `deltas` yields them.
+        weights: {name: the receiver's tensor}, contiguous.
+    """
     for name, delta in found:
         _write(weights[name], delta)
 

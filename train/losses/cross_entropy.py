@@ -36,13 +36,22 @@ class Terms:
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the losses in nats, count) over the labels that count; logits [..., V], labels [...] int64, -100 ignored.
+    """The cross entropy of logits and labels as (sum, count), in plain differentiable operations.
 
-    The sum is 0-d in fp32 at least, the count 0-d int64; plain differentiable operations. weights [...]: multiplies
-    each token's loss; a label of weight 0 does not count. label_smoothing: the share of the target that is spread
-    uniformly over the vocabulary (arXiv 1512.00567). z_loss: the coefficient of log(sum(exp(logits)))^2, which keeps
-    logits from drifting (PaLM, arXiv 2204.02311, with 1e-4). ValueError for labels or weights of another shape, labels
-    of another dtype or outside the vocabulary (see `check_targets`), and coefficients out of range.
+    Args:
+        logits: [..., V].
+        labels: int64 [...], the target at each place; -100 is ignored.
+        weights: [...], multiplies each token's loss; a label of weight 0 does not count. None: all 1.
+        label_smoothing: The share of the target that is spread uniformly over the vocabulary (arXiv 1512.00567).
+        z_loss: The coefficient of log(sum(exp(logits)))^2, which keeps logits from drifting (PaLM, arXiv 2204.02311,
+            with 1e-4).
+
+    Returns:
+        The sum of the losses in nats, 0-d in fp32 at least, and the number of labels that count, 0-d int64.
+
+    Raises:
+        ValueError: Labels or weights have another shape, labels have another dtype or lie outside the vocabulary, or a
+            coefficient is out of range.
     """
     check_labels(labels, logits.shape[:-1], "logits' tokens")
     check_targets(labels, logits.shape[-1])

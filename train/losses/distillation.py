@@ -52,15 +52,34 @@ def distill(
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, MetricSums]:
-    """(sum of the divergences over the labels that count, in nats; count; {agree}), a loss for `make_step`.
+    """A loss for `make_step`: the divergence between the next-token distributions of a student and a teacher.
 
-    teacher: parameters of a model with the same vocabulary, unsharded on every rank of a mesh; the last pipeline stage
-    runs it. teacher_config: its config, where it differs from the student's. direction, temperature: see
-    `distillation_loss`. agree: the number of tokens whose most likely token is the same for both. Labels only select
-    the positions; the rest is as in `next_token_loss`, and edits are of the student. balance, aux: for the student's
-    routers; their sums are returned next to `agree`. chunk: tokens whose logits of both models exist at a time, in
-    the backward pass too; None: all, in plain operations. Where the head is a `Vocab` (tensor parallelism) each rank
-    computes its vocabulary shard of both models' logits. ValueError as in `check_teacher`.
+    Labels only select the positions; everything else is as in `next_token_loss`. Where the head is a `Vocab` (tensor
+    parallelism) each rank computes its vocabulary shard of both models' logits.
+
+    Args:
+        params: The student's parameters.
+        batch: tokens, positions, segment_ids and labels, each [B, S], as for `next_token_loss`.
+        config: The student's config.
+        teacher: Parameters of a model with the same vocabulary, unsharded on every rank of a mesh; the last pipeline
+            stage runs it.
+        teacher_config: Its config, where it differs from the student's; None: `config`.
+        direction: "forward" for KL(teacher || student), "reverse" for KL(student || teacher), see `distillation_loss`.
+        temperature: Divides both models' logits; the divergence is multiplied by its square.
+        chunk: Tokens whose logits of both models exist at a time, in the backward pass too; "auto" as for `head_loss`;
+            None: all, in plain operations.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        balance: Balance terms for the student's routers; None: none.
+        aux: Whether the routers' sums are returned next to `agree`.
+        **options: Keywords of `fnmodels.forward`; edits are of the student.
+
+    Returns:
+        The sum of the divergences over the labels that count, in nats; their number; and {agree: the number of tokens
+        whose most likely token is the same for both}.
+
+    Raises:
+        ValueError: The vocabularies differ in size, the teacher has DTensors, a required entry is missing, or
+            direction, temperature or balance are invalid.
     """
     theirs = config if teacher_config is None else teacher_config
     check_teacher(config, theirs, teacher, direction, temperature)
@@ -111,12 +130,22 @@ def check_teacher(config: DecoderConfig, theirs: Any, teacher: Tree, direction: 
 def distillation_loss(
     student: Tensor, teacher: Tensor, valid: Tensor, *, direction: str = "forward", temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(sum over valid tokens of the divergence in nats, count); student and teacher logits [..., V], valid [...] bool.
+    """The divergence of a student's distributions from a teacher's, from logits; `distill` computes it from parameters.
 
-    direction: "forward" is KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse" is
-    KL(student || teacher), which seeks them (arXiv 2306.08543). temperature: divides both logits; the divergence is
-    multiplied by temperature^2, which keeps the size of the gradients (arXiv 1503.02531). The teacher gets no gradient.
-    `distill` computes this from parameters, in chunks. ValueError for shapes that differ.
+    Args:
+        student: Logits [..., V].
+        teacher: Logits [..., V]; they get no gradient.
+        valid: bool [...], the tokens that count.
+        direction: "forward" is KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse"
+            is KL(student || teacher), which seeks them (arXiv 2306.08543).
+        temperature: Divides both logits. The divergence is multiplied by its square, which keeps the size of the
+            gradients (arXiv 1503.02531).
+
+    Returns:
+        The sum over valid tokens in nats, and their number.
+
+    Raises:
+        ValueError: Shapes differ, direction is another word, or the temperature is not above 0.
     """
     _check(direction, temperature)
     same_shape(student=student, teacher=teacher)
@@ -127,7 +156,17 @@ def distillation_loss(
 
 
 def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
-    """The divergence of `distillation_loss` per token, [...]."""
+    """The divergence of each token, before a sum and without a mask.
+
+    Args:
+        student: Logits [..., V].
+        teacher: Logits [..., V]; they get no gradient.
+        direction: "forward" for KL(teacher || student), "reverse" for KL(student || teacher).
+        temperature: Divides both logits; the divergence is multiplied by its square.
+
+    Returns:
+        Nats [...].
+    """
     wide = wide_of(student)
     p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
     if direction == "reverse":

@@ -37,12 +37,21 @@ def document_batch(
     targets: Sequence[float] | Sequence[Sequence[float]] | None = None,
     **values: Sequence[int],
 ) -> dict[str, Tensor]:
-    """A batch [B, S] of unsplit documents packed into rows of `length` tokens, with values of each document.
+    """Packs documents unsplit into rows, with values of each document at all of its tokens.
 
-    values: one integer per document, such as labels=, or pairs' labels= and roles=; each becomes int64 [B, S], the
-    value at every token of the document and -100 at padding. targets: one number per document, or one per label, for
-    regression and several labels; they become [B, S, labels] in fp32 at least, 0 at padding, and labels are 0 if not
-    given. ValueError for a document longer than a row.
+    Args:
+        documents: Token ids of each document.
+        length: Tokens per row, S.
+        targets: One number per document, or one per label, for regression and several labels. They become [B, S,
+            labels] in fp32 at least, 0 at padding, and labels are 0 if not given. None: no targets.
+        **values: One integer per document, such as labels=, or pairs' labels= and roles=. Each becomes int64 [B, S],
+            the value at every token of the document and -100 at padding.
+
+    Returns:
+        A batch of [B, S]: tokens, positions, segment_ids and the values.
+
+    Raises:
+        ValueError: A document is longer than a row, or there are more or fewer values than documents.
     """
     if targets is not None:
         values = {"labels": [0] * len(documents)} | values
@@ -79,14 +88,25 @@ def _check_classification(batch: Entries, config: Any, options: Mapping[str, Any
 def classification_loss(
     params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the documents' losses, count of documents with a label), for the head "classification".
+    """The loss of each document's class or scores, for a model with the head "classification".
 
-    batch: tokens, positions, segment_ids, labels [B, S]; labels: the class at any token of a document, -100 at the
-    others. options: see `fnmodels.forward`. The loss is the cross entropy, unless the config's problem_type says
-    otherwise, or there is a single label, which is a regression: then the batch has targets [B, S, num_labels], read at
-    a document's first token, a label of 0 or more says only that it counts, and the loss is the mean over labels of
-    squared errors, or of binary cross entropies. ValueError for a model with another head, a batch without targets or
-    with targets of another width, and targets outside of 0 to 1 for several labels.
+    It is the cross entropy, unless the config's problem_type says otherwise or there is a single label, which is a
+    regression. Then it is the mean over labels of squared errors, or of binary cross entropies.
+
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]; labels: the class at any token of a document,
+            -100 at the others. Regressions and several labels need targets [B, S, num_labels] too, read at a document's
+            first token; a label of 0 or more then says only that the document counts.
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum of the documents' losses, and the number of documents with a label.
+
+    Raises:
+        ValueError: The model has another head, targets are missing or of another width, or targets for several labels
+            lie outside of 0 to 1.
     """
     _check_head(config, "classification")
     problem = problem_of(config)
@@ -110,9 +130,19 @@ def classification_loss(
 def token_classification_loss(
     params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the tokens' cross entropies, count of labels that count), for the head "tokens".
+    """The cross entropy of each token's class, for a model with the head "tokens".
 
-    batch: tokens, positions, segment_ids, labels [B, S], the class of each token, -100 ignored.
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]; labels: the class of each token, -100 ignored.
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum of the tokens' cross entropies in nats, and the number of labels that count.
+
+    Raises:
+        ValueError: The model has another head, or labels are no classes of it.
     """
     _check_head(config, "tokens")
     check_entries(batch, "labels")
@@ -125,11 +155,23 @@ def token_classification_loss(
 def answer_loss(
     params: Tree, batch: Entries, *, config: DecoderConfig, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum over documents of the mean loss of the answer's first and last token, count), head "question_answering".
+    """The loss of the first and the last token of each document's answer, for the head "question_answering".
 
-    batch: tokens, positions, segment_ids, labels [B, S]; labels: 1 at the first token of a document's answer, 2 at its
-    last, 3 where these are one, anything else elsewhere. A document counts if it has both. Each loss is a cross entropy
-    over the tokens of the document, and never over padding.
+    Each is a cross entropy over the tokens of the document, and never over padding.
+
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]; labels: 1 at the first token of a document's
+            answer, 2 at its last, 3 where these are the same token, anything else elsewhere.
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum over documents of the mean of the two losses, in nats, and the number of documents that have both
+        tokens.
+
+    Raises:
+        ValueError: The model has another head, or the batch's ids are outside of the model's.
     """
     _check_head(config, "question_answering")
     states, found = _states(params, batch, config, options), _documents(batch)
@@ -160,17 +202,29 @@ def contrastive_loss(
     widths: tuple[int, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the queries' InfoNCE losses, count of queries) with in-batch and hard negatives (arXiv 1807.03748).
+    """InfoNCE (arXiv 1807.03748) of queries and documents, with in-batch and hard negatives.
 
-    batch: tokens, positions, segment_ids, labels, roles [B, S], see `document_batch`. labels: the number of the pair
-    that a document belongs to; roles: 0 a query, 1 its positive, 2 and more a hard negative. Candidates of every query
-    are all documents with other roles; the loss is the cross entropy of cosine similarities / temperature.
-    widths: Matryoshka (arXiv 2205.13147); the loss is the sum of those of the vectors' first elements, as many as each
-    width says. () is the full width alone.
+    Candidates of every query are all documents with other roles; the loss is the cross entropy of cosine similarities /
+    temperature. The candidates are the documents of one microbatch, of all ranks together: the loss depends on how a
+    batch is split into microbatches, and not on the mesh.
 
-    The candidates are the documents of one microbatch, of all ranks together (`train.run_options.Ranks`): the loss
-    depends on how a batch is split into microbatches, and not on the mesh. ValueError, on all ranks alike, for a query
-    without exactly one positive there, and for a model with a head.
+    Args:
+        params: The parameters of the encoder.
+        batch: tokens, positions, segment_ids, labels and roles, each [B, S], see `document_batch`. labels: the number
+            of the pair that a document belongs to; roles: 0 a query, 1 its positive, 2 and more a hard negative.
+        config: The encoder's config, without a head.
+        embedder: How hidden states become one vector per document.
+        temperature: Divides the similarities.
+        widths: Numbers of first elements of the vectors: the loss is the sum of the losses of the vectors cut to each
+            (Matryoshka, arXiv 2205.13147). () is the full width alone.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum of the queries' losses in nats, and the number of queries.
+
+    Raises:
+        ValueError: A query is without exactly one positive in its microbatch, on all ranks alike, or the model has a
+            head.
     """
     _check_head(config, "none")
     check_entries(batch, "positions", "segment_ids", "labels", "roles")

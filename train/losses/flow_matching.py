@@ -19,10 +19,19 @@ _OWN = ("latents", "noise", "text", "positions", "segment_ids", "text_segment_id
 def flow_noise(
     batch: Mapping[str, Tensor], generator: torch.Generator, *, mean: float = 0.0, std: float = 1.0
 ) -> dict[str, Tensor]:
-    """The batch with "noise" like its latents [B, I, C] and "time" [B, M], one for each image.
+    """Draws the noise and the times of a batch for `flow_matching_loss`.
 
-    Drawn from the generator alone; noise is normal, and so is the logit of the time, with `mean` and `std`
-    (arXiv 2403.03206, section 3.1). M is that of batch["pooled"] [B, M, P].
+    Args:
+        batch: latents [B, I, C] and pooled [B, M, P], of M images per row.
+        generator: The only source of randomness.
+        mean: The mean of the times' logits, which are normal (arXiv 2403.03206, section 3.1).
+        std: Their standard deviation.
+
+    Returns:
+        The batch with "noise" [B, I, C], normal, and "time" [B, M] in 0 to 1, one for each image.
+
+    Raises:
+        ValueError: The batch lacks latents or pooled.
     """
     check_entries(batch, "latents", "pooled")
     latents, images = batch["latents"], batch["pooled"].shape[:2]
@@ -34,13 +43,25 @@ def flow_noise(
 def flow_matching_loss(
     params: Tree, batch: Mapping[str, Tensor], *, config: Any, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum over tokens of latents of the mean squared error of the velocity, count of these tokens), in fp32 at least.
+    """The mean squared error of the velocity that a diffusion model predicts (arXiv 2403.03206).
 
-    batch: latents [B, I, C], the data; noise [B, I, C] and time [B, M], as `flow_noise` draws them; the others as for
-    `fnmodels.diffusion.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and guidance where
-    the config has it. The model reads (1 - time) latents + time noise, and its target is noise - latents. options: see
-    `fnmodels.forward`. ValueError for a missing entry, for shapes that do not fit each other, and for a model that
-    returns other channels than it reads.
+    The model reads (1 - time) latents + time noise, and its target is noise - latents.
+
+    Args:
+        params: The parameters of the model.
+        batch: latents [B, I, C], the data; noise [B, I, C] and time [B, M], as `flow_noise` draws them; the others as
+            for `fnmodels.diffusion.prepare_denoising`: text, positions, segment_ids, text_segment_ids, pooled, and
+            guidance where the config has it.
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum over tokens of latents of the error's mean over channels, in fp32 at least, and the number of these
+        tokens.
+
+    Raises:
+        ValueError: An entry is missing, shapes do not fit each other, or the model returns other channels than it
+            reads.
     """
     check_entries(batch, *_OWN, *config.conditions)
     if config.in_channels != config.out_channels:

@@ -31,11 +31,21 @@ def image_text_batch(
     length: int | None = None,
     slots: int | None = None,
 ) -> dict[str, Tensor]:
-    """A batch of captions, token ids, and their images [C, H, W]: `pairs` of them packed in each row.
+    """A batch of captions and their images for `image_text_loss`, with several pairs packed in each row.
 
-    length, slots: tokens of captions and of images in a row; None is what the fullest row needs. labels [B, pairs]:
-    the number of each pair, -100 where a last row has fewer. ValueError for other numbers of captions than of images,
-    and for rows that do not fit.
+    Args:
+        captions: Token ids of each caption.
+        images: Floats [C, H, W] of each image, in the captions' order.
+        config: The config of a model of a text and a vision tower.
+        pairs: Pairs in a row.
+        length: Tokens of captions in a row; None: those of the fullest row.
+        slots: Tokens of images in a row; None: those of the fullest row.
+
+    Returns:
+        The batch; its labels [B, pairs] are the number of each pair, -100 where a last row has fewer.
+
+    Raises:
+        ValueError: There are more or fewer captions than images, `pairs` is below 1, or a row does not fit.
     """
     if len(captions) != len(images) or not images or pairs < 1:
         raise ValueError(
@@ -83,13 +93,24 @@ def _check_counts(texts: int, images: int, labels: int) -> None:
 def image_text_loss(
     params: Tree, batch: Mapping[str, Tensor], *, config: Any, **options: Unpack[ForwardKwargs]
 ) -> tuple[Tensor, Tensor]:
-    """(sum over pairs, count of pairs) of the loss of a model of a text and a vision tower, CLIP or SigLIP.
+    """The contrastive loss of a model of a text and a vision tower, CLIP (arXiv 2103.00020) or SigLIP (arXiv
+    2303.15343).
 
-    batch: as of `image_text_batch`; the k-th caption of the batch belongs to its k-th image. CLIP: the mean of two
-    cross entropies, of a caption over all images and of an image over all captions. SigLIP, whose model has a bias:
-    the sum over all images of the binary cross entropies of a caption. Other pairs of the microbatch are negatives,
-    over a mesh those of all ranks (`train.run_options.Ranks`). options: see `fnmodels.forward`. ValueError for a
-    missing entry and for other numbers of captions than of images.
+    CLIP: the mean of two cross entropies, of a caption over all images and of an image over all captions. SigLIP, whose
+    model has a bias: the sum over all images of the binary cross entropies of a caption. Other pairs of the microbatch
+    are negatives, over a mesh those of all ranks.
+
+    Args:
+        params: The parameters of both towers.
+        batch: The result of `image_text_batch`; the k-th caption of the batch belongs to its k-th image.
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum over pairs in nats, and the number of pairs.
+
+    Raises:
+        ValueError: An entry is missing, or there are more or fewer captions than images.
     """
     check_entries(batch, *_TEXT, *_IMAGE, "labels")
     check_targets(batch["labels"], None)

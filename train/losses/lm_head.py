@@ -63,14 +63,29 @@ def head_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
+    """`cross_entropy` of the logits of hidden states, whose full logits need not exist at once.
 
-    chunk: tokens whose logits exist at a time, by default at least 512 and 32 MiB of logits, on CUDA 2^27 logits; None:
-    all [B, S, V], in plain operations, as a single chunk of at most `SMALL` logits is. With chunks all
-    torch.func transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much
-    as chunk=None. Inside torch.compile several chunks are checkpointed instead. Where the head is a `Vocab` (tensor
-    parallelism) each rank computes the logits of its vocabulary shard.
-    weights, label_smoothing, z_loss and errors: as in `cross_entropy`.
+    With chunks all torch.func transforms work, but only plain reverse mode saves memory: vmap, jvp and second
+    derivatives use as much as chunk=None. Inside torch.compile several chunks are checkpointed instead. Where the head
+    is a `Vocab` (tensor parallelism) each rank computes the logits of its vocabulary shard.
+
+    Args:
+        params: The parameters of the model, of which the final norm and the head are read.
+        x: Hidden states [B, S, D], before the final norm.
+        labels: int64 [B, S], -100 ignored.
+        config: The model's config.
+        chunk: Tokens whose logits exist at a time; "auto": at least 512 and 32 MiB of logits, on CUDA 2^27 logits;
+            None: all [B, S, V], in plain operations, as a single chunk of at most `SMALL` logits is.
+        weights: [B, S], multiplies each token's loss; a label of weight 0 does not count. None: all 1.
+        label_smoothing: The share of the target that is spread uniformly over the vocabulary.
+        z_loss: The coefficient of log(sum(exp(logits)))^2.
+
+    Returns:
+        The sum of the losses in nats, 0-d in fp32 at least, and the number of labels that count, 0-d int64.
+
+    Raises:
+        ValueError: Labels or weights have another shape, labels lie outside the vocabulary, or a coefficient is out of
+            range.
     """
     check_targets(labels, config.vocab_size)
     options: Any = {"chunk": chunk, "weights": weights, "label_smoothing": label_smoothing, "z_loss": z_loss}

@@ -40,12 +40,24 @@ def token_logprobs(
     length: int | Tensor | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels other than -100) is False.
+    """The log-probability of each label and the entropy of its distribution, from parameters.
 
-    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling; a number, or a
-    tensor [B] or [B, S]. chunk: tokens
-    whose logits [chunk, V] exist at a time, in the backward pass too; None: all, in plain operations. ValueError for a
-    temperature that is not above 0.
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the token predicted at t, -100
+            ignored.
+        config: The model's config.
+        temperature: Divides the logits, as in sampling; a number, or a tensor [B] or [B, S].
+        chunk: Tokens whose logits [chunk, V] exist at a time, in the backward pass too; "auto" as for `head_loss`;
+            None: all, in plain operations.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        (logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels other than -100) is False.
+
+    Raises:
+        ValueError: The temperature is not above 0, or a required entry is missing.
     """
     given = ForwardOptions(**options)
     found = model_states(params, batch, config=config, length=length, options=given)
@@ -64,11 +76,27 @@ def routed_logprobs(
     balance: Balance | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(logp, entropy, valid, added, sums): `token_logprobs` of a model with experts, for losses built on them.
+    """`token_logprobs` of a model with experts, with the routers' terms and sums, for losses built on them.
 
-    added: the balance terms for the loss's sum, 0-d with a gradient. sums: router statistics, as the aux of
-    `next_token_loss`. Both cover the labels that count (neither -100 nor of weight 0), so mask labels that the loss
-    does not use. A loss with another count (answers, pairs) adds `added * count / valid.sum()`.
+    A loss with another count (answers, pairs) adds `added * count / valid.sum()`.
+
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]. Terms and sums cover the labels that count
+            (neither -100 nor of weight 0), so mask labels that the loss does not use.
+        config: The model's config.
+        temperature: Divides the logits; a number, or a tensor [B] or [B, S].
+        chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        balance: Coefficients of the balance terms; None: no terms.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        (logp, entropy, valid, added, sums): the first three as of `token_logprobs`; added: the balance terms for the
+        loss's sum, 0-d with a gradient; sums: router statistics, as the aux of `next_token_loss`.
+
+    Raises:
+        ValueError: The temperature is not above 0, or the model has no experts.
     """
     terms, given = balance or Balance(), ForwardOptions(**options)
     found = model_states(params, batch, config=config, length=length, balance=terms, aux=True, options=given)
@@ -88,9 +116,22 @@ def head_logprobs(
     chunk: int | str | None = "auto",
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S].
+    """`token_logprobs` from hidden states.
 
-    invariant: the head of kernel="invariant", with which `token_logprobs` calls it.
+    Args:
+        params: The parameters of the model, of which the final norm and the head are read.
+        x: Hidden states [B, S, D], before the final norm.
+        labels: int64 [B, S], -100 ignored.
+        config: The model's config.
+        temperature: Divides the logits; a number, or a tensor [B] or [B, S].
+        chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
+        invariant: Whether the head is the batch-invariant one of kernel="invariant".
+
+    Returns:
+        (logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels other than -100) is False.
+
+    Raises:
+        ValueError: Labels have another shape or lie outside the vocabulary, or the temperature is not above 0.
     """
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
@@ -129,9 +170,18 @@ def temperature_of_tokens(temperature: Tensor, labels: Tensor) -> Tensor:
 
 
 def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-probability of the label, entropy), each [...] in nats, from logits [..., V] and labels [...].
+    """The log-probability of each label and the entropy of its distribution, from logits.
 
-    Both are 0 where the label is -100. ValueError for labels of another shape or a temperature that is not above 0.
+    Args:
+        logits: [..., V].
+        labels: int64 [...]; both results are 0 where it is -100.
+        temperature: Divides the logits.
+
+    Returns:
+        (logp, entropy), each [...] in nats.
+
+    Raises:
+        ValueError: Labels have another shape or lie outside the vocabulary, or the temperature is not above 0.
     """
     check_temperature(temperature)
     check_labels(labels, logits.shape[:-1], "logits' tokens")
@@ -148,7 +198,19 @@ def _torchs_products() -> AbstractContextManager[Any]:
 
 
 def document_sums(values: Tensor, segment_ids: Tensor, documents: int) -> Tensor:
-    """[B, documents]: `values` [B, S] summed over documents 1..documents of each row; 0 for an absent document."""
+    """Sums values over the documents of packed rows.
+
+    Args:
+        values: [B, S].
+        segment_ids: int64 [B, S], which document of its row a token belongs to, from 1; 0 is padding.
+        documents: The number of documents per row in the result.
+
+    Returns:
+        [B, documents]: the sums over documents 1 to `documents` of each row; 0 for an absent document.
+
+    Raises:
+        ValueError: A shape is not [B, S].
+    """
     if values.shape != segment_ids.shape:
         raise ValueError(
             f"values are {list(values.shape)}, segment_ids {list(segment_ids.shape)}; both must be [B, S]."

@@ -20,12 +20,27 @@ def mask_tokens(
     random: float = 0.1,
     special_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(corrupted tokens, labels), each int64 [B, S]: a function of the arguments and of the generator's state alone.
+    """Corrupts tokens for masked language modelling (BERT, arXiv 1810.04805), by the generator's state alone.
 
-    Each token is chosen with probability `rate`, never padding (segment 0 or less) and none of `special_ids`. Of the
-    chosen ones the share `kept` stays, the share `random` becomes a token drawn from the vocabulary, and the others
-    become `mask_id`; their labels are the original tokens, all other labels -100. `train.next_token_loss` reads both:
-    its labels are the targets at each position, whatever they are. ValueError for shares that are no probabilities.
+    `train.next_token_loss` reads the result: its labels are the targets at each position, whatever they are.
+
+    Args:
+        tokens: int64 [B, S].
+        segment_ids: int64 [B, S]; padding, 0 or less, is never chosen.
+        generator: The only source of randomness.
+        mask_id: The id of the mask token.
+        vocab_size: Random tokens are drawn from 0 to this, exclusive.
+        rate: The probability that a token is chosen.
+        kept: The share of chosen tokens that are unchanged.
+        random: The share of chosen tokens that become a random token; the others become `mask_id`.
+        special_ids: Ids that are never chosen.
+
+    Returns:
+        (corrupted tokens, labels), each int64 [B, S]; the labels of chosen tokens are the original ones, all others
+        -100.
+
+    Raises:
+        ValueError: A share is below 0, or rate or kept + random is above 1.
     """
     if not (0 <= rate <= 1 and kept >= 0 and random >= 0 and kept + random <= 1):
         raise ValueError(

@@ -22,13 +22,22 @@ from train.run_options import Adding, Balance
 def balance_loss(
     logits: Tensor, indices: Tensor, valid: Tensor, *, scores: str = "softmax", over: Adding | None = None
 ) -> Tensor:
-    """[B]: E sum_e f_e p_e per row, for one layer (arXiv 2101.03961, 2412.19437).
+    """The balance loss E sum_e f_e p_e of each row, for one layer with experts (arXiv 2101.03961, 2412.19437).
 
-    logits [B, S, E], indices [B, S, k], valid [B, S]. f_e is the fraction of the row's choices that fell on expert e,
-    p_e the mean of its scores; only p has a gradient. The loss is 1 for uniform use, E / k where k experts get all
-    tokens, and 0 for a row of padding. scores: "softmax", or "sigmoid" divided by the sum over experts. For a loss over
-    the batch pass logits.flatten(0, 1)[None]. transformers' coefficients must be multiplied by k. over: see `Balance`;
-    p is then a sum over the rank's tokens, and the counts in f have no gradient.
+    f_e is the fraction of the row's choices that fell on expert e, p_e the mean of its scores; only p has a gradient.
+    The loss is 1 for uniform use, and E / k where k experts get all tokens. For a loss over the batch pass
+    logits.flatten(0, 1)[None]. transformers' coefficients must be multiplied by k.
+
+    Args:
+        logits: The router's [B, S, E].
+        indices: The chosen experts, int64 [B, S, k].
+        valid: bool [B, S], False on padding.
+        scores: "softmax", or "sigmoid" divided by the sum over experts.
+        over: Sums integer tensors over the ranks that hold other tokens of the same rows, see `Balance`; p is then a
+            sum over the rank's tokens, and the counts in f have no gradient. None: this process has all tokens.
+
+    Returns:
+        [B], without a unit; 0 for a row of padding.
     """
     wide = _cleared(logits, valid)
     p = wide.softmax(-1) if scores == "softmax" else wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True)
@@ -45,9 +54,16 @@ def balance_loss(
 
 
 def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) -> Tensor:
-    """[B]: the mean over each row's tokens of log(sum(exp(logits)))^2 (arXiv 2202.08906); 0 for a row of padding.
+    """The router's z-loss (arXiv 2202.08906): the mean over each row's tokens of log(sum(exp(logits)))^2.
 
-    logits [B, S, E], valid [B, S]. over: see `Balance`.
+    Args:
+        logits: The router's [B, S, E].
+        valid: bool [B, S], False on padding.
+        over: Sums integer tensors over the ranks that hold other tokens of the same rows, see `Balance`; None: this
+            process has all tokens.
+
+    Returns:
+        [B], nats squared; 0 for a row of padding.
     """
     wide = _cleared(logits, valid)
     squares = wide.logsumexp(-1).square().where(valid, 0)
@@ -61,10 +77,18 @@ def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
-    """The selection bias [E] after one step: plus `rate` below the mean count, minus above it (arXiv 2408.15664).
+    """The selection bias after one step: plus `rate` below the mean count, minus above it (arXiv 2408.15664).
 
-    counts [E]: tokens per expert in the global batch; equal counts leave the bias unchanged. ValueError for a bias in
-    half precision, which would round most updates away.
+    Args:
+        bias: The bias [E] before, in fp32 at least.
+        counts: Tokens per expert in the global batch, [E]; equal counts leave the bias unchanged.
+        rate: The change of each element, in units of the router's scores.
+
+    Returns:
+        The new bias [E].
+
+    Raises:
+        ValueError: The bias is in half precision, which would round most updates away.
     """
     if bias.dtype.itemsize < 4:
         raise ValueError(

@@ -21,9 +21,15 @@ from .vocab_parallel import Vocab
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The batch plus next_tokens, next_labels and, if it has weights, next_weights, each [B, S, heads], for `mtp_loss`.
+    """Adds the targets of multi-token prediction to a batch, for `mtp_loss`.
 
-    batch: tokens, segment_ids and labels [B, S] in their original order: permute, split and shard afterwards.
+    Args:
+        batch: tokens, segment_ids and labels, each [B, S], in their original order: permute, split and shard
+            afterwards.
+        heads: The number of MTP heads, config.num_nextn_predict_layers.
+
+    Returns:
+        The batch plus next_tokens, next_labels and, if it has weights, next_weights, each [B, S, heads].
     """
     ids = batch["segment_ids"]
     further = {
@@ -49,14 +55,28 @@ def mtp_loss(
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Any, ...]:
-    """(sum, count[, aux]) as in `next_token_loss`, plus `weight` times the mean over the MTP heads of their sums.
+    """`next_token_loss` plus the mean over the MTP heads of their sums (arXiv 2412.19437, equations 24 and 25).
 
-    The count is that of the next-token labels, for every head (arXiv 2412.19437, equations 24 and 25, with weight 0.3,
-    and 0.1 for the last part of training). batch: the result of `look_ahead`; its `routing` and `choices`, if any, are
-    of the model's own layers only, as edits are. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the
-    next-token head and all MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux:
-    counts include those of the MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases
-    too. ValueError as in `check_ahead`.
+    Args:
+        params: The parameters of the model and its heads.
+        batch: The result of `look_ahead`. Its `routing` and `choices`, if any, are of the model's layers without the
+            heads, as edits are.
+        config: The model's config.
+        weight: The coefficient of the heads' mean; the paper has 0.3, and 0.1 for the last part of training.
+        chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        label_smoothing: The share of the target that is spread uniformly over the vocabulary, for all heads.
+        z_loss: The coefficient of log(sum(exp(logits)))^2, for all heads.
+        balance: Balance terms for the routers of the model's layers without the heads; None: none.
+        aux: Whether router sums are returned. Counts then include those of the MTP heads after the layers', so that
+            `make_step(balance_rate=...)` updates their biases too.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        (sum in nats, count[, aux]). The count is that of the next-token labels, for every head.
+
+    Raises:
+        ValueError: The model has no MTP heads, or the batch lacks the entries that `look_ahead` adds.
     """
     check_ahead(batch, config)
     given = ForwardOptions(**options)

@@ -39,18 +39,30 @@ def next_token_loss(
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Any, ...]:
-    """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64[, aux]).
+    """The loss of language models: the sum of the tokens' cross entropies, and the number of labels that count.
 
-    batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
-    shifted), int64, -100 ignored. weights [B, S] (optional, as from `fnmodels.pack`): multiplies each token's loss; a
-    label of weight 0 does not count. routing and choices (optional), int64 [B, S, layers, k]: the experts and the keys
-    to use, as in `fnmodels.forward`. rng (optional), int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`,
-    at the rates of `config.dropout`. token_types (optional) [B, S]: see `fnmodels.prepare`. options: see `forward`;
-    without a layout one is computed where the host can read the batch. length: see `fnmodels.prepare`. chunk: see
-    `head_loss`. label_smoothing, z_loss: see `cross_entropy`.
-    balance: terms added for the routers of a model with experts. aux: also return router sums, {"counts": [sparse
-    layers, E] tokens per expert} and, for nonzero coefficients of `balance`, "sequence_balance", "batch_balance" and
-    "router_z". ValueError for a batch without a required entry, and for balance or aux with a model without experts.
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the target predicted at t
+            (already shifted), int64, -100 ignored. Optional: weights [B, S], which multiply each token's loss (a label
+            of weight 0 does not count); routing and choices, int64 [B, S, layers, k], the experts and the keys to use;
+            rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S]. See `train.Batch`.
+        config: The model's config.
+        chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        label_smoothing: The share of the target that is spread uniformly over the vocabulary (arXiv 1512.00567).
+        z_loss: The coefficient of log(sum(exp(logits)))^2 (arXiv 2204.02311).
+        balance: Terms added for the routers of a model with experts; None: none.
+        aux: Whether router sums are returned too: {"counts": [sparse layers, E] tokens per expert} and, for nonzero
+            coefficients of `balance`, "sequence_balance", "batch_balance" and "router_z".
+        **options: Keywords of `fnmodels.forward`; without a layout one is computed where the host can read the batch.
+
+    Returns:
+        (sum in nats, 0-d in fp32 at least; count, 0-d int64[, aux]).
+
+    Raises:
+        ValueError: The batch lacks a required entry, an id is outside of the model's, or balance or aux are set for a
+            model without experts.
     """
     given = ForwardOptions(**options)
     call = model_call(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)

@@ -25,9 +25,15 @@ Outputs = dict[str, Tensor]
 class OutputLoss:
     """The loss function(outputs, batch) -> (sum, count[, aux]) of outputs(params, batch) -> {name: [B, S]}.
 
-    function sees full rows on every mesh, over `cp` gathered, with gradients. `Engine.forward_backward` returns the
-    outputs of the training pass. ValueError where function returns something else. check_batch: a further check of
-    batches, see `train.losses.batch_checks`.
+    `Engine.forward_backward` returns the outputs of the training pass.
+
+    Args:
+        outputs: Runs the model and returns values per token.
+        function: The loss of these. It sees full rows on every mesh, over `cp` gathered, with gradients.
+        check_batch: A further check of batches, see `train.losses.batch_checks`; None: none.
+
+    Raises:
+        ValueError: By a call, where `function` returns something else.
     """
 
     outputs: Callable[[Tree, Mapping[str, Tensor]], Outputs]
@@ -73,10 +79,19 @@ def logprob_loss(
         loss = logprob_loss(lambda logp, entropy, batch: (-(logp * batch["weights"]).sum(), batch["weights"].sum()),
                             config=config)
 
-    logp, entropy [B, S]: as from `token_logprobs`, 0 where labels are -100. function sees full rows on every mesh (over
-    `cp` gathered, with gradients), so it may sum over sequences. temperature: a number, or the name of a batch entry
-    [B] or [B, S]. chunk, options: as in `token_logprobs`. `Engine.forward_backward` returns logp and
-    entropy of the training pass as outputs. Keep one loss object: compiled code is cached per function.
+    `Engine.forward_backward` returns logp and entropy of the training pass as outputs. Keep one loss object: compiled
+    code is cached per function.
+
+    Args:
+        function: The loss of logp and entropy [B, S], as from `token_logprobs`, 0 where labels are -100. It sees full
+            rows on every mesh (over `cp` gathered, with gradients), so it may sum over sequences.
+        config: The model's config.
+        temperature: Divides the logits; a number, or the name of a batch entry [B] or [B, S].
+        chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The loss, for `make_step` and `Engine.forward_backward`.
     """
 
     def outputs(params: Tree, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,11 +25,22 @@ def pair_loss(
     z_loss: float = 0.0,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the labels' cross entropies, count of labels that count) of packed pairs, see `fnmodels.pair_batch`.
+    """The cross entropy of the decoder's labels of an encoder-decoder, over packed pairs.
 
-    batch: tokens, positions, segment_ids [B, K]; decoder_tokens, which are labels one later, decoder_positions,
-    decoder_segment_ids and labels [B, S], -100 ignored. options: see `fnmodels.forward`. ValueError for a missing entry
-    and for a model of one stack.
+    Args:
+        params: The parameters of both stacks.
+        batch: tokens, positions and segment_ids [B, K] of the encoder; decoder_tokens, which are labels shifted by one,
+            decoder_positions, decoder_segment_ids and labels [B, S], -100 ignored. `fnmodels.pair_batch` makes it.
+        config: The model's config.
+        label_smoothing: The share of the target that is spread uniformly over the vocabulary.
+        z_loss: The coefficient of log(sum(exp(logits)))^2.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The sum of the labels' cross entropies in nats, and the number of labels that count.
+
+    Raises:
+        ValueError: An entry is missing, or the model has a single stack.
     """
     check_entries(batch, *_SOURCE, *_TARGET, "labels")
     check_labels(batch["labels"], batch["decoder_tokens"].shape, "decoder_tokens")

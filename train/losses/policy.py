@@ -28,10 +28,20 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta x (margin over the reference)).
 
-    chosen, rejected and their references, each [N]: summed log-probabilities of the answers (see `document_sums`); the
-    reference gets no gradient. label_smoothing: the probability that a preference is wrong (conservative DPO, appendix
-    of arXiv 2305.18290). Metrics: the rewards beta x (log p - reference) of both answers, the margin between them, and
-    accuracy, the number of pairs with a margin above 0. ValueError for shapes that differ.
+    Args:
+        chosen: Summed log-probabilities [N] of the preferred answers in nats, see `document_sums`.
+        rejected: Those of the other answers, [N].
+        reference_chosen: The same of the reference model, which gets no gradient, [N].
+        reference_rejected: Those of the other answers, [N].
+        beta: The strength of the penalty for leaving the reference.
+        label_smoothing: The probability that a preference is wrong (conservative DPO, appendix of arXiv 2305.18290).
+
+    Returns:
+        The sum, the number of pairs, and summed metrics: the rewards beta x (log p - reference) of both answers, the
+        margin between them, and accuracy, the number of pairs with a margin above 0.
+
+    Raises:
+        ValueError: Shapes differ, or label_smoothing is not in 0 to 1.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 1.")
@@ -62,19 +72,32 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """PPO's clipped surrogate (arXiv 1707.06347) per token, as in GRPO (arXiv 2402.03300), to be minimized.
 
-    logp, old_logp, advantages, valid (bool), weights, reference_logp, entropy: [B, S]; log-probabilities and entropies
-    in nats. old_logp: of the policy that sampled the tokens. advantages: per token; an answer's advantage is repeated
-    over its tokens. clip: the ratio's gradient stops below 1 - clip[0] and above 1 + clip[1] (unequal: "clip higher",
-    arXiv 2503.14476). dual_clip: the bound above for negative advantages (arXiv 1912.09729, with 3). weights: multiply
-    each token's loss, penalty and bonus included. kl: coefficient of the penalty exp(r) - r - 1, r = reference_logp -
-    logp, an unbiased estimate that is never negative (GRPO's equation 4). entropy_bonus: coefficient of the entropy.
+    Divided by its count it is GRPO's token-level form (as in DAPO). For the mean over answers of their means, set
+    weights to 1 / length of the answer and return the number of answers as the count; without weights that gives the
+    mean over answers of their sums (arXiv 2503.20783).
 
-    Returns (sum over valid tokens, their number, {ratio, clipped, kl, entropy} summed without weights). Entries that
-    are not valid may be anything, NaN too. Divided by this count it is GRPO's token-level form (as in DAPO). For the
-    mean over answers of their means, set weights to 1 / length of the answer and return the number of answers as the
-    count; without weights that gives the mean over answers of their sums (arXiv 2503.20783). Ratios and exp(r) are at
-    most e^20, and have no gradient beyond. ValueError for shapes that differ, and for kl or entropy_bonus without its
-    tensor.
+    Args:
+        logp: Log-probabilities of the policy that is trained, [B, S] in nats.
+        old_logp: Those of the policy that sampled the tokens, [B, S].
+        advantages: [B, S]; an answer's advantage is repeated over its tokens.
+        valid: bool [B, S]. Other entries may be anything, NaN too.
+        clip: The ratio's gradient stops below 1 - clip[0] and above 1 + clip[1] (unequal: "clip higher", arXiv
+            2503.14476).
+        dual_clip: The bound above for negative advantages (arXiv 1912.09729, with 3); None: no bound.
+        weights: [B, S], multiply each token's loss, penalty and bonus included; None: all 1.
+        reference_logp: Log-probabilities of the reference model, [B, S], for `kl`.
+        kl: The coefficient of the penalty exp(r) - r - 1, r = reference_logp - logp, an unbiased estimate that is never
+            negative (GRPO's equation 4).
+        entropy: [B, S] in nats, for `entropy_bonus`.
+        entropy_bonus: The coefficient of the entropy.
+
+    Returns:
+        The sum over valid tokens, their number, and {ratio, clipped, kl, entropy} summed without weights. Ratios and
+        exp(r) are at most e^20, and have no gradient beyond.
+
+    Raises:
+        ValueError: Shapes differ, `valid` is not bool, dual_clip is not above 1, or kl or entropy_bonus is without its
+            tensor.
     """
     given = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "valid": valid}
     more = {"reference_logp": reference_logp, "entropy": entropy, "weights": weights}
@@ -119,11 +142,19 @@ def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
 
 
 def group_advantages(rewards: Tensor, *, normalize: bool = True) -> Tensor:
-    """GRPO's advantages (arXiv 2402.03300): each answer's reward against its group, rewards [prompts, answers].
+    """GRPO's advantages (arXiv 2402.03300): each answer's reward against its group.
 
-    normalize: divided by the group's standard deviation over n (TRL and verl divide by n - 1, which makes advantages
-    smaller by the factor sqrt((n - 1) / n)); False gives the form without that bias (arXiv 2503.20783). A group with
-    equal rewards or one answer has advantage 0. ValueError for rewards of another rank than 2.
+    Args:
+        rewards: [prompts, answers].
+        normalize: Whether differences are divided by the group's standard deviation over n (TRL and verl divide by n -
+            1, which makes advantages smaller by the factor sqrt((n - 1) / n)). False gives the form without that bias
+            (arXiv 2503.20783).
+
+    Returns:
+        [prompts, answers]; 0 in a group with equal rewards or one answer.
+
+    Raises:
+        ValueError: `rewards` is not [prompts, answers].
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, answers], not {list(rewards.shape)}.")

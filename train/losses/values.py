@@ -33,9 +33,20 @@ def token_values(
     length: int | Tensor | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Tensor:
-    """The value of each token, [B, S] in fp32 at least, from a head with one label, 0 at padding.
+    """The value of each token, from a model with a head of one label.
 
-    batch, length, options: as in `next_token_loss`; labels are not read. ValueError for a model with another head.
+    Args:
+        params: The parameters of the model.
+        batch: tokens, positions and segment_ids, each [B, S]; labels are not read.
+        config: The model's config, with head="tokens" and one label.
+        length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        [B, S] in fp32 at least, 0 at padding.
+
+    Raises:
+        ValueError: The model has another head.
     """
     head, labels = field_of(config, "head"), field_of(config, "num_labels")
     if head == "lm" or labels != 1:
@@ -56,9 +67,18 @@ def value_loss(
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """PPO's clipped value loss per token: half the larger squared error, of the value or of the clipped one.
 
-    values, old_values (of the model that estimated the advantages), returns, valid (bool): [B, S]. clip: values count
-    as at most this far from the old ones; None: not clipped. Returns (sum over valid tokens, their number, {value,
-    clipped} summed). ValueError for shapes that differ and for a clip that is not above 0.
+    Args:
+        values: The values that are trained, [B, S].
+        old_values: Those of the model that estimated the advantages, [B, S].
+        returns: The targets, [B, S], see `advantages`.
+        valid: bool [B, S], the tokens that count.
+        clip: Values count as at most this far from the old ones; None: not clipped.
+
+    Returns:
+        The sum over valid tokens, their number, and {value, clipped} summed.
+
+    Raises:
+        ValueError: Shapes differ, or clip is not above 0.
     """
     same_shape(values=values, old_values=old_values, returns=returns, valid=valid)
     if clip is not None and not clip > 0:
@@ -73,8 +93,16 @@ def value_loss(
 def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0) -> tuple[Tensor, Tensor, MetricSums]:
     """The loss of a reward model on pairs (Bradley-Terry): -log sigmoid(chosen - rejected - margin).
 
-    chosen, rejected: the scores [N] of both answers. margin: how much better the chosen one is said to be, a number or
-    [N]. Returns (sum, number of pairs, {chosen, rejected, accuracy} summed). ValueError for shapes that differ.
+    Args:
+        chosen: The scores [N] of the preferred answers.
+        rejected: The scores [N] of the other answers.
+        margin: How much better the chosen answer is labelled to be, a number or [N].
+
+    Returns:
+        The sum, the number of pairs, and {chosen, rejected, accuracy} summed.
+
+    Raises:
+        ValueError: Shapes differ.
     """
     same_shape(chosen=chosen, rejected=rejected)
     count = torch.tensor(chosen.numel(), device=chosen.device)
@@ -86,11 +114,20 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.
 def advantages(
     rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [B, S], by generalized advantage estimation (arXiv 1506.02438); 0 where not valid.
+    """Generalized advantage estimation (arXiv 1506.02438), without a gradient.
 
-    rewards, values, valid (bool): [B, S], one answer per row; entries that are not valid are skipped, so that an answer
-    may be interrupted by a tool. Returns are advantages + values. Nothing here has a gradient. gamma discounts, lam
-    trades bias for variance. ValueError for shapes that differ.
+    Args:
+        rewards: [B, S], one answer per row.
+        values: [B, S], of the value model.
+        valid: bool [B, S]; other entries are skipped, so that an answer may be interrupted by a tool.
+        gamma: The discount per token.
+        lam: Trades bias (0) for variance (1).
+
+    Returns:
+        (advantages, returns), each [B, S], 0 where not valid; returns are advantages + values.
+
+    Raises:
+        ValueError: Shapes differ.
     """
     same_shape(rewards=rewards, values=values, valid=valid)
     rewards, values = upcast(rewards.detach()), upcast(values.detach())

@@ -18,12 +18,25 @@ def adafactor(
     weight_decay: float = 0.0,
     spec: Tree | None = None,
 ) -> Optimizer:
-    """Equal to torch.optim.Adafactor, whose `d` is `clip` here: the largest root mean square of an update.
+    """Adafactor (arXiv 1804.04235), equal to torch.optim.Adafactor, whose `d` is `clip` here.
 
-    lr: an upper bound; the rate is min(lr, 1/sqrt(step)) x the parameter's root mean square, at least eps[1].
-    beta2_decay: the share of the new square at step n is n^beta2_decay. eps[0]: None is the dtype's machine epsilon.
-    Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not. spec: as in
-    `adamw`.
+    Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not.
+
+    Args:
+        lr: An upper bound, a float or a function from the number of the update; the rate is min(lr, 1/sqrt(step)) x the
+            parameter's root mean square.
+        beta2_decay: The share of the new square at step n is n^beta2_decay; at most 0.
+        eps: The least root mean square that a gradient is divided by (None: the dtype's machine epsilon), and the least
+            root mean square of a parameter.
+        clip: The largest root mean square of an update, before the rate.
+        weight_decay: The decay per update is lr x this x the parameter.
+        spec: `family.spec(config)`, which says what is trainable and decays; None: every floating leaf.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: A hyperparameter is out of range.
     """
     if not beta2_decay <= 0:
         raise ValueError(f"beta2_decay is {beta2_decay}; it must be at most 0.")

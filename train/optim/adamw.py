@@ -30,11 +30,21 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
 
-    lr: a float, or a function from the number of the update (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
-    spec: the family's tree of `TrainableLeaf`, or any tree of the parameters' structure whose leaves have `decay` and
-        `trainable`. None: every floating leaf is trainable and decays, as in torch.
-
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
+
+    Args:
+        lr: A float, or a function from the number of the update (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
+        betas: The decay of the mean and of the mean square of the gradient per update.
+        eps: Added to the root of the mean square, in units of the gradient.
+        weight_decay: The decay per update is lr x this x the parameter.
+        spec: `family.spec(config)`, or any tree of the parameters' structure whose leaves have `decay` and `trainable`.
+            None: every floating leaf is trainable and decays, as in torch.
+
+    Returns:
+        The optimizer; its hyperparameters can be replaced for a single update by `Engine.optim_step`.
+
+    Raises:
+        ValueError: A hyperparameter is out of range.
     """
     check_numbers(eps=eps)
     beta1, beta2 = check_betas(betas)
@@ -64,9 +74,22 @@ def adamw(
 def sgd(
     lr: Rate, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, spec: Tree | None = None
 ) -> Optimizer:
-    """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
+    """Stochastic gradient descent with momentum, equal to torch.optim.SGD.
 
-    lr, spec: as in `adamw`. State: {step, momentum}; without momentum only {step}.
+    State: {step, momentum}; without momentum only {step}.
+
+    Args:
+        lr: A float, or a function from the number of the update (from 1) to a float or 0-d tensor.
+        momentum: The share of the previous direction that is added to the gradient; 0: no momentum.
+        nesterov: Whether the gradient is read one momentum step ahead.
+        weight_decay: This times the parameter is added to the gradient.
+        spec: `family.spec(config)`, which says what is trainable and decays; None: every floating leaf.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: A hyperparameter is out of range, or nesterov has no momentum.
     """
     check_numbers(momentum=momentum)
     if nesterov and not momentum:

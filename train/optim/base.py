@@ -65,15 +65,18 @@ class OptimizerTraits:
 class Optimizer:
     """An optimizer as train steps call it: one of your own is `train.Optimizer(init, update)`, two pure functions.
 
-    def init(params): return {"sum": tree.map(torch.zeros_like, params)}
-    def update(grads, opt_state, params): ...           # {} in grads: a parameter that is not trained
-    step = train.make_step(loss_fn, train.Optimizer(init, update))
+        def init(params): return {"sum": tree.map(torch.zeros_like, params)}
+        def update(grads, opt_state, params): ...           # {} in grads: a parameter that is not trained
+        step = train.make_step(loss_fn, train.Optimizer(init, update))
 
-    init(params) -> opt_state, which keeps its structure through all updates.
-    update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
-    bind(opt_state, params) -> run(grads, skip): the same in place, on these very tensors, as often as it is called.
-        grads: a gradient or None for each leaf of params, in their order. skip: if this 0-d bool tensor is True, every
-        tensor keeps its bits, without a wait of the host. None: the step uses `update`.
+    Args:
+        init: (params) -> opt_state, which keeps its structure through all updates.
+        update: (grads, opt_state, params) -> (updates, opt_state), pure; `updates` are to be added to the parameters.
+        bind: (opt_state, params) -> run(grads, skip): the same in place, on these very tensors, as often as it is
+            called. grads: a gradient or None for each leaf of params, in their order. skip: if this 0-d bool tensor is
+            True, every tensor keeps its bits, without a wait of the host. None: the step uses `update`.
+        traits: What a step may know beside these functions: rates for the metrics, what is trainable, whether it can
+            run on shards.
     """
 
     init: Callable[[Tree], Tree]
@@ -82,7 +85,14 @@ class Optimizer:
     traits: OptimizerTraits = OptimizerTraits()
 
     def apply_(self, grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        """One update in place, of an optimizer that has `bind`; grads: a tree, as `update` takes it."""
+        """One update in place, of an optimizer that has `bind`.
+
+        Args:
+            grads: The tree of gradients, as `update` takes it.
+            opt_state: The state, which is overwritten.
+            params: The parameters, which are overwritten.
+            skip: 0-d bool; if it is True, every tensor keeps its bits. None: the update is made.
+        """
         assert self.bind is not None
         flat = tree.flatten(grads)
         self.bind(opt_state, params)([flat.get(path) for path in tree.flatten(params)], skip)
@@ -188,9 +198,20 @@ def supports_shards(optimizer: Optimizer) -> bool:
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
-    """The tree of bools of which leaves of `params` are trainable: floating ones that `trainable` does not exclude.
+    """Which leaves of a tree an optimizer trains: floating ones that `trainable` does not exclude.
 
     It matches by path: `params` may lack leaves of `trainable`, as one group of a partition does.
+
+    Args:
+        params: The tree of parameters.
+        trainable: A tree of bools, or a function that makes it from the parameters; None: every floating leaf.
+
+    Returns:
+        The tree of bools, of the structure of `params`.
+
+    Raises:
+        ValueError: `trainable` lacks a leaf of `params`, or is None for a model with a selection bias, which has no
+            gradient.
     """
     if trainable is None:
         for path in tree.flatten(params):
@@ -210,13 +231,28 @@ def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """params + updates, each in its parameter's dtype; leaves without an update are returned unchanged."""
+    """Adds updates to parameters, as optax.apply_updates does.
+
+    Args:
+        params: The tree of parameters.
+        updates: The updates, of `Optimizer.update`; an empty dict where a leaf has none.
+
+    Returns:
+        params + updates, each in its parameter's dtype; leaves without an update are returned unchanged.
+    """
     flat = tree.flatten(updates)
     return with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
 
 
 def global_norm(grads: Tree) -> Tensor:
-    """The Euclidean norm over all leaves together, a 0-d tensor in fp32 at least; 0 for a tree without leaves."""
+    """The Euclidean norm over all leaves together.
+
+    Args:
+        grads: A tree of tensors.
+
+    Returns:
+        A 0-d tensor in fp32 at least; 0 for a tree without leaves.
+    """
     norms = [torch.linalg.vector_norm(g, dtype=wide_dtype(g.dtype)) for g in tree.leaves(grads)]
     if not norms:
         return torch.zeros(())
@@ -238,7 +274,18 @@ def clip_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
-    """(gradients scaled down so that their global norm is at most `limit`, the norm before)."""
+    """Scales gradients down so that their global norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
+
+    Args:
+        grads: A tree of gradients.
+        limit: The largest norm.
+
+    Returns:
+        The scaled gradients in their dtypes, and the norm before, 0-d.
+
+    Raises:
+        ValueError: The limit is not above 0.
+    """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
     norm = global_norm(grads)

@@ -11,8 +11,22 @@ from .per_leaf import LeafState, leafwise, zeros
 def lion(
     lr: Rate, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, spec: Tree | None = None
 ) -> Optimizer:
-    """betas: the momentum's share in the update, and in the next momentum. lr, spec: as in `adamw`; the paper's rule of
-    thumb is a tenth of its rate and ten times its decay. One moment per parameter, in its dtype."""
+    """Lion (arXiv 2302.06675): the sign of an interpolation of gradient and momentum; one moment per parameter, in its
+    dtype.
+
+    Args:
+        lr: A float, or a function from the number of the update; the paper's rule of thumb is a tenth of AdamW's rate
+            and ten times its decay.
+        betas: The momentum's share in the update, and in the next momentum.
+        weight_decay: The decay per update is lr x this x the parameter.
+        spec: `family.spec(config)`, which says what is trainable and decays; None: every floating leaf.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: A hyperparameter is out of range.
+    """
     beta_update, beta_momentum = check_betas(betas)
 
     def rule(grad: Tensor, state: LeafState, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:

@@ -24,13 +24,27 @@ def muon(
     match_adamw: bool = False,
     spec: Tree | None = None,
 ) -> Optimizer:
-    """Equal to torch.optim.Muon on matrices; stacks [E, out, in] (experts) are orthogonalized matrix by matrix.
+    """Muon, equal to torch.optim.Muon on matrices; stacks [E, out, in] (experts) are orthogonalized matrix by matrix.
 
-    match_adamw: scales the rate by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982); otherwise by
-    sqrt(max(1, out / in)). steps: of the Newton-Schulz iteration, in bf16. lr, spec: as in `adamw`.
+    For hidden matrices only: embeddings, heads, norms and biases need another optimizer (`partition`). Over a mesh that
+    shards matrices, each is gathered in bf16 by every process that has a shard of it.
 
-    Over a mesh that shards matrices, each is gathered in bf16 by every process that has a shard of it. For hidden
-    matrices only: embeddings, heads, norms and biases need another optimizer (`partition`); a vector is a ValueError.
+    Args:
+        lr: A float, or a function from the number of the update to a float or 0-d tensor.
+        momentum: The decay of the gradient's running sum per update.
+        nesterov: Whether the gradient is read one momentum step ahead.
+        weight_decay: The decay per update is lr x this x the parameter.
+        steps: Iterations of Newton-Schulz, in bf16.
+        eps: The least norm that a matrix is divided by.
+        match_adamw: Whether the rate is scaled by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982);
+            otherwise by sqrt(max(1, out / in)).
+        spec: `family.spec(config)`, which says what is trainable and decays; None: every floating leaf.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: A hyperparameter is out of range, or, by its functions, a parameter is a vector.
     """
     check_numbers(eps=eps)
     check_below_1(momentum=momentum)  # at 1 neither the momentum nor the direction would contain the gradient

@@ -23,18 +23,27 @@ def warmup_stable_decay(
     floor: float = 0.0,
     base: int = 1,
 ) -> float | torch.Tensor:
-    """Linear warmup, a constant phase at 1, then a decay to `floor`, where it stays past the end.
+    """Linear warmup, a constant phase at 1, then a decay to `floor`, where it stays past the end (arXiv 2404.06395).
 
-    step: the update being made, counted from `base`: 1 (the first step is never 0), or 0 for parity with trainers whose
-        first step has rate 0.
-    total, warmup: whole numbers of steps; with warmup >= total the whole run is warmup.
-    decay_ratio: the decay's share of `total`; None: it begins at the end of the warmup; 0: no decay. A decay that
-        would begin inside the warmup begins where the warmup ends.
-    shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor, a share of the peak.
-        So a constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine".
+    A constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine". With base=1 the
+    multiplier of step s is that after s full steps of warmup, and the last decay step is one short of the floor (total
+    10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1.
 
-    With base=1 the multiplier of step s is that after s full steps of warmup, and the last decay step is one short of
-    the floor (total 10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1. Warmup-stable-decay: arXiv 2404.06395.
+    Args:
+        step: The update being made, counted from `base`; a number or a tensor.
+        total: The steps of the run, warmup and decay included.
+        warmup: Steps of warmup; with warmup >= total the whole run is warmup.
+        decay_ratio: The decay's share of `total`; None: it begins at the end of the warmup; 0: no decay. A decay that
+            would begin inside the warmup begins where the warmup ends.
+        shape: The form of the decay: "linear", "sqrt" (1 - sqrt(progress)) or "cosine".
+        floor: The multiplier at the end, a share of the peak.
+        base: 1 (the first step is never 0), or 0 for parity with trainers whose first step has rate 0.
+
+    Returns:
+        The multiplier of the peak rate, 0 to 1; a tensor if `step` is one.
+
+    Raises:
+        ValueError: An argument is out of range, or `shape` is another word.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape is {shape!r}; it must be one of {', '.join(SHAPES)}.")

@@ -24,15 +24,26 @@ _LOW = 20  # bits that fp32 has below the last one of _FORMAT
 
 
 def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> Optimizer:
-    """Keeps the states of large fp32 parameters in `bits` bits; the update itself is computed in fp32, leaf by leaf.
+    """Keeps the states of large fp32 parameters in few bits; the update itself is computed in fp32, leaf by leaf.
 
-    16: bf16. 8: float8 (e4m3) with a scale for each block of 256 elements. States named ..._sq, which are squares, are
-    kept as their roots, which halves the range of their exponents. Both round up or down at random, so that the mean is
-    exact: a moment that decays by 1/1000 in a step would never leave its value if it were rounded to nearest. The
-    random number is a function of (seed, number of the update, state, path, index), so a resumed run repeats it.
+    States named ..._sq, which are squares, are kept as their roots, which halves the range of their exponents. States
+    are rounded up or down at random, so that the mean is exact: a moment that decays by 1/1000 in a step would never
+    leave its value if it were rounded to nearest. The random number is a function of (seed, number of the update,
+    state, path, index), so a resumed run repeats it. State: {inner, scales}, an empty dict in scales where there are
+    none.
 
-    The optimizer must treat elements independently (adamw, lion, sgd), and parameters may not be sharded. Wrap it in
-    `with_master` for bf16 parameters. State: {inner, scales}, an empty dict in scales where there are none.
+    Args:
+        optimizer: One that treats elements independently (adamw, lion, sgd), for parameters that are not sharded. Wrap
+            the result in `with_master` for bf16 parameters.
+        bits: 16: bf16. 8: float8 (e4m3) with a scale for each block of 256 elements (the idea is that of arXiv
+            2110.02861).
+        seed: Of the rounding.
+
+    Returns:
+        The optimizer around the other.
+
+    Raises:
+        ValueError: `bits` is another number, or the optimizer's elements depend on each other.
     """
     if bits not in (8, 16):
         raise ValueError(f"bits is {bits!r}; a state takes 8 or 16 bits.")

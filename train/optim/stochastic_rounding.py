@@ -30,6 +30,13 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
     The random number is a function of (seed, number of the update, path, index), so a resumed run repeats it, and no
     global generator is touched. State: {inner, step}. The pure update is as in `with_master`. In place, fp32 parameters
     exist temporarily.
+
+    Args:
+        optimizer: The optimizer that computes the updates, in fp32.
+        seed: Of the rounding.
+
+    Returns:
+        The optimizer around the other, for parameters that are not sharded.
     """
 
     def init(params: Tree) -> Tree:
@@ -73,9 +80,17 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `wide` as one of its two neighbors in bf16; with even `bits` in 0..2^16-1 its mean is `wide`.
+    """Rounds fp32 to one of its two neighbors in bf16, chosen by random bits.
 
-    Representable values, infinities and NaN do not change.
+    Args:
+        wide: An fp32 tensor. Representable values, infinities and NaN do not change.
+        bits: Even integers in 0..2^16-1 of the same shape; uniform ones make the mean of the result `wide`.
+
+    Returns:
+        The tensor in bf16.
+
+    Raises:
+        ValueError: `wide` is not fp32.
     """
     if wide.dtype != torch.float32:
         raise ValueError(f"Stochastic rounding is from float32 to bfloat16; the tensor is {wide.dtype}.")

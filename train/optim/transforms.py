@@ -14,13 +14,22 @@ from .patterns import check_used, first_match, patterns_of
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
-    """An Optimizer from several: the `update` of the first gives the gradients of the second, and so on; the updates of
-    the last are added to the parameters. Rates, trainable leaves and the in-place step are those of the last.
+    """An Optimizer from several: each `update` gives the gradients of the next; the updates of the last are added.
 
         optimizer = chain(clip_norm(1.0), adamw(3e-4))
 
     A transform is an Optimizer whose `update` returns gradients; see `clip_norm` and `masked`. Within `partition` it
     belongs to one group. State: a list, one per transform.
+
+    Args:
+        *transforms: The transforms in order; the last one is an optimizer, whose rates, trainable leaves and in-place
+            step are those of the result.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: There is none.
     """
     if not transforms:
         raise ValueError("chain needs at least one transform; the last one is an optimizer.")
@@ -62,11 +71,20 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
 
 def clip_norm(limit: float) -> Optimizer:
-    """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. It has no state.
+    """A transform that scales gradients down so that their norm over all leaves is at most `limit`. It has no state.
 
     `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a single group. It is not
     elementwise: over a mesh that shards parameters or layers (`pp`) only the step's clip is right, and this one is
     refused.
+
+    Args:
+        limit: The largest norm.
+
+    Returns:
+        The transform, for `chain`.
+
+    Raises:
+        ValueError: The limit is not above 0.
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
@@ -74,12 +92,23 @@ def clip_norm(limit: float) -> Optimizer:
 
 
 def masked(transform: Optimizer, *patterns: str) -> Optimizer:
-    """A transform of the leaves whose path matches one of `patterns`, as in `partition`; other gradients are unchanged.
+    """A transform of some leaves; the gradients of others are unchanged.
 
         optimizer = chain(masked(clip_norm(0.1), "embed_*", "lm_head"), adamw(3e-4))
 
-    A pattern without a leaf in the model is a ValueError. State: the transform's, an empty dict at other leaves. For
-    leaves that need another optimizer, or none, use `partition`: here their raw gradients would be added to them.
+    State: the transform's, an empty dict at other leaves. For leaves that need another optimizer, or none, use
+    `partition`: here their raw gradients would be added to them.
+
+    Args:
+        transform: A transform such as `clip_norm`.
+        *patterns: Shell patterns over dotted paths, as in `partition`; a leaf that one of them matches is transformed.
+
+    Returns:
+        The transform, for `chain`.
+
+    Raises:
+        ValueError: There is no pattern, one matches no leaf of the model (by `init`), or the masked one is an
+            optimizer.
     """
     if not patterns:
         raise ValueError("masked needs at least one pattern.")

@@ -17,12 +17,21 @@ from .patterns import Patterns, check_used, first_match, patterns_of
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
-    """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
+    """Assigns an optimizer to each leaf, by the first pattern that its dotted path matches.
 
-    Patterns are shell patterns (`fnmatch`) over the full path: "layers.*.attention.*", "*norm*", "*". ValueError for a
-    leaf that matches none, or a pattern without a leaf in the model (over pipeline stages: in that of all stages).
     Each group has its own rate: in the metrics of a step `lr` is that of the first, and `lr_of` has one for each
     pattern. State: a list, one per optimizer in the given order.
+
+    Args:
+        groups: {pattern: optimizer}; None freezes the leaves. Patterns are shell patterns (`fnmatch`) over the full
+            path: "layers.*.attention.*", "*norm*", "*".
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: There is no optimizer. By `init`: a leaf matches no pattern, or a pattern has no leaf in the model
+            (over pipeline stages: in that of all stages).
     """
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
     if not trained:
@@ -119,8 +128,18 @@ def _parts(values: Tree, patterns: Iterable[str], assigned: dict[str, str]) -> d
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """Keeps an exponential moving average (EMA) of the trainable weights: opt_state["ema"], fp32 at least.
 
-    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have
-    an empty dict there: `averaged` merges the two. State: {inner, ema}.
+    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have an
+    empty dict there: `averaged` merges the two. State: {inner, ema}.
+
+    Args:
+        optimizer: The optimizer that computes the updates.
+        decay: The share of the old average, at least 0 and below 1.
+
+    Returns:
+        The optimizer around the other.
+
+    Raises:
+        ValueError: The decay is out of range.
     """
     base.check_below_1(decay=decay)
 
@@ -154,7 +173,15 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
 
 def averaged(params: Tree, ema: Tree) -> Tree:
-    """The parameters with trainable leaves replaced by the averages of `with_ema`, opt_state["ema"]."""
+    """The parameters with trainable leaves replaced by their averages.
+
+    Args:
+        params: The tree of parameters.
+        ema: opt_state["ema"] of `with_ema`.
+
+    Returns:
+        The merged tree, for evaluation and for saving.
+    """
     return _overlaid(params, ema)
 
 
@@ -165,12 +192,18 @@ def _overlaid(params: Tree, some: Tree) -> Tree:
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:
-    """Updates an fp32 copy of each trainable bf16 parameter; the parameter is that copy, rounded.
+    """Updates an fp32 copy of each trainable bf16 parameter; the parameter is that copy, rounded (arXiv 1710.03740).
 
     bf16 has 8 bits: without the copy an update below 1/256 of a weight is lost. Moments are fp32 too. fp32 parameters
     are updated directly, and frozen ones have no copy. State: {inner, master}, an empty dict in master where none is.
     The pure update is rounded - parameter in fp32; adding it gives the rounded bits unless a parameter becomes 2^16
     times smaller at once.
+
+    Args:
+        optimizer: The optimizer that computes the updates, in fp32.
+
+    Returns:
+        The optimizer around the other.
     """
 
     def init(params: Tree) -> Tree:

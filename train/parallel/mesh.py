@@ -36,7 +36,16 @@ DATA = (*ROWS, "cp")
 class Mesh:
     """The number of ranks along each dimension; their product is the number of processes.
 
-    ValueError for a size that is not an integer of at least 1.
+    Args:
+        dp: Replicas of the model that compute different rows.
+        fsdp: Shards of every parameter, gathered for use; the ranks compute different rows.
+        tp: Shards of the heads and of the MLPs' widths (tensor parallelism).
+        cp: Shards of the positions (context parallelism).
+        pp: Stages of the stack of layers (pipeline parallelism).
+        ep: Shards of the experts; the ranks compute different rows.
+
+    Raises:
+        ValueError: A size is not an integer of at least 1.
     """
 
     dp: int = 1
@@ -53,7 +62,17 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """The mesh of a text such as "fsdp=2,tp=2"; omitted dimensions have size 1. ValueError for other texts."""
+        """The mesh of a text such as "fsdp=2,tp=2", as `fnmodels-train --mesh` takes it.
+
+        Args:
+            text: Sizes by name, separated by commas; omitted dimensions have size 1.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ValueError: A name is unknown or repeated, or a size is no whole number.
+        """
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, size = part.partition("=")
@@ -87,8 +106,16 @@ class Mesh:
     def device_mesh(self, device: str | None = None) -> DeviceMesh:
         """A DeviceMesh of all six dimensions, including those of size 1, over the default process group.
 
-        It makes process groups: call it once, on all ranks, and keep the result. device: "cpu" or "cuda"; None: "cuda"
-        if the group has NCCL. ValueError if there is no process group, or one of another size.
+        It makes process groups: call it once, on all ranks, and keep the result.
+
+        Args:
+            device: "cpu" or "cuda"; None: "cuda" if the group has NCCL.
+
+        Returns:
+            The DeviceMesh, with dimensions in the order of NAMES.
+
+        Raises:
+            ValueError: There is no process group, or it has another size.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -112,16 +139,21 @@ class Mesh:
 class Strategy:
     """How the ranks of a mesh share the work, where there is a choice.
 
-    gather_dtype: dtype in which parameters are all-gathered and used (bf16: half the bytes); None: their own. Gradients
-        are reduced in fp32 at least.
-    rows: what a rank is given. "whole": the global batch, of which it takes its rows; "own": its own rows, any number
-        and length, shared by the ranks that differ in pp, cp or tp alone (`train.parallel.agreement`).
-    sequence: sequence parallelism: `tp` also shards positions between the sublayers (`train.parallel.tensor.api`). Rows
-        are padded to a multiple of cp x tp for the step, and outputs are cut back.
-    context: how attention over `cp` gets remote keys and values. order: which positions a rank holds; with "ulysses",
-        None keeps documents in order, as "blocks" needs it (`train.parallel.context.api`).
-    schedule, virtual, split: which layers are on which rank over `pp`, and in which order stages run
-        (`train.parallel.pipeline.schedule`).
+    Args:
+        gather_dtype: The dtype in which parameters are all-gathered and used (bf16: half the bytes); None: that of the
+            parameters. Gradients are reduced in fp32 at least.
+        rows: What a rank receives. "whole": the global batch, of which it takes its rows; "own": its rows alone, any
+            number and length, shared by the ranks that differ in pp, cp or tp alone (`train.parallel.agreement`).
+        sequence: Whether `tp` also shards positions between the sublayers (sequence parallelism,
+            `train.parallel.tensor.api`). Rows are padded to a multiple of cp x tp for the step, and outputs are cut
+            back.
+        context: How attention over `cp` gets remote keys and values: by an all-gather, by an exchange of heads
+            ("ulysses", arXiv 2309.14509) or around a ring (arXiv 2310.01889).
+        order: Which positions a rank of `cp` holds; with "ulysses", None keeps documents in order, as "blocks" needs it
+            (`train.parallel.context.api`).
+        schedule: The pipeline schedule, a name of `train.parallel.pipeline.schedule`.
+        virtual: Stages per rank over `pp`, for looped schedules; None: 2.
+        split: The number of layers in each stage; None: as even as possible.
     """
 
     gather_dtype: torch.dtype | None = None
@@ -157,8 +189,12 @@ class Parallelism:
 class DataParallel:
     """Which rows of the global batch this rank computes: those of `rank` among `size` (dp x fsdp x ep).
 
-    group: the process group of one rank per row shard, this one among them. is_source: whether this rank is the one of
-    its row shard (first along pp, cp and tp) whose outputs count once; all of them hold the same outputs.
+    Args:
+        rank: The index of its shard of the rows.
+        size: The number of shards of the rows.
+        group: The process group of one rank per row shard, this one among them.
+        is_source: Whether this rank is the one of its row shard (first along pp, cp and tp) whose outputs count once;
+            all of them hold the same outputs.
     """
 
     rank: int
@@ -168,7 +204,14 @@ class DataParallel:
 
 
 def data_parallel(devices: DeviceMesh) -> DataParallel:
-    """The `DataParallel` of this rank. It may make process groups: call it once, on all ranks of the default group."""
+    """The rows of this rank. It may make process groups: call it once, on all ranks of the default group.
+
+    Args:
+        devices: The mesh of processes, of `Mesh.device_mesh`.
+
+    Returns:
+        This rank's `DataParallel`.
+    """
     mesh = mesh_of(devices)
     at = dict(zip(devices.mesh_dim_names or (), devices.get_coordinate() or (), strict=True))
     used = [name for name in NAMES if name in ROWS and mesh.sizes[name] > 1]

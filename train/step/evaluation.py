@@ -21,11 +21,21 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 def make_eval_step(
     loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batches], Metrics]:
-    """A function eval_step(params, batch) -> {loss, total, count}, and aux where the loss returns one.
+    """Makes eval_step(params, batch) -> metrics, which computes a loss without gradients.
 
-    loss_fn, compile, batch, mesh, strategy: as in `make_step`. `loss` is the mean over the valid tokens of the batch or
-    of the list of batches, `total` their sum, so that totals and counts of several calls can be added. No gradients are
-    computed.
+    Args:
+        loss_fn: (params, batch) -> (sum, count) or (sum, count, aux), as for `make_step`.
+        compile: "none", "block" (one compilation per kind of layer) or "whole" (the loss as one graph).
+        mesh: The sizes of a mesh of ranks, each of which passes the full batch; None: one process.
+        strategy: How the ranks of the mesh share the work; None: the defaults of `Strategy`.
+
+    Returns:
+        The function of (params, batch or list of batches). Its result has `loss`, the mean over all valid tokens,
+        `total`, their sum, and `count`, all 0-d, and `aux` where the loss returns one. Totals and counts of several
+        calls can be added.
+
+    Raises:
+        ValueError: `compile` is another word, or there is a strategy without a mesh.
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
@@ -42,11 +52,21 @@ def make_eval_step(
 def make_forward_only(
     function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batches], Any]:
-    """A function run(params, batch) -> function(params, batch) without gradients; for a list, the list of results.
+    """Makes run(params, batch) -> function(params, batch), which computes without gradients.
 
-    function: `token_logprobs`, a loss, or another function of (params, batch) that runs the model as a loss does; its
-    result is returned unchanged. compile, mesh, strategy: as in `make_step`; over a mesh that shards batches the
-    function must return tensors [B, S, ...].
+    Args:
+        function: `token_logprobs`, a loss, or another function of (params, batch) that runs the model as a loss does.
+            Over a mesh that shards batches it must return tensors [B, S, ...].
+        compile: "none", "block" (one compilation per kind of layer) or "whole" (the function as one graph).
+        mesh: The sizes of a mesh of ranks, each of which passes the full batch; None: one process.
+        strategy: How the ranks of the mesh share the work; None: the defaults of `Strategy`.
+
+    Returns:
+        The function of (params, batch); for a list of batches it returns the list of results. Results are those of
+        `function`, unchanged.
+
+    Raises:
+        ValueError: `compile` is another word, or there is a strategy without a mesh.
     """
     check_strategy(mesh, strategy)
     if mesh is not None:

@@ -17,7 +17,7 @@ from train.update import StepOptions, is_finite, rates_of, updated
 def pure_step(
     loss_fn: LossFn, optimizer: Optimizer, *, clip: float | Tensor | None = None
 ) -> Callable[[State, Entries], tuple[State, dict[str, Any]]]:
-    """A function step(state, batch) -> (state, metrics) without side effects, for the transforms of torch.func.
+    """Makes step(state, batch) -> (state, metrics) without side effects, for the transforms of torch.func.
 
     It computes what `make_step(..., inplace=False)` does, in operations that go through vmap (over seeds, rates or
     batches), grad (through one step or many: MAML, hypergradients), jvp and torch.compile:
@@ -27,14 +27,17 @@ def pure_step(
         losses = torch.func.vmap(tuned, (0, None))(rates, state)
 
     Args:
-        loss_fn: as in `make_step`. Second derivatives and jvp need a loss whose operations have them, such as
-            train.next_token_loss with kernel="math".
-        optimizer: its `update` is used. Hyperparameters may be tensors, of a transform too.
-        clip: the largest global norm of the gradient, a number or a 0-d tensor; None: no clipping.
+        loss_fn: (params, batch) -> (sum, count) or (sum, count, aux), as for `make_step`. Second derivatives and jvp
+            need a loss whose operations have them, such as train.next_token_loss with kernel="math".
+        optimizer: A `train.Optimizer`, of which `update` is used. Hyperparameters may be tensors, of a transform too.
+        clip: The largest global norm of the gradient, a number or a 0-d tensor; None: no clipping.
 
     Returns:
         The function. The State is neither consumed nor checked against the optimizer, and the batch is one dict.
-        metrics: as of `make_step`. A parameter that the loss does not depend on has a gradient of 0 here.
+        Metrics are those of `make_step`. A parameter that the loss does not depend on has a gradient of 0 here.
+
+    Raises:
+        TypeError: The optimizer is no `train.Optimizer`.
     """
     check_optimizer(optimizer)
     StepOptions(clip=clip)

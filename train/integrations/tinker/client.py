@@ -28,10 +28,20 @@ from .training import LoraConfig, TrainingClient, saved_state
 
 
 class Client:
-    """The service. folder: where saved weights and states go. dtype: of base models; adapters are fp32.
+    """The service: loads base models and makes clients that train and sample, in this process.
 
-    A base model is the folder of a checkpoint; it is loaded once. user_metadata, project_id, display_name: labels,
-    kept as attributes. ValueError for a base_url, for there is no server.
+    A base model is the folder of a checkpoint; it is loaded once.
+
+    Args:
+        user_metadata: Labels, stored as an attribute and not read.
+        project_id: A label, stored as an attribute and not read.
+        display_name: A label, stored as an attribute and not read.
+        base_url: Must be None, for there is no server.
+        folder: Where saved weights and states go.
+        dtype: Of base models; adapters are fp32.
+
+    Raises:
+        ValueError: There is a base_url.
     """
 
     def __init__(
@@ -51,6 +61,14 @@ class Client:
         self._bases: dict[Path, Base] = {}
 
     def base(self, base_model: str | os.PathLike[str]) -> Base:
+        """The base model of a folder, loaded by the first call.
+
+        Args:
+            base_model: The folder of a checkpoint.
+
+        Returns:
+            Folder, config and parameters.
+        """
         folder = Path(base_model)
         if folder not in self._bases:
             config, params = pretrained.load_model(folder, dtype=self.dtype)
@@ -60,22 +78,54 @@ class Client:
     def create_lora_training_client(
         self, base_model: str | os.PathLike[str], *, user_metadata: Mapping[str, str] | None = None, **lora: Any
     ) -> TrainingClient:
-        """lora: fields of `LoraConfig`: rank, seed, train_mlp, train_attn, train_unembed. user_metadata: unused."""
+        """A client that trains new LoRA adapters over a base model.
+
+        Args:
+            base_model: The folder of a checkpoint.
+            user_metadata: Unused.
+            **lora: Fields of `LoraConfig`: rank (32), seed, train_mlp, train_attn, train_unembed (True each).
+
+        Returns:
+            The client, which is also its own future.
+        """
         return TrainingClient(self.folder, self.base(base_model), LoraConfig(**lora))
 
     async def create_lora_training_client_async(
         self, base_model: str | os.PathLike[str], **lora: Any
     ) -> TrainingClient:
+        """`create_lora_training_client` for code that awaits; the work is done when it returns.
+
+        Args:
+            base_model: The folder of a checkpoint.
+            **lora: Fields of `LoraConfig`.
+
+        Returns:
+            The client.
+        """
         return self.create_lora_training_client(base_model, **lora)
 
     def create_training_client_from_state(self, path: str | os.PathLike[str]) -> TrainingClient:
-        """The weights that `TrainingClient.save_state` left, with a new optimizer state."""
+        """A client that goes on from saved weights, with a new optimizer state.
+
+        Args:
+            path: The folder that `TrainingClient.save_state` wrote.
+
+        Returns:
+            The client.
+        """
         made = self._like_saved(path)
         made.load_state(path)
         return made
 
     def create_training_client_from_state_with_optimizer(self, path: str | os.PathLike[str]) -> TrainingClient:
-        """The weights and the optimizer state that `TrainingClient.save_state` left."""
+        """A client that goes on from saved weights and their optimizer state.
+
+        Args:
+            path: The folder that `TrainingClient.save_state` wrote.
+
+        Returns:
+            The client.
+        """
         made = self._like_saved(path)
         made.load_state_with_optimizer(path)
         return made
@@ -87,7 +137,18 @@ class Client:
     def create_sampling_client(
         self, model_path: str | os.PathLike[str] | None = None, base_model: str | os.PathLike[str] | None = None
     ) -> SamplingClient:
-        """model_path: a folder of adapters that `save_weights_for_sampler` left; base_model: a plain base model."""
+        """A client that draws answers, from saved adapters or from a base model.
+
+        Args:
+            model_path: A folder of adapters that `save_weights_for_sampler` wrote.
+            base_model: The folder of a checkpoint, without adapters.
+
+        Returns:
+            The client.
+
+        Raises:
+            ValueError: Both or none are set.
+        """
         if (model_path is None) == (base_model is None):
             raise ValueError("A sampling client needs one of model_path and base_model.")
         if model_path is None:
@@ -97,4 +158,12 @@ class Client:
         return SamplingClient(base, P.lora.load_adapters(model_path, base.config, base.params))
 
     async def create_sampling_client_async(self, **places: Any) -> SamplingClient:
+        """`create_sampling_client` for code that awaits; the work is done when it returns.
+
+        Args:
+            **places: model_path or base_model.
+
+        Returns:
+            The client.
+        """
         return self.create_sampling_client(**places)

@@ -17,20 +17,40 @@ from .base import Base, Future, Ready, TextTokenizer
 
 
 class SamplingClient(Ready):
-    """Draws answers from weights that no update changes. params: the base's, with adapters of their own."""
+    """Draws answers from weights that no update changes.
+
+    Args:
+        base: The base model.
+        params: Its parameters, with adapters that this client alone reads.
+    """
 
     def __init__(self, base: Base, params: Tree) -> None:
         self.base, self.params = base, params
 
     def get_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the base model's folder.
+
+        Returns:
+            An object with `encode(text)` to a list of ids and `decode(ids)` to text.
+        """
         return TextTokenizer(self.base.folder)
 
     def sample(
         self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
     ) -> Future[types.SampleResponse]:
-        """num_samples answers to a prompt, computed side by side. Without a seed each call draws with another.
+        """Draws answers to a prompt, computed side by side. Without a seed each call draws with another.
 
-        ValueError for max_tokens below 1.
+        Args:
+            prompt: A `ModelInput`.
+            num_samples: The number of answers.
+            sampling_params: A `SamplingParams`.
+            include_prompt_logprobs: Whether the prompt's log-probabilities are computed too.
+
+        Returns:
+            A future of the sequences, and of the prompt's log-probabilities in nats.
+
+        Raises:
+            ValueError: max_tokens is below 1.
         """
         tokens, config = prompt.to_ints(), self.base.config
         stop, texts, ids = sampling_params.stop, list[str](), list[int]()
@@ -63,12 +83,28 @@ class SamplingClient(Ready):
         return Future(types.SampleResponse(sequences, prompt_logprobs))
 
     async def sample_async(self, *args: Any, **options: Any) -> types.SampleResponse:
+        """`sample` for code that awaits; the work is done when it returns.
+
+        Args:
+            *args: Those of `sample`.
+            **options: Those of `sample` by name.
+
+        Returns:
+            The response.
+        """
         return self.sample(*args, **options).result()
 
     def compute_logprobs(self, prompt: Any) -> Future[list[float | None]]:
-        """The log-probability of each token after those before it, None for the first.
+        """The log-probability of each token of a prompt after those before it.
 
-        ValueError for an empty prompt.
+        Args:
+            prompt: A `ModelInput`, of one token at least.
+
+        Returns:
+            A future of nats for each token, None for the first.
+
+        Raises:
+            ValueError: The prompt is empty.
         """
         tokens = torch.tensor(prompt.to_ints())
         if not len(tokens):
@@ -79,4 +115,12 @@ class SamplingClient(Ready):
         return Future([None, *logp[0, :-1].tolist()])
 
     async def compute_logprobs_async(self, prompt: Any) -> list[float | None]:
+        """`compute_logprobs` for code that awaits; the work is done when it returns.
+
+        Args:
+            prompt: A `ModelInput`, of one token at least.
+
+        Returns:
+            Nats for each token, None for the first.
+        """
         return self.compute_logprobs(prompt).result()

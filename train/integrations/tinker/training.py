@@ -57,7 +57,13 @@ class LoraConfig:
 
 
 class TrainingClient(Ready):
-    """Adapters over a base model, their gradients and their optimizer state. id: names its part of `folder`."""
+    """Adapters over a base model, their gradients and their optimizer state.
+
+    Args:
+        folder: The client's folder, where states and weights are saved.
+        base: The base model.
+        lora: The rank and the kinds of weights of the adapters.
+    """
 
     def __init__(self, folder: Path, base: Base, lora: LoraConfig) -> None:
         self._folder, self.base, self.lora = folder, base, lora
@@ -71,16 +77,30 @@ class TrainingClient(Ready):
         self._losses: dict[Any, OutputLoss] = {}
 
     def get_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the base model's folder.
+
+        Returns:
+            An object with `encode(text)` to a list of ids and `decode(ids)` to text.
+        """
         return TextTokenizer(self.base.folder)
 
     def forward_backward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Future[types.ForwardBackwardOutput]:
-        """Adds the gradients of the sum of the loss over `data`; the outputs are the log-probabilities of the targets.
+        """Adds the gradients of the sum of a loss over `data` to those since the last update.
 
-        loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo" and "cispo" with logprobs and advantages, of
-        which the last two take loss_fn_config, by default {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}.
-        ValueError for another name, and for a datum that lacks an entry or has one of another length.
+        Args:
+            data: `Datum`s, each with the entries that the loss reads.
+            loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo" and "cispo" with logprobs and
+                advantages.
+            loss_fn_config: The clipping of "ppo" and "cispo"; None: {"clip_low_threshold": 0.8, "clip_high_threshold":
+                1.2}.
+
+        Returns:
+            A future of the targets' log-probabilities in nats, and of the summed loss.
+
+        Raises:
+            ValueError: The loss is unknown, or a datum lacks an entry or has one of another length.
         """
         loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
         found = self.engine.forward_backward([row.batch for row in rows], loss)
@@ -89,16 +109,32 @@ class TrainingClient(Ready):
     def forward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Future[types.ForwardBackwardOutput]:
-        """The outputs and metrics of `forward_backward` without gradients."""
+        """The outputs and metrics of `forward_backward` without gradients.
+
+        Args:
+            data: `Datum`s, each with the entries that the loss reads.
+            loss_fn: The name of a loss, as for `forward_backward`.
+            loss_fn_config: The clipping of "ppo" and "cispo"; None: as for `forward_backward`.
+
+        Returns:
+            A future of the targets' log-probabilities in nats, and of the summed loss.
+        """
         loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
         found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
         total = sum(float(one[0]) for one in found)
         return Future(_output(rows, [one[3]["logp"] for one in found], total))
 
     def forward_backward_custom(self, data: Sequence[Any], loss_fn: CustomLoss) -> Future[types.ForwardBackwardOutput]:
-        """Adds the gradients of loss_fn(data, log-probabilities [T] of each datum) -> (loss, metrics).
+        """Adds the gradients of a loss of one's own of the log-probabilities.
 
         It takes a forward pass more than a named loss: gradients by the log-probabilities come first.
+
+        Args:
+            data: `Datum`s with target_tokens.
+            loss_fn: (data, log-probabilities [T] of each datum) -> (loss, metrics).
+
+        Returns:
+            A future of the log-probabilities in nats, and of the metrics.
         """
         rows = packed_data(data, None)
         config = self.base.config
@@ -118,8 +154,14 @@ class TrainingClient(Ready):
     def optim_step(self, adam_params: Any) -> Future[types.OptimStepResponse]:
         """One AdamW update with the sum of all gradients since the last one, clipped but divided by nothing else.
 
-        The result has grad_norm, the norm before clipping. ValueError for a hyperparameter out of range, after which
-        the gradients are those from before.
+        Args:
+            adam_params: An `AdamParams`.
+
+        Returns:
+            A future of {"grad_norm": the norm before clipping}.
+
+        Raises:
+            ValueError: A hyperparameter is out of range; the gradients are then those from before.
         """
         limit, divisor = adam_params.grad_clip_norm, 1.0
         if not limit >= 0:
@@ -136,9 +178,17 @@ class TrainingClient(Ready):
         return Future(types.OptimStepResponse({"grad_norm": float(metrics["grad_norm"]) * divisor}))
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
-        """Adapters and optimizer state, in a folder of this name, whose older state is replaced.
+        """Saves adapters and optimizer state, in place of an older state of this name.
 
-        ttl_seconds: unused, for nothing expires. ValueError for a name that leads out of the client's folder.
+        Args:
+            name: The name of the folder inside the client's.
+            ttl_seconds: Unused, for nothing expires.
+
+        Returns:
+            A future of the folder's path.
+
+        Raises:
+            ValueError: The name leads out of the client's folder.
         """
         path = self._place("weights", name)
         progress = {"base": str(self.base.folder), "lora": dataclasses.asdict(self.lora)}
@@ -154,7 +204,14 @@ class TrainingClient(Ready):
         return path
 
     def load_state(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
-        """The weights of a saved state; the optimizer state starts anew."""
+        """Loads the weights of a saved state; the optimizer state starts anew.
+
+        Args:
+            path: The folder that `save_state` wrote.
+
+        Returns:
+            A future of the folder's path.
+        """
         self.load_state_with_optimizer(path)
         state, optimizer = self.engine.state, self.engine.optimizer
         assert optimizer is not None
@@ -162,7 +219,14 @@ class TrainingClient(Ready):
         return Future(types.LoadWeightsResponse(str(path)))
 
     def load_state_with_optimizer(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
-        """The weights and the optimizer state of a saved state; gradients that are held are discarded."""
+        """Loads the weights and the optimizer state of a saved state; gradients since the last update are discarded.
+
+        Args:
+            path: The folder that `save_state` wrote.
+
+        Returns:
+            A future of the folder's path.
+        """
         saved = checkpoint.load(saved_state(path), like=self._own_state())
         params = P.lora.attach(self.engine.params, saved.params)
         self.engine.state = State(saved.step, params, saved.opt_state)
@@ -175,9 +239,17 @@ class TrainingClient(Ready):
         return State(state.step, P.lora.adapters(state.params), state.opt_state)
 
     def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Future[types.SaveWeightsResponse]:
-        """The adapters in PEFT's format, in a folder of this name, for `Client.create_sampling_client`.
+        """Saves the adapters in PEFT's format, for `Client.create_sampling_client`.
 
-        ttl_seconds: unused, for nothing expires. ValueError for a name that leads out of the client's folder.
+        Args:
+            name: The name of the folder inside the client's.
+            ttl_seconds: Unused, for nothing expires.
+
+        Returns:
+            A future of the folder's path.
+
+        Raises:
+            ValueError: The name leads out of the client's folder.
         """
         path = self._place("sampler_weights", name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,9 +259,17 @@ class TrainingClient(Ready):
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A client that samples from the weights as they are now; with a name they are saved too.
+        """A client that samples from a copy of the current weights.
 
-        ValueError for record_stability_info, which the loss "stable_reinforce" of Tinker's servers alone reads.
+        Args:
+            name: The name of a folder into which they are saved too; None: they are not saved.
+            record_stability_info: Must be False: the loss "stable_reinforce" of Tinker's servers alone reads it.
+
+        Returns:
+            The client.
+
+        Raises:
+            ValueError: record_stability_info is True, or the name leads out of the client's folder.
         """
         if record_stability_info:
             raise ValueError('record_stability_info is for the loss "stable_reinforce", whose maths is not published.')
@@ -199,30 +279,107 @@ class TrainingClient(Ready):
         return SamplingClient(self.base, P.lora.attach(self.base.params, adapters))
 
     async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        """`save_weights_and_get_sampling_client` for code that awaits; the work is done when it returns.
+
+        Args:
+            name: The name of a folder into which the weights are saved too; None: they are not saved.
+
+        Returns:
+            The client.
+        """
         return self.save_weights_and_get_sampling_client(name)
 
     async def forward_backward_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        """`forward_backward` for code that awaits; the work is done when it returns.
+
+        Args:
+            *args: Those of `forward_backward`.
+            **options: Those of `forward_backward` by name.
+
+        Returns:
+            A future of its result.
+        """
         return self.forward_backward(*args, **options)
 
     async def forward_backward_custom_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        """`forward_backward_custom` for code that awaits; the work is done when it returns.
+
+        Args:
+            *args: Those of `forward_backward_custom`.
+            **options: Those of `forward_backward_custom` by name.
+
+        Returns:
+            A future of its result.
+        """
         return self.forward_backward_custom(*args, **options)
 
     async def forward_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
+        """`forward` for code that awaits; the work is done when it returns.
+
+        Args:
+            *args: Those of `forward`.
+            **options: Those of `forward` by name.
+
+        Returns:
+            A future of its result.
+        """
         return self.forward(*args, **options)
 
     async def optim_step_async(self, adam_params: Any) -> Future[types.OptimStepResponse]:
+        """`optim_step` for code that awaits; the work is done when it returns.
+
+        Args:
+            adam_params: An `AdamParams`.
+
+        Returns:
+            A future of its result.
+        """
         return self.optim_step(adam_params)
 
     async def save_state_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        """`save_state` for code that awaits; the work is done when it returns.
+
+        Args:
+            name: The name of the folder inside the client's.
+            **unused: ttl_seconds.
+
+        Returns:
+            A future of the folder's path.
+        """
         return self.save_state(name, **unused)
 
     async def save_weights_for_sampler_async(self, name: str, **unused: Any) -> Future[types.SaveWeightsResponse]:
+        """`save_weights_for_sampler` for code that awaits; the work is done when it returns.
+
+        Args:
+            name: The name of the folder inside the client's.
+            **unused: ttl_seconds.
+
+        Returns:
+            A future of the folder's path.
+        """
         return self.save_weights_for_sampler(name, **unused)
 
     async def load_state_async(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        """`load_state` for code that awaits; the work is done when it returns.
+
+        Args:
+            path: The folder that `save_state` wrote.
+
+        Returns:
+            A future of the folder's path.
+        """
         return self.load_state(path)
 
     async def load_state_with_optimizer_async(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
+        """`load_state_with_optimizer` for code that awaits; the work is done when it returns.
+
+        Args:
+            path: The folder that `save_state` wrote.
+
+        Returns:
+            A future of the folder's path.
+        """
         return self.load_state_with_optimizer(path)
 
     def _loss(self, name: str, given: Mapping[str, float] | None) -> OutputLoss:

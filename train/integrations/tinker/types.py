@@ -16,7 +16,16 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class TensorData:
-    """Numbers as a flat list, with dtype "int64" or "float32" and a shape, by default that of the list."""
+    """Numbers as a flat list with a dtype and a shape.
+
+    Args:
+        data: The elements in row-major order.
+        dtype: "int64" or "float32".
+        shape: The shape; None: that of the list.
+
+    Raises:
+        ValueError: The dtype is another one.
+    """
 
     data: list[Any]
     dtype: str
@@ -28,64 +37,141 @@ class TensorData:
 
     @staticmethod
     def from_torch(values: Tensor) -> "TensorData":
+        """The elements of a tensor.
+
+        Args:
+            values: A tensor of any shape; floating ones become float32, others int64.
+
+        Returns:
+            The data, with the tensor's shape.
+        """
         dtype = "float32" if values.is_floating_point() else "int64"
         return TensorData(values.detach().cpu().flatten().tolist(), dtype, list(values.shape))
 
     @staticmethod
     def from_numpy(values: "np.ndarray[Any, Any]") -> "TensorData":
+        """The elements of an array.
+
+        Args:
+            values: An array of any shape; floating ones become float32, others int64.
+
+        Returns:
+            The data, with the array's shape.
+        """
         return TensorData.from_torch(torch.from_numpy(np.ascontiguousarray(values)))
 
     def to_torch(self) -> Tensor:
+        """A tensor of these elements.
+
+        Returns:
+            A new tensor of the shape and dtype.
+        """
         return torch.tensor(self.data, dtype=getattr(torch, self.dtype)).reshape(self.shape or [len(self.data)])
 
     def to_numpy(self) -> "np.ndarray[Any, Any]":
+        """An array of these elements.
+
+        Returns:
+            A new array of the shape and dtype.
+        """
         return self.to_torch().numpy()
 
     def tolist(self) -> list[Any]:
+        """Nested lists of these elements.
+
+        Returns:
+            Lists as deep as the shape.
+        """
         found: list[Any] = self.to_torch().tolist()
         return found
 
 
 @dataclass(frozen=True)
 class EncodedTextChunk:
-    """Token ids of a piece of text."""
+    """Token ids of a piece of text.
+
+    Args:
+        tokens: The ids.
+    """
 
     tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A sequence of token ids, in pieces; images are not supported."""
+    """A sequence of token ids, in pieces; images are not supported.
+
+    Args:
+        chunks: The pieces in order.
+    """
 
     chunks: Sequence[EncodedTextChunk]
 
     @staticmethod
     def from_ints(tokens: Sequence[int]) -> "ModelInput":
+        """A sequence of one piece.
+
+        Args:
+            tokens: Token ids.
+
+        Returns:
+            The sequence.
+        """
         return ModelInput([EncodedTextChunk([int(token) for token in tokens])])
 
     @staticmethod
     def empty() -> "ModelInput":
+        """A sequence without tokens.
+
+        Returns:
+            The sequence.
+        """
         return ModelInput([])
 
     def to_ints(self) -> list[int]:
+        """The token ids of all pieces.
+
+        Returns:
+            The ids in order.
+        """
         return [token for chunk in self.chunks for token in chunk.tokens]
 
     def append(self, chunk: EncodedTextChunk) -> "ModelInput":
+        """The sequence with a further piece; this one is unchanged.
+
+        Args:
+            chunk: The piece that is added at the end.
+
+        Returns:
+            The longer sequence.
+        """
         return ModelInput([*self.chunks, chunk])
 
     def append_int(self, token: int) -> "ModelInput":
+        """The sequence with a further token; this one is unchanged.
+
+        Args:
+            token: The id that is added at the end.
+
+        Returns:
+            The longer sequence.
+        """
         return self.append(EncodedTextChunk([int(token)]))
 
     @property
     def length(self) -> int:
+        """The number of tokens in all pieces."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence and one number per token for the loss: {"target_tokens": ..., "weights": ...} and the like.
+    """A sequence and a number per token for the loss.
 
-    Values are TensorData, tensors, arrays or lists; they are stored as TensorData.
+    Args:
+        model_input: A `ModelInput`.
+        loss_fn_inputs: {"target_tokens": ..., "weights": ...} and the like. Values are TensorData, tensors, arrays or
+            lists; they are stored as TensorData.
     """
 
     model_input: Any
@@ -104,7 +190,16 @@ def _tensor_data(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """Hyperparameters of one update. grad_clip_norm: the largest norm of the gradient, 0 for none."""
+    """Hyperparameters of one update of AdamW.
+
+    Args:
+        learning_rate: The rate.
+        beta1: The decay of the gradient's mean per update.
+        beta2: The decay of its mean square per update.
+        eps: Added to the root of the mean square.
+        weight_decay: The decay per update is learning_rate x this x the parameter.
+        grad_clip_norm: The largest norm of the gradient; 0: no clipping.
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -116,9 +211,15 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is drawn. max_tokens: None for as many as the model has positions.
+    """How an answer is drawn.
 
-    stop: a text, texts, or token ids that end an answer; None: the checkpoint's end-of-text ids. top_k: -1 for all.
+    Args:
+        max_tokens: Tokens of an answer at most; None: as many as the model has positions.
+        seed: Of the draws; None: another one for each call.
+        stop: A text, texts, or token ids that end an answer; None: the checkpoint's end-of-text ids.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: The number of likeliest tokens that are kept; -1: all.
+        top_p: The share of the distribution that is kept.
     """
 
     max_tokens: int | None = None
@@ -131,9 +232,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """Tokens, the one that stopped the answer included, and the log-probability of each at the temperature.
+    """An answer with the log-probability of each token.
 
-    sequence_id: another one for each answer, which comparisons leave out.
+    Args:
+        stop_reason: "stop" or "length".
+        tokens: Ids, the one that stopped the answer included.
+        logprobs: Nats of each token at the temperature.
+        sequence_id: Another one for each answer, which comparisons leave out.
     """
 
     stop_reason: StopReason
@@ -144,13 +249,26 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResponse:
+    """The answers to a prompt.
+
+    Args:
+        sequences: The answers.
+        prompt_logprobs: Nats of each token of the prompt, None for the first; None where they were not asked for.
+    """
+
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
 
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """loss_fn_outputs: {"logprobs": TensorData} for each datum; metrics: {"loss:sum": ...}."""
+    """The outputs of a loss.
+
+    Args:
+        loss_fn_output_type: The kind of outputs, by Tinker's name.
+        loss_fn_outputs: {"logprobs": TensorData} for each datum.
+        metrics: {"loss:sum": ...}.
+    """
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
@@ -159,14 +277,32 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepResponse:
+    """The result of an update.
+
+    Args:
+        metrics: {"grad_norm": the norm before clipping}.
+    """
+
     metrics: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class SaveWeightsResponse:
+    """The result of a save.
+
+    Args:
+        path: The folder that was written.
+    """
+
     path: str
 
 
 @dataclass(frozen=True)
 class LoadWeightsResponse:
+    """The result of loading a state.
+
+    Args:
+        path: The folder that was read.
+    """
+
     path: str
