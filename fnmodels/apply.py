@@ -50,23 +50,30 @@ def forward(
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """Logits [B, S, V]; with taps (logits, {name: tensor}). The config's head may return another shape: see
-    `fnmodels.models.common.heads`.
+    """Runs a model: a pure function of its parameters and of what `prepare` makes.
 
-    params: the tree of `family.spec(config)`.
-    inputs: those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those of
-        `prepare`: it reads the padding mask "valid" and, where present, "routing", int64 [B, S, number of MoE layers,
-        k], the expert indices that replace the router's choice. "rng" [B, S], keys of noise, turns the config's dropout
-        on. In models whose attention chooses its keys, "choices",
-        int64 [B, S, number of layers with an indexer, k], replaces that choice; see `fnmodels.ops.indexer`.
-    masks, freqs_cis: {kind: ...} for each kind of layer.
-    taps: activations to return, by the names that `fnmodels.tap_names(config)` lists, such as "embed",
-        "layers.3.attention.q" or "final.norm"; "layers.*.attention" returns it for all layers that have it.
-    options: kernel, layout, layer_fn, experts, context and edits, see `fnmodels.options.ForwardOptions`. MoE blocks
-        also get the keywords `valid` and `routing`, those that choose keys `choices`, and edited ones `edit_tensors`,
-        which a layer_fn must pass on.
+    Args:
+        params: The tree of `family.spec(config)`.
+        inputs: Those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those
+            of `prepare`: it reads the padding mask "valid" and, where present, "routing", int64 [B, S, number of MoE
+            layers, k], the expert indices that replace the router's choice. "rng" [B, S], keys of noise, turns the
+            config's dropout on. In models whose attention chooses its keys, "choices", int64 [B, S, number of layers
+            with an indexer, k], replaces that choice; see `fnmodels.ops.indexer`.
+        masks: {kind: mask} for each kind of layer, of `prepare`.
+        freqs_cis: {kind: rotary table}, fp32 [B, S, R/2, 2] with (cos, sin) last, of `prepare`.
+        config: The model's config.
+        taps: Activations to return, by the names that `fnmodels.tap_names(config)` lists, such as "embed",
+            "layers.3.attention.q" or "final.norm"; "layers.*.attention" returns it for all layers that have it.
+        **options: kernel, layout, layer_fn, experts, context and edits, see `fnmodels.options.ForwardOptions`. MoE
+            blocks also get the keywords `valid` and `routing`, those that choose keys `choices`, and edited ones
+            `edit_tensors`, which a layer_fn must pass on.
 
-    Raises ValueError for arguments that do not fit each other and for an unknown tap.
+    Returns:
+        Logits [B, S, V]; with taps (logits, {name: tensor}). The config's head may return another shape: see
+        `fnmodels.models.common.heads`.
+
+    Raises:
+        ValueError: Arguments do not fit each other, or a tap is unknown.
     """
     try:
         family = family_of(config)
@@ -132,7 +139,15 @@ def _through_stacks(
 
 
 def stack_params(params: Tree, name: str) -> Tree:
-    """The params of the "encoder" or the "decoder" of a model of both, for `forward` with that stack's config."""
+    """The params of a single stack of an encoder-decoder, for `forward` with that stack's config.
+
+    Args:
+        params: The params of both stacks.
+        name: "encoder" or "decoder".
+
+    Returns:
+        The tree of the stack, with the leaves that both share; its leaves are not copied.
+    """
     shared = {key: value for key, value in params.items() if key not in ("encoder", "decoder")}
     return with_run(params, shared | params.get(name, {}))  # a stage of a pipeline may have nothing of one
 
@@ -191,9 +206,24 @@ def hidden(
     cache: CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """The final hidden states [B, S, D], before the final norm (part of `family.unembed`). Arguments: see `forward`.
+    """The final hidden states of a model, before the final norm (which belongs to `family.unembed`).
 
-    With cache, which `fnmodels.cache` makes, {layer index: new entry} is returned beside them, last.
+    Args:
+        params: The tree of `family.spec(config)`.
+        inputs: Those of `prepare`, or token ids [B, S], or embeddings [B, S, D], as for `forward`.
+        masks: {kind: mask} for each kind of layer, of `prepare`.
+        freqs_cis: {kind: rotary table}, of `prepare`.
+        config: The model's config.
+        taps: Activations to return, as for `forward`.
+        cache: The cache's side of a step, which `fnmodels.cache` makes; None: no cache.
+        **options: Keywords of `forward`.
+
+    Returns:
+        [B, S, D]; with taps (states, {name: tensor}). With a cache {layer index: new entry} is returned beside them,
+        last.
+
+    Raises:
+        ValueError: Arguments do not fit each other, or a tap is unknown.
     """
     given = ForwardOptions(**options)
     x, tapped, entries = hidden_states(params, inputs, masks, freqs_cis, config, given, taps, cache)
@@ -344,22 +374,38 @@ def run_layers(
     cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """Runs layers lo <= i < hi on x [B, S, D], as a pipeline stage does; returns x, or (x, taps) with taps.
+    """Runs the layers lo <= i < hi on hidden states, as a pipeline stage does.
 
-    With cache, {layer index: entry} or a `CacheStep` of these layers, {layer index: new entry} is returned too; with
-    carried, what later layers read of these and of those before, last.
+    Args:
+        params: A tree of which only "layers" is read: the list of all layers, or a stage's {layer index: layer}.
+        x: Hidden states [B, S, D].
+        masks: {kind: mask} for each kind of layer.
+        freqs_cis: {kind: rotary table}.
+        lo: The first layer.
+        hi: The layer after the last.
+        config: The model's config.
+        valid: bool [B, S], False at padding; None: taken from `masks` where these are `Mask`s. Padding of x is set to
+            zero before layer 0, as in `forward`, and MoE layers do not route it.
+        routing: Expert indices of the full model, int64 [B, S, number of MoE layers, k], as for `forward`; None: the
+            routers choose.
+        choices: Chosen keys of the full model, int64 [B, S, number of layers with an indexer, k]; None: the indexers
+            choose.
+        layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
+            with hidden_size_per_layer_input; or its end, for layers lo to the last.
+        shared: What the family's function of this name returns, where it has one.
+        noise: Keys of dropout [B, S], inputs["rng"] of `prepare`; only for a config with a rate above 0.
+        carried: What the layers before lo left, {} before layer 0; see `fnmodels.models.common.carried`.
+        taps: Activations to return, as for `forward`.
+        cache: {layer index: entry} or a `CacheStep` of these layers; None: no cache.
+        **options: Keywords of `forward`.
 
-    params: needs only "layers": the list of all layers, or a stage's {layer index: layer}.
-    valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
-        zero before layer 0, as in `forward`, and MoE layers do not route it.
-    routing, choices: those of the full model. taps, options: as in `forward`.
-    layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
-        with hidden_size_per_layer_input; or its end, for layers lo to the last.
-    shared: what the family's function of this name returns, where it has one.
-    noise: keys of dropout [B, S], inputs["rng"] of `prepare`; only for a config with a rate above 0.
-    carried: what the layers before lo left, {} before layer 0; see `fnmodels.models.common.carried`.
+    Returns:
+        x [B, S, D], or (x, taps) with taps. With a cache {layer index: new entry} is returned too; with carried, what
+        later layers read of these and of those before, last.
 
-    ValueError for a layer that reads keys and values of an earlier one which is neither run here nor in carried.
+    Raises:
+        ValueError: A layer reads keys and values of an earlier one which is neither run here nor in carried, or
+            arguments do not fit each other.
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = cleared(x, valid_of_masks(masks, x) if valid is None else valid)

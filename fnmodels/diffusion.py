@@ -42,17 +42,28 @@ def prepare_denoising(
     segment_ids: Tensor | None = None,
     text_segment_ids: Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
-    """(inputs, masks, freqs_cis) for `fnmodels.forward`, which returns the velocity [B, I, C] of the latents.
+    """What `fnmodels.forward` reads of a batch of noisy images and texts; it returns the velocity [B, I, C] of the
+    latents.
 
-    latents [B, I, C]: tokens of noisy latents. text [B, T, D]: vectors of a text encoder. positions [B, I, 3]: (0, row,
-    column) of each token in its image; those of texts are 0.
-    segment_ids [B, I], text_segment_ids [B, T]: which image of the row a token belongs to, from 1 to M, and 0 for
-    padding; by default a row holds one image and its text, all of it.
-    conditions: {"time": [B, M], "pooled": [B, M, P]}, and "guidance" [B, M] where the config has it, of image m + 1 of
-    each row; time from 0 to 1.
+    Only the conditions, and inputs["tokens"], the latents, change between the steps of a sampler.
 
-    Only these, and inputs["tokens"], the latents, change between the steps of a sampler. ValueError for what does not
-    fit each other or the config.
+    Args:
+        config: The config of a diffusion model.
+        latents: Tokens of noisy latents, [B, I, C].
+        text: Vectors of a text encoder, [B, T, D].
+        conditions: {"time": [B, M], "pooled": [B, M, P]}, and "guidance" [B, M] where the config has it, of image m + 1
+            of each row; time from 0 to 1.
+        positions: [B, I, 3]: (0, row, column) of each token in its image; those of texts are 0.
+        segment_ids: int64 [B, I]: which image of the row a token belongs to, from 1 to M, 0 for padding; None: a row
+            holds a single image, without padding.
+        text_segment_ids: int64 [B, T]: which image a text's token belongs to; None: a row holds the text of a single
+            image.
+
+    Returns:
+        (inputs, masks, freqs_cis).
+
+    Raises:
+        ValueError: Tensors do not fit each other or the config, or the model is no diffusion model.
     """
     if traits_of(family_of(config)).inputs != "latents":
         raise ValueError(f"A {config.model_type} is no diffusion model: take fnmodels.prepare.")
@@ -109,10 +120,17 @@ def _check_conditions(config: Any, conditions: Mapping[str, Tensor], rows: int) 
 
 
 def latent_rows(latents: Sequence[Tensor], *, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [B, I, 4 c], positions [B, I, 3], segment_ids [B, I]) of latents [c, h, w] of even height and width.
+    """Cuts latents into tokens of 2 x 2 cells, channels first, as in diffusers.
 
-    A token is 2 x 2 cells, channels first, as in diffusers. length: None puts each image in a row of its own; a number
-    of tokens packs images, in their order, into rows of that length. ValueError for an image that does not fit.
+    Args:
+        latents: [c, h, w] of each image, of even height and width.
+        length: Tokens in a row, into which images are packed in their order; None: each image has a row to itself.
+
+    Returns:
+        (tokens [B, I, 4 c], positions [B, I, 3], segment_ids [B, I]).
+
+    Raises:
+        ValueError: There is no image, or one that does not fit in a row or is of odd size.
     """
     if not latents:
         raise ValueError("latent_rows needs at least one image.")
@@ -131,7 +149,16 @@ class _Cells:
 
 
 def unpacked_latents(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> list[Tensor]:
-    """The latents [c, h, w] that `latent_rows` packed, in its order. tokens [B, I, 4 c]; it reads values."""
+    """The latents that `latent_rows` packed. It reads values, so call it outside of transforms.
+
+    Args:
+        tokens: [B, I, 4 c].
+        positions: [B, I, 3], of `latent_rows`.
+        segment_ids: [B, I], of `latent_rows`.
+
+    Returns:
+        [c, h, w] of each image, in the order of `latent_rows`.
+    """
     found = []
     for row, owners in enumerate(segment_ids):
         for segment in range(1, int(owners.max()) + 1):
@@ -146,11 +173,19 @@ def unpacked_latents(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> 
 
 
 def flow_times(steps: int, *, tokens: int | None = None) -> Tensor:
-    """Times [steps + 1], fp32, from 1 to 0 of a sampler's steps.
+    """The times of a sampler's steps.
 
-    tokens: of the image, for FLUX.1 dev, which takes more of its steps near the noise the larger an image is: time t
-    becomes e^m / (e^m + 1 / t - 1), m from 0.5 at 256 tokens to 1.15 at 4096 (arXiv 2403.03206, section 5.3.2). None,
-    for schnell: equal steps.
+    Args:
+        steps: The number of steps.
+        tokens: Of the image, for FLUX.1 dev, which takes more of its steps near the noise the larger an image is: time
+            t becomes e^m / (e^m + 1 / t - 1), m from 0.5 at 256 tokens to 1.15 at 4096 (arXiv 2403.03206, section
+            5.3.2). None, for schnell: equal steps.
+
+    Returns:
+        fp32 [steps + 1], from 1 to 0.
+
+    Raises:
+        ValueError: There are no steps.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; it must be at least 1.")
@@ -172,10 +207,19 @@ def denoise(
     times: Tensor,
     **options: Unpack[ForwardKwargs],
 ) -> Tensor:
-    """Latents [B, I, C] at times[-1], from inputs["tokens"] at times[0], by a step of Euler's method between each two.
+    """Integrates a diffusion model's velocity by a step of Euler's method between each two times.
 
-    inputs, masks, freqs_cis: of `prepare_denoising`, whose "time" is replaced; at time 1 the tokens are noise. The sum
-    is in fp32 at least. options: as in `fnmodels.forward`.
+    Args:
+        params: The parameters of the model.
+        inputs: Those of `prepare_denoising`; at time 1 inputs["tokens"] are noise, and "time" is replaced.
+        masks: Those of `prepare_denoising`.
+        freqs_cis: Those of `prepare_denoising`.
+        config: The config of a diffusion model.
+        times: [steps + 1], descending, such as of `flow_times`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        Latents [B, I, C] at times[-1], summed in fp32 at least.
     """
     x = inputs["tokens"].to(torch.promote_types(inputs["tokens"].dtype, torch.float32))
     for now, then in itertools.pairwise(times):

@@ -44,7 +44,17 @@ STEP = 128  # lengths of rows above it are multiples of it: a kernel that is com
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer on pooled vectors, and its activation: one of ACTIVATIONS."""
+    """A linear layer on pooled vectors, and its activation.
+
+    Args:
+        in_features: The width of the pooled vectors.
+        out_features: The width of the result.
+        bias: Whether there is a bias.
+        activation: One of `fnmodels.embedding.ACTIVATIONS`, by torch's name.
+
+    Raises:
+        ValueError: The activation is unknown.
+    """
 
     in_features: int
     out_features: int
@@ -102,13 +112,30 @@ class Embedder:
             self.prompt(self.default_prompt)
 
     def prompt(self, name: str) -> str:
-        """The text of a prompt by its name. ValueError for a name that prompts lacks."""
+        """The text of a prompt by its name.
+
+        Args:
+            name: A name of `prompts`.
+
+        Returns:
+            The text that is written before a text.
+
+        Raises:
+            ValueError: There is no prompt of this name.
+        """
         if name not in (known := dict(self.prompts)):
             raise ValueError(f"The embedder has no prompt {name!r}; it has {', '.join(known) or 'none'}.")
         return known[name]
 
     def spec(self, config: DecoderConfig) -> Tree:
-        """The parameters of the model and of the dense layers."""
+        """The declaration of the parameters of the model and of the dense layers.
+
+        Args:
+            config: The model's config.
+
+        Returns:
+            The tree of `Leaf`.
+        """
         std = config.initializer_range
         tree: Tree = dict(family_of(config).spec(config))
         for layer in self.dense:
@@ -119,7 +146,13 @@ class Embedder:
 
 
 class LoadedEmbedder(NamedTuple):
-    """What `params.load_embedder` returns and `embed_texts` takes."""
+    """What `params.load_embedder` returns and `embed_texts` takes.
+
+    Args:
+        config: The model's config.
+        params: The parameters, with those of dense layers in params["dense"].
+        embedder: How hidden states become vectors.
+    """
 
     config: Any
     params: Tree
@@ -127,7 +160,17 @@ class LoadedEmbedder(NamedTuple):
 
 
 def embeddings(params: Tree, hidden: Tensor, documents: Documents, *, embedder: Embedder) -> Tensor:
-    """[N, width] of hidden states [B, S, D] after the final norm, or logits, in the order of `documents`."""
+    """The vectors of documents from the hidden states of a batch.
+
+    Args:
+        params: The parameters, of which those of dense layers are read.
+        hidden: Hidden states [B, S, D] after the final norm; logits [B, S, V] for a sparse embedder.
+        documents: The documents of the batch, of `fnmodels.documents`.
+        embedder: Pooling, dense layers and normalization.
+
+    Returns:
+        [N, width], in the order of `documents`.
+    """
     for _ in range({"": 0, "relu": 1, "log1p_relu": 2}[embedder.sparse]):
         hidden = torch.log1p(F.relu(hidden))
     found = torch.cat([pool(hidden, documents, how=how) for how in embedder.pooling], -1)
@@ -148,10 +191,10 @@ def embed_documents(
     prompt_length: int = 0,
     **options: Unpack[ForwardKwargs],
 ) -> Tensor:
-    """[N, width]: one vector per document of token ids, in their order, without gradients.
+    """Embeds documents of token ids, without gradients.
 
-    Documents are packed unsplit into rows, those of one length side by side, which attention takes together. Nothing
-    is cut: the embedder's tokenizer cuts texts.
+    Documents are packed unsplit into rows, those of one length side by side, which attention takes together. Nothing is
+    cut: the embedder's tokenizer cuts texts.
 
     Args:
         params: The parameters, with those of dense layers.
@@ -161,7 +204,10 @@ def embed_documents(
         row: The tokens of a row, at least those of the longest document; None for one row per forward pass.
         batch: About as many tokens are one forward pass; None for 2,048, and for 8,192 of 16-bit parameters.
         prompt_length: The number of first tokens that pooling leaves out where include_prompt is False.
-        options: As in `fnmodels.forward`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        [N, width]: one vector per document, in their order.
 
     Raises:
         ValueError: A document is empty, is longer than the embedder's max_length, begins or ends with padding, or has

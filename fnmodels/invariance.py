@@ -20,12 +20,15 @@ _TOKENS = 200
 
 
 def explain_invariance() -> dict[str, bool]:
-    """{what a token's bits must not depend on: whether that held in all cases tried}; some seconds, on the CPU.
+    """Tries whether the bits of a token are independent of its batch on this machine, as kernel="invariant" promises.
 
-    The number of rows of a product (fp32 and bf16), an element's place under an activation, the number of rows of a
-    norm and of log-softmax, the form in which attention gets its keys, and the number of threads, for gradients of
-    weights, attention and a router too. Where one is False, kernel="invariant" does not hold what it promises on this
-    machine, and its results are right up to rounding.
+    It takes some seconds, on the CPU. Cases are the number of rows of a product (fp32 and bf16), an element's place
+    under an activation, the number of rows of a norm and of log-softmax, the form in which attention gets its keys, and
+    the number of threads, for gradients of weights, attention and a router too. Where a case is False,
+    kernel="invariant" is not batch-invariant on this machine, and its results are right up to rounding.
+
+    Returns:
+        {what a token's bits must not depend on: whether that held in all cases tried}.
     """
     draw = torch.Generator().manual_seed(0)
     found: dict[str, bool] = {}

@@ -39,9 +39,17 @@ class ModelModule(nn.Module):
 
 
 def as_module(config: Any, params: Tree, **options: Unpack[ForwardKwargs]) -> ModelModule:
-    """A module whose forward(tokens, positions=None, segment_ids=None) returns the logits [B, S, V].
+    """The model as a torch.nn.Module, for libraries that take modules.
 
     Its parameters have the paths of the leaves as names (`layers.0.mlp.up_proj`) and share their memory; a leaf at two
-    paths is one Parameter. options: those of `fnmodels.forward`, such as kernel="math" for second derivatives.
+    paths is one Parameter.
+
+    Args:
+        config: The model's config.
+        params: The tree of parameters.
+        **options: Keywords of `fnmodels.forward`, such as kernel="math" for second derivatives.
+
+    Returns:
+        A module whose forward(tokens, positions=None, segment_ids=None) returns the logits [B, S, V].
     """
     return ModelModule(config, params, options)

@@ -13,10 +13,13 @@ Block = Callable[..., tuple[Tensor, dict[str, Any]]]  # aux: tensors, and with a
 
 @dataclass(frozen=True)
 class PerLayer:
-    """A kernel or a layer_fn that depends on the layer: choose(index of the layer) returns the one to use there.
+    """A kernel or a layer_fn that depends on the layer.
 
-    kernel="invariant" is of all layers, and refused here.
-    Layers for which equal ones are chosen share a block, and so a compiled graph.
+    Layers for which equal values are chosen share a block, and so a compiled graph. kernel="invariant" is of all
+    layers, and refused here.
+
+    Args:
+        choose: (index of the layer) -> the kernel or layer_fn to use there.
     """
 
     choose: Callable[[int], Any]

@@ -36,10 +36,22 @@ def prepare_pair(
     decoder_positions: Tensor | None = None,
     decoder_segment_ids: Tensor | None = None,
 ) -> Pair:
-    """(inputs, masks, freqs_cis) of a batch of both stacks, each {"encoder", "decoder"}.
+    """What `fnmodels.forward` reads of a batch of an encoder-decoder.
 
-    tokens [B, K]: what the encoder reads; decoder_tokens [B, S]: what the decoder reads, already shifted. The others
-    are those of `prepare` for each. ValueError for a model without two stacks, and for other numbers of rows.
+    Args:
+        config: The config of both stacks.
+        tokens: What the encoder reads, [B, K].
+        decoder_tokens: What the decoder reads, already shifted, int64 [B, S].
+        positions: [B, K]; None: counted from 0 in each row.
+        segment_ids: [B, K], pairs from 1, padding 0 or less; None: a row is one pair without padding.
+        decoder_positions: [B, S]; None: counted from 0 in each row.
+        decoder_segment_ids: [B, S]: a token of the decoder sees the encoder's tokens of its segment.
+
+    Returns:
+        (inputs, masks, freqs_cis), each {"encoder", "decoder"}; masks have "cross" too.
+
+    Raises:
+        ValueError: The model has a single stack, or the stacks have other numbers of rows.
     """
     stacks = stack_configs(config)
     if not stacks:
@@ -65,12 +77,23 @@ def prepare_pair(
 def pair_batch(
     pairs: Sequence[tuple[Document, Document]], length: int, decoder_length: int, *, start: int
 ) -> dict[str, Tensor]:
-    """Packed pairs (source, target) of token ids, unsplit: the batch of `train.losses.pair_loss`.
+    """Packs pairs of token ids unsplit: the batch of `train.losses.pair_loss`.
 
-    tokens, positions, segment_ids [B, length] of the sources, and decoder_tokens, decoder_positions,
-    decoder_segment_ids, labels [B, decoder_length] of the targets: labels are the targets, and decoder_tokens the same
-    one later, each beginning with `start` (`config.decoder_start_token_id`). The longest pairs first, each in the first
-    row with room in both. ValueError for an empty or too long source or target, with its number.
+    The longest pairs come first, each in the first row with room in both.
+
+    Args:
+        pairs: (source, target) of each pair, token ids.
+        length: Tokens of sources in a row.
+        decoder_length: Tokens of targets in a row.
+        start: The token that each target begins with in decoder_tokens, `config.decoder_start_token_id`.
+
+    Returns:
+        tokens, positions, segment_ids [B, length] of the sources, and decoder_tokens, decoder_positions,
+        decoder_segment_ids, labels [B, decoder_length] of the targets: labels are the targets, and decoder_tokens the
+        same, one place later.
+
+    Raises:
+        ValueError: A source or target is empty or too long, or there are no pairs.
     """
     limits = (length, decoder_length)
     made: list[tuple[list[int], list[int]]] = []

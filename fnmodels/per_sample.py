@@ -31,21 +31,32 @@ LeafWrites = list[tuple[Tensor, Write]]
 def per_sample_gradients(
     loss_fn: Callable[[Tree, Tree], Tensor], params: Tree, batch: Tree, *, out: Tree | None = None
 ) -> tuple[Tree, Tensor]:
-    """(gradients, loss): gradients [B, *shape] for every parameter, where entry b is the gradient of row b's loss.
-
-    loss_fn(params, batch) -> 0-d tensor, the SUM of the rows' losses, each of which depends on its own row alone. It
-    sees the full batch, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
-    out: an earlier result to overwrite; without it new memory of B elements per parameter is allocated and cleared.
+    """The gradient of every row's loss in one pass, such as for differential privacy (the idea is that of arXiv
+    2009.03106).
 
     For adapters alone (DP-LoRA), params are `params.lora.adapters(...)` and the loss attaches them to the weights.
 
     Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products, sums and differences with
     activations, and so may exp, negatives, unflattened forms, slices and concatenations of parameters; any other
     operation raises NotImplementedError (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`). Attention
-    sinks therefore need kernel="math".
-    Activations there must have the rows in dimension 0. Only its size can be checked: a size other than B raises too,
-    but another dimension that happens to be B (time-major activations of B tokens, a table of B entries that belongs to
-    no row) is taken for the rows and silently gives wrong gradients. The result is detached.
+    sinks therefore need kernel="math". Activations there must have the rows in dimension 0. Only its size can be
+    checked: a size other than B raises too, but another dimension that happens to be B (time-major activations of B
+    tokens, a table of B entries that belongs to no row) is taken for the rows and silently gives wrong gradients.
+
+    Args:
+        loss_fn: (params, batch) -> 0-d tensor, the SUM of the rows' losses, each of which depends on its row alone. It
+            sees the full batch, so every kernel works and a `layout` is that of the batch.
+        params: The tree of parameters.
+        batch: A tree of tensors [B, ...].
+        out: An earlier result to overwrite; None: new memory of B elements per parameter is allocated and cleared.
+
+    Returns:
+        Gradients [B, *shape] for every parameter, where entry b is that of row b's loss, and the loss, 0-d; both
+        detached.
+
+    Raises:
+        ValueError: A tensor of the batch has other rows, or the loss is no single number or does not depend on the
+            parameters.
     """
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tree.leaves(batch)}
     if len(sizes) != 1 or None in sizes:

@@ -31,28 +31,39 @@ def prepare(
     grids: Tensor | None = None,
     rng: int | Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
-    """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
+    """What `forward` reads of a batch: tokens, positions, masks and rotary tables, each with batch dimension B.
 
-    tokens: [B, S] ids, or embeddings [B, S, D].
-    segment_ids: [B, S], documents from 1, padding 0 or less; by default each row is one document without padding.
-    positions: [B, S]; by default each row's document is numbered from 0, and a row with several documents raises
-        ValueError. [B, S, 3], or [B, S, 4] with the order in the document first, only for a model whose rotary tables
-        have several axes; [B, S, 4] of another meaning for a vision tower, see `fnmodels.models.common.vision`. Any
-        integer dtype; made int64.
-    length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
-    token_types: [B, S], for an encoder that has embeddings of them; 0 by default.
-    places: [B, S, 2], where the features of images are, see the `image_places` of a family of
-        `fnmodels.models.vision_language`. config is then that of the whole model, and the results are those of its
-        text: `family.with_images` puts the features into the inputs. Images that see all of themselves do so.
-    grids: [images, 3], the frames, rows and columns of each image's features, which positions of three axes follow
-        from; needed with places for a model that has these, unless positions are given.
-    rng: a seed, an int or an integer tensor [] or [B], or keys [B, S] of `fnmodels.inputs.noise_keys`, which makes
-        inputs["rng"] of it: with these keys `forward` drops out at the rates of `config.dropout`, without them never.
+    `fnmodels.errors.PositionWarning` is given where positions go past the range of the model's rotary tables, see
+    `fnmodels.ops.position_range`. For a head with one result per document, inputs["documents"] are those of
+    `fnmodels.documents`, which reads values.
 
-    `fnmodels.errors.PositionWarning` where positions go past the range of the model's rotary tables, see
-    `fnmodels.ops.position_range`.
+    Args:
+        config: The model's config; with `places` that of the full model with its vision tower, and the results are
+            those of its text.
+        tokens: Ids [B, S], or embeddings [B, S, D].
+        positions: [B, S]; None: each row's document is numbered from 0, and a row with several documents raises
+            ValueError. [B, S, 3], or [B, S, 4] with the order in the document first, only for a model whose rotary
+            tables have several axes; [B, S, 4] of another meaning for a vision tower, see
+            `fnmodels.models.common.vision`. Any integer dtype; made int64.
+        segment_ids: [B, S], documents from 1, padding 0 or less; None: each row is one document without padding.
+        length: The sequence length that length-dependent rotary scalings (dynamic, longrope) read, an int or [B]; None:
+            the highest position + 1. See `fnmodels.ops.rotary`.
+        token_types: [B, S], for an encoder that has embeddings of them; None: 0.
+        places: [B, S, 2], where the features of images are, see the `image_places` of a family of
+            `fnmodels.models.vision_language`: `family.with_images` puts the features into the inputs. Images that see
+            all of themselves do so.
+        grids: [images, 3], the frames, rows and columns of each image's features, which positions of three axes follow
+            from; needed with places for a model that has these, unless positions are set.
+        rng: A seed, an int or an integer tensor [] or [B], or keys [B, S] of `fnmodels.inputs.noise_keys`, which makes
+            inputs["rng"] of it: with these keys `forward` drops out at the rates of `config.dropout`, without them
+            never.
 
-    For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
+    Returns:
+        (inputs, masks, freqs_cis): {name: tensor}, {kind of layer: mask} and {kind of layer: fp32 table}.
+
+    Raises:
+        ValueError: Tensors do not fit each other or the config.
+        TypeError: The arguments are in another order.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
         raise TypeError(

@@ -25,12 +25,17 @@ _SIZES = ((2, 3), (5, 7))  # of batch and sequence: a dimension that differs bet
 
 
 def tap_names(config: DecoderConfig) -> dict[str, str]:
-    """{name: shape} of every tap of a model, in the order of the computation; "[B, S, 4, 16]" has 4 heads of 16.
+    """The taps of a model: what can be read by `taps` and edited by `edits` of `forward`.
 
-    T and I of a diffusion model are the tokens of texts and of latents.
-    All can be read by `taps` and edited by `edits`, but "counts", which is only read. attention.scores and
-    attention.pattern need kernel="math"; the names of norms, such as "input_layernorm" (the output) and
-    "input_layernorm.scale" (what multiplies x before the weight), eager mode.
+    All can be edited but "counts". attention.scores and attention.pattern need kernel="math"; the names of norms, such
+    as "input_layernorm" (the output) and "input_layernorm.scale" (what multiplies x before the weight), eager mode.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        {name: shape} in the order of the computation; "[B, S, 4, 16]" has 4 heads of 16. T and I of a diffusion model
+        are the tokens of texts and of latents.
     """
     _check_one_stack(config)
     found = {"embed": f"[B, S, {config.hidden_size}]"}

@@ -23,7 +23,7 @@ def embed_texts(
     batch: int | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Tensor:
-    """[N, width]: one vector per text, in their order, without gradients.
+    """Embeds texts with the embedder's tokenizer and prompts, without gradients.
 
     Args:
         embedder: What `params.load_embedder` returned, or (config, params, embedder).
@@ -32,9 +32,12 @@ def embed_texts(
             default_prompt, if it has one.
         prompt: The text of a prompt, in place of prompt_name; "" for none.
         truncate: Whether texts of more than max_length tokens are cut there, with the special tokens kept.
-        row: As in `embed_documents`.
-        batch: As in `embed_documents`.
-        options: As in `fnmodels.forward`.
+        row: The tokens of a row, at least those of the longest text; None for one row per forward pass.
+        batch: About as many tokens are one forward pass; None for 2,048, and for 8,192 of 16-bit parameters.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        [N, width]: one vector per text, in their order.
 
     Raises:
         ValueError: A text is too long and truncate is False; the embedder has no tokenizer or no such prompt; texts is

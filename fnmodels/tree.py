@@ -24,12 +24,22 @@ _NODES: dict[type, tuple[list[str], list[str]]] = {}  # the names of a node's ch
 
 
 def static(**kwargs: Any) -> Any:
-    """A dataclass field that is static, hashable context (a rule, a size), not a child of the tree."""
+    """A dataclass field that is static, hashable context (a rule, a size), not a child of the tree.
+
+    Args:
+        **kwargs: Those of `dataclasses.field`, such as default.
+
+    Returns:
+        The field.
+    """
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 class WithEntries(Protocol):
-    """A dict that carries something beside its entries, which `map` and torch's pytrees hand on."""
+    """A dict that carries something beside its entries, which `map` and torch's pytrees hand on.
+
+    It has `values()`, and `with_entries(entries)`, which returns the same with other entries.
+    """
 
     def values(self) -> Any: ...
     def __iter__(self) -> Iterator[str]: ...
@@ -37,7 +47,14 @@ class WithEntries(Protocol):
 
 
 def pytree(cls: type[_T]) -> type[_T]:
-    """Class decorator: register a frozen dataclass as a node here and in torch's pytrees (vmap, export, pipelining)."""
+    """Class decorator: registers a frozen dataclass as a node here and in torch's pytrees (vmap, export, pipelining).
+
+    Args:
+        cls: The dataclass.
+
+    Returns:
+        The same class.
+    """
     children, context = _NODES[cls] = _fields(cls)
 
     # An absent child (None) goes to the context: vmap with in_dims=0 would refuse it as a leaf that is no tensor.
@@ -68,7 +85,14 @@ def pytree(cls: type[_T]) -> type[_T]:
 
 
 def pytree_dict(cls: type[_D]) -> type[_D]:
-    """Class decorator: a dict with a method `with_entries` becomes a node of torch's own pytrees."""
+    """Class decorator: a dict with a method `with_entries` becomes a node of torch's pytrees.
+
+    Args:
+        cls: The subclass of dict.
+
+    Returns:
+        The same class.
+    """
 
     def unflatten(values: Any, context: tuple[tuple[str, ...], _D]) -> Any:
         names, like = context
@@ -122,7 +146,19 @@ def _node(tree: Tree) -> tuple[list[str], list[str]] | None:
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """The tree of function(leaf, *leaves of rest); None is an empty subtree. ValueError if the structures differ."""
+    """The tree of function(leaf, *leaves of rest); None is an empty subtree.
+
+    Args:
+        function: Called for each leaf.
+        tree: The tree whose structure the result has.
+        *rest: Trees of the same structure.
+
+    Returns:
+        The tree of results.
+
+    Raises:
+        ValueError: The structures differ.
+    """
     return _map(function, tree, rest, ()) if rest else _map_one(function, tree)
 
 
@@ -210,19 +246,41 @@ def _walk(tree: Tree, path: str, into: dict[str, Any]) -> None:
 
 
 def structure(tree: Tree) -> Any:
-    """All of a tree but its leaves, comparable: containers, keys and static fields."""
+    """All of a tree but its leaves, comparable: containers, keys and static fields.
+
+    Args:
+        tree: A tree.
+
+    Returns:
+        An object with == and a hash.
+    """
     return _pytree.tree_structure(tree)
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """{dotted path: leaf} in the tree's own order; None and empty containers have no leaves and are lost."""
+    """The leaves by their dotted paths; None and empty containers have no leaves and are lost.
+
+    Args:
+        tree: A tree.
+
+    Returns:
+        {path: leaf}, in the order of the tree.
+    """
     flat: dict[str, Any] = {}
     _walk(tree, "", flat)
     return flat
 
 
 def contains(tree: Tree, node: type) -> bool:
-    """Whether the tree has a node of this class."""
+    """Whether the tree has a node of a class.
+
+    Args:
+        tree: A tree.
+        node: The class.
+
+    Returns:
+        Whether there is one.
+    """
     if isinstance(tree, node):
         return True
     if isinstance(tree, dict):
@@ -234,7 +292,14 @@ def contains(tree: Tree, node: type) -> bool:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves, in the order of `flatten`."""
+    """The leaves, in the order of `flatten`.
+
+    Args:
+        tree: A tree.
+
+    Returns:
+        The list of leaves.
+    """
     into: list[Any] = []
     _collect(tree, into)
     return into
@@ -259,7 +324,14 @@ def _collect(tree: Tree, into: list[Any]) -> None:
 
 
 def watch(tree: Tree) -> Callable[[], bool]:
-    """A function that tells whether the tree still has the containers, keys and leaves that it has now."""
+    """Watches whether a tree keeps its containers, keys and leaves.
+
+    Args:
+        tree: A tree of which containers may be changed later.
+
+    Returns:
+        A function that returns whether the tree still has the containers, keys and leaves of this call.
+    """
     nodes: list[Any] = []
     sizes: list[int] = []
     containers: list[Any] = []  # of each entry, beside its key
@@ -294,15 +366,32 @@ def watch(tree: Tree) -> Callable[[], bool]:
 
 
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """The tree of function(path, leaf, *leaves of rest), with paths as in `flatten`; errors as in `map`."""
+    """The tree of function(path, leaf, *leaves of rest), with paths as in `flatten`.
+
+    Args:
+        function: Called for each leaf.
+        tree: The tree whose structure the result has.
+        *rest: Trees of the same structure.
+
+    Returns:
+        The tree of results.
+    """
     paths = iter(flatten(tree))  # in the order in which `map` visits the leaves
     return map(lambda *leaves: function(next(paths), *leaves), tree, *rest)
 
 
 def vdot(one: Tree, other: Tree) -> torch.Tensor:
-    """The inner product of two trees of real tensors, 0-d: the sum over all elements of their products.
+    """The inner product of two trees of real tensors: the sum over all elements of their products.
 
-    ValueError if the structures or shapes differ, or if there are no leaves.
+    Args:
+        one: A tree of tensors.
+        other: A tree of the same structure and shapes.
+
+    Returns:
+        A 0-d tensor.
+
+    Raises:
+        ValueError: The structures or shapes differ, or there are no leaves.
     """
     products: list[torch.Tensor] = []
 
@@ -320,19 +409,48 @@ def vdot(one: Tree, other: Tree) -> torch.Tensor:
 
 
 def axpy(scale: float | torch.Tensor, x: Tree, y: Tree) -> Tree:
-    """scale * x + y, leaf by leaf; scale is a number or a 0-d tensor. ValueError if the structures differ."""
+    """scale * x + y, leaf by leaf.
+
+    Args:
+        scale: A number or a 0-d tensor.
+        x: A tree of tensors.
+        y: A tree of the same structure.
+
+    Returns:
+        The tree of sums.
+    """
     return map(lambda a, b: scale * a + b, x, y)
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
-    """One tree whose leaves [n, *shape] hold those of n trees, for vmap. ValueError for none, and as in `map`."""
+    """Stacks trees for vmap.
+
+    Args:
+        trees: n trees of one structure.
+
+    Returns:
+        A tree whose leaves [n, *shape] hold those of the trees.
+
+    Raises:
+        ValueError: There is no tree, or the structures differ.
+    """
     if not trees:
         raise ValueError("stack takes at least one tree; there are none.")
     return map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def unstack(stacked: Tree) -> list[Tree]:
-    """The n trees of `stack`, as views. ValueError if the leaves do not agree on n."""
+    """The trees of `stack`, as views.
+
+    Args:
+        stacked: A tree of leaves [n, *shape].
+
+    Returns:
+        n trees.
+
+    Raises:
+        ValueError: The leaves do not agree on n.
+    """
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(stacked)}
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"All leaves must have one size in dimension 0; the sizes are {sorted(sizes, key=str)}.")
@@ -340,10 +458,17 @@ def unstack(stacked: Tree) -> list[Tree]:
 
 
 def ravel(tree: Tree) -> tuple[torch.Tensor, Callable[[torch.Tensor], Tree]]:
-    """(all elements as one vector [n], its inverse: vector [n] -> tree), in the order of `flatten`.
+    """All elements of a tree as one vector, in the order of `flatten`.
 
-    The inverse keeps the vector's dtype and returns views of it. ValueError for leaves of several dtypes, for no
-    leaves, and for a vector of another size.
+    Args:
+        tree: A tree of tensors of one dtype.
+
+    Returns:
+        The vector [n], and its inverse, vector [n] -> tree. The inverse keeps the vector's dtype, returns views of it,
+        and raises ValueError for a vector of another size.
+
+    Raises:
+        ValueError: Leaves have several dtypes, or there are none.
     """
     parts = leaves(tree)
     if len({leaf.dtype for leaf in parts}) != 1:
@@ -365,8 +490,16 @@ def ravel(tree: Tree) -> tuple[torch.Tensor, Callable[[torch.Tensor], Tree]]:
 def unflatten(flat: dict[str, Any], *, like: Tree | None = None) -> Tree:
     """Inverse of `flatten` for dicts and lists: a level whose keys are exactly 0..n-1 becomes a list.
 
-    Dicts keep the order of `flat`, or get that of `like`, a tree with the same paths: torch.func.jvp takes no two trees
-    whose dicts differ in order. ValueError where the paths differ.
+    Args:
+        flat: {dotted path: leaf}.
+        like: A tree with the same paths, whose order the dicts get: torch.func.jvp takes no two trees whose dicts
+            differ in order. None: that of `flat`.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ValueError: The paths differ from those of `like`, or a path is a leaf and a subtree at once.
     """
     if like is not None:
         paths = flatten(like).keys()

@@ -40,10 +40,19 @@ def captured_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
 
     It is captured anew for each cache that no step of it returned, for other parameters and for other shapes, and keeps
     the memory of a cache until another one is captured. Parameters that are written in place need no new graph. Values
-    are not checked: a row without room drops its token. options: as for `fnmodels.forward`; their functions run in each
-    capture, a few times, and not in steps, and must read no values.
+    are not checked: a row without room drops its token.
 
-    ValueError for kernel="invariant", for several tokens per row, and for tensors that are not on a CUDA device.
+    Args:
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`; their functions run in each capture, a few times, and not in steps,
+            and must read no values.
+
+    Returns:
+        The step, (params, tokens [B, 1], cache) -> (logits, cache).
+
+    Raises:
+        ValueError: kernel is "invariant"; by a step, for several tokens per row and for tensors that are not on a CUDA
+            device.
     """
     refuse_towers(config)
     given = ForwardOptions(**options)

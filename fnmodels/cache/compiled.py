@@ -21,7 +21,11 @@ BLOCK = 64  # slots
 
 
 class DecodingStep(Protocol):
-    """`compiled_step`'s result: (logits [B, S, V], cache) of tokens [B, S]; the cache it is given is used up."""
+    """A step of decoding: (params, tokens [B, S], cache) -> (logits [B, S, V], cache), as `compiled_step` returns it.
+
+    The cache that it receives is used up. Keywords: segment_ids [B, S] (None: each row goes on with its document) and
+    length, as for `prepare_step`.
+    """
 
     def __call__(
         self,
@@ -39,9 +43,18 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
 
     The step computes what `decode_(params, *prepare_step(config, tokens, cache), cache)` does, up to the rounding of
     fused code. It compiles once per shape of tokens and cache, and a second time for the second such shape, whose sizes
-    are symbols from then on; steps that read a cache's last slots are a graph of their own. Values are not checked:
-    a row without room drops its token. options: as for `fnmodels.forward`; ValueError for layer_fn and
-    kernel="invariant".
+    are symbols from then on; steps that read a cache's last slots are a graph of their own. Values are not checked: a
+    row without room drops its token.
+
+    Args:
+        config: The model's config.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The step, (params, tokens [B, S], cache) -> (logits [B, S, V], cache).
+
+    Raises:
+        ValueError: There is a layer_fn, or kernel is "invariant".
     """
     refuse_towers(config)
     given = ForwardOptions(**options)

@@ -27,16 +27,31 @@ def encode(
     length: int | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Cache:
-    """The cache of a model of an encoder and a decoder, with the encoder run and no tokens of the decoder yet.
+    """The cache of an encoder-decoder, with the encoder run and no tokens of the decoder yet.
 
-    params, config: of both stacks. inputs, masks, freqs_cis: `fnmodels.prepare(config.encoder, tokens)`. capacity,
-    length: of the decoder's tokens, as for `init_cache`. The next tokens are those of the decoder alone:
+    The next tokens are those of the decoder alone:
 
         decoder, own = config.decoder, fnmodels.stack_params(params, "decoder")
         logits, cache = fnmodels.prefill(own, *fnmodels.prepare_step(decoder, tokens, cache), cache, config=decoder)
 
-    A token of the decoder sees the encoder's tokens of its row that have its segment id, 1 by default. ValueError for a
-    model of one stack; TypeError for masks that are no `fnmodels.inputs.Mask`.
+    A token of the decoder sees the encoder's tokens of its row that have its segment id, 1 by default.
+
+    Args:
+        params: The parameters of both stacks.
+        inputs: Those of `fnmodels.prepare(config.encoder, tokens)`.
+        masks: Those of the same call.
+        freqs_cis: Those of the same call.
+        config: The config of both stacks.
+        capacity: Slots for the decoder's tokens per row.
+        length: What length-dependent rotary scalings of the decoder read; None: the capacity.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: The model has a single stack.
+        TypeError: A mask is no `fnmodels.inputs.Mask`.
     """
     stacks = stack_configs(config)
     if not stacks:

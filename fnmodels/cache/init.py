@@ -33,16 +33,26 @@ def init_cache(
     length: int | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> Cache:
-    """An empty cache of `batch` rows with room for `capacity` tokens each.
+    """An empty cache of rows with room for tokens.
 
-    config: of a model with images, the whole one or its text's. dtype: that of the model's activations. kv_dtype:
-    torch.int8 keeps keys, values and latents as int8 with one scale per slot and head, about half the memory of bf16,
-    for decoding without gradients; None keeps them in `dtype`. rings: kinds of layers that see only the last tokens (a
-    window, a chunk) hold no more than these, which needs one document per row. length: see `Cache`; by default the
-    capacity.
+    Args:
+        config: The model's config; of a model with images, the full one or its text's.
+        batch: The number of rows.
+        capacity: The number of tokens of each row, prompt and answer.
+        dtype: Of the model's activations.
+        device: Of the tensors; None: the CPU.
+        rings: Whether kinds of layers that see only the last tokens (a window, a chunk) hold no more than these, which
+            needs one document per row.
+        length: What length-dependent rotary scalings read for the entire generation; None: the capacity.
+        kv_dtype: torch.int8 stores keys, values and latents as int8 with one scale per slot and head, about half the
+            memory of bf16, for decoding without gradients; None: `dtype`.
 
-    ValueError for a size below 1, for a model in which tokens see later ones, and for int8 where a model has neither
-    keys nor latents.
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: A size is below 1, tokens of the model see later ones, or kv_dtype is another or the model has
+            neither keys nor latents.
     """
     for name, size in (("batch", batch), ("capacity", capacity)):
         if size < 1:

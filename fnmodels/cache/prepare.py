@@ -39,18 +39,32 @@ def prepare_step(
     places: Tensor | None = None,
     grids: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
-    """(inputs, masks, freqs_cis) of the next tokens [B, S] of the cache's rows; arguments as for `fnmodels.prepare`.
+    """What a step of generation reads: (inputs, masks, freqs_cis) of the next tokens of a cache's rows.
 
-    segment_ids: by default each row goes on with its document. positions: by default each document goes on after its
-    highest position in the cache, on any axis where there are several. [B, S, 3] are those of the axes, for tokens in
-    their order. length: by default that of the cache. places, grids: of the new tokens and of the images that begin
-    among them; an image that goes on in a later call, without grids there, needs positions.
     The masks' queries are the new tokens, their keys the cache's slots followed by the new tokens. Where positions have
     several axes, freqs_cis["highest"] is what `Slots.highest` becomes.
 
-    Where values can be read without waiting for a device, ValueError names the row that has no room, whose positions go
-    backwards, whose document is not known, that has several documents in a cache with rings, or that goes on inside an
-    image whose tokens see each other: such an image is computed in one call.
+    Args:
+        config: The model's config.
+        tokens: The next tokens, int64 [B, S]: a chunk of the prompt, or [B, 1].
+        cache: The tokens before.
+        positions: [B, S]; None: each document goes on after its highest position in the cache, on any axis where there
+            are several. [B, S, 3] are those of the axes, for tokens in their order.
+        segment_ids: [B, S], 0 for padding; None: each row goes on with its document.
+        length: What length-dependent rotary scalings read; None: that of the cache.
+        places: [B, S, 2], where the features of images are among the new tokens, as for `prepare`.
+        grids: [images, 3], of the images that begin among the new tokens; an image that goes on in a later call,
+            without grids there, needs positions.
+
+    Returns:
+        (inputs, masks, freqs_cis), for `prefill`, `decode` and `decode_`.
+
+    Raises:
+        ValueError: The cache has other rows; or, where values can be read without waiting for a device, a row has no
+            room, its positions go backwards, its document is not known, it has several documents in a cache with rings,
+            or it goes on inside an image whose tokens see each other (such an image is computed in one call). It names
+            the row.
+        TypeError: The arguments are in another order.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"prepare_step takes the config, tokens [B, S] and a Cache, not a {type(cache).__name__}.")

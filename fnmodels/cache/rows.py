@@ -17,7 +17,15 @@ from .value import Cache, Slots, consume, is_clean, known_clean
 
 
 def take(cache: Cache, rows: Tensor | Sequence[int]) -> Cache:
-    """The cache of these rows, int64 [n]: in another order, some of them, or some several times (a prefix shared)."""
+    """The cache of some rows: in another order, some of them, or some several times (a prefix shared).
+
+    Args:
+        cache: The cache, which is not changed.
+        rows: Indices of rows, int64 [n].
+
+    Returns:
+        The cache of n rows.
+    """
     index = _indices(cache, rows)
     found: Cache = tree.map(lambda tensor: _selected(tensor, index), cache)
     return known_clean(found) if is_clean(cache) else found
@@ -31,10 +39,19 @@ def _selected(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
-    """The cache with its `rows` [n] replaced by the n rows of `other`, which may have another capacity.
+    """The cache with rows replaced by those of another, which may have another capacity.
 
-    ValueError for rows that do not fit: in number, twice the same, another `length` or `kv_dtype`, more tokens than
-    there are slots, or a ring that cannot be made the form of this cache.
+    Args:
+        cache: The cache, which is not changed.
+        rows: Indices of the rows that are replaced, [n].
+        other: A cache of n rows.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: Rows do not fit: in number, twice the same, another `length` or `kv_dtype`, more tokens than there
+            are slots, or a ring that cannot take the form of this cache.
     """
     index, cache, fitted = _inserted(cache, rows, other)
     found: Cache = tree.map(lambda tensor, new: tensor.index_copy(0, index, new.to(tensor.dtype)), cache, fitted)
@@ -43,7 +60,16 @@ def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Ca
 
 @torch.no_grad()
 def insert_(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
-    """`insert` that writes into the cache's tensors and uses the cache up, as `decode_` does."""
+    """`insert` that writes into the cache's tensors and uses the cache up, as `decode_` does.
+
+    Args:
+        cache: The cache, which must not be used again.
+        rows: Indices of the rows that are replaced, [n].
+        other: A cache of n rows.
+
+    Returns:
+        The new cache, in the same memory.
+    """
     given = cache
     index, cache, fitted = _inserted(cache, rows, other)
     clean = is_clean(cache) and is_clean(other)
@@ -85,11 +111,21 @@ def _with_spans_of(cache: Cache, other: Cache) -> Cache:
 
 
 def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
-    """The cache with only the first n_valid [B] tokens of each row, counted from 0; more than it has changes nothing.
+    """The cache with only the first tokens of each row.
 
-    In rings, where rows are one document from position 0, these are the positions below n_valid. ValueError where the
-    tokens that a ring needs then were overwritten or have seen dropped tokens of their image (row named, where values
-    can be read), and for recurrent layers: continue from the cache of that time, which is a value.
+    In rings, where rows are one document from position 0, these are the positions below n_valid.
+
+    Args:
+        cache: The cache, which is not changed.
+        n_valid: Tokens that stay, an int or [B]; more than a row has changes nothing.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: Tokens that a ring needs then were overwritten or have seen dropped tokens of their image (row
+            named, where values can be read), or there are recurrent layers: continue from the cache of that time, which
+            is a value.
     """
     if is_recurrent(cache):
         raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
@@ -148,9 +184,17 @@ def _dropped_is_finite(before: Cache, after: Cache) -> bool:
 
 
 def resize(cache: Cache, capacity: int) -> Cache:
-    """The cache with room for `capacity` tokens per row; rings stay as they are, and so does `length`.
+    """The cache with room for another number of tokens; rings stay as they are, and so does `length`.
 
-    ValueError for a row that has more tokens (named, where values can be read).
+    Args:
+        cache: The cache, which is not changed.
+        capacity: The number of tokens of each row.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: A row has more tokens (named, where values can be read), or the capacity is below 1.
     """
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}; a cache has at least one slot.")

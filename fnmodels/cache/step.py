@@ -41,13 +41,26 @@ def prefill(
     at: str | Tensor = "last",
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
-    """(logits, cache with the new tokens) of a step by `prepare_step`; the given cache is not changed.
+    """Runs new tokens through the model and returns the logits of the last, with the cache that has these tokens.
 
-    at: the tokens whose logits are computed. "last": each row's last token that is no padding, [B, V]; an index in the
-    row per row, int64 [B], [B, V]; "all", [B, S, V]. A row of padding only has meaningless logits at "last".
-    masks: those of `prepare_step`, or for images whose tokens see each other also those of a family's `image_masks`.
-    options: as for `fnmodels.forward`. TypeError for masks that are no
-    `fnmodels.inputs.Mask`; ValueError for masks that are not of this cache.
+    Args:
+        params: The parameters of the model.
+        inputs: Those of `prepare_step`.
+        masks: Those of `prepare_step`, or for images whose tokens see each other also those of a family's
+            `image_masks`.
+        freqs_cis: Those of `prepare_step`.
+        cache: The tokens before; it is not changed.
+        config: The model's config.
+        at: The tokens whose logits are computed. "last": each row's last token that is no padding; an index in the row
+            per row, int64 [B]; "all". A row of padding only has meaningless logits at "last".
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        Logits [B, V], with "all" [B, S, V], and the cache with the new tokens.
+
+    Raises:
+        TypeError: A mask is no `fnmodels.inputs.Mask`.
+        ValueError: Masks are not of this cache.
     """
     given = ForwardOptions(**options)
     x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=False)
@@ -67,7 +80,21 @@ def decode(
     at: str | Tensor = "all",
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
-    """`prefill` with the logits of all new tokens, [B, S, V]."""
+    """`prefill` with the logits of all new tokens.
+
+    Args:
+        params: The parameters of the model.
+        inputs: Those of `prepare_step`.
+        masks: Those of `prepare_step`.
+        freqs_cis: Those of `prepare_step`.
+        cache: The tokens before; it is not changed.
+        config: The model's config.
+        at: The tokens whose logits are computed, as for `prefill`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        Logits [B, S, V], with another `at` [B, V], and the cache with the new tokens.
+    """
     return prefill(params, inputs, masks, freqs_cis, cache, config=config, at=at, **options)
 
 
@@ -84,7 +111,21 @@ def decode_(
     at: str | Tensor = "all",
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
-    """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
+    """`decode` that writes into the cache's tensors and uses the cache up; without gradients.
+
+    Args:
+        params: The parameters of the model.
+        inputs: Those of `prepare_step`.
+        masks: Those of `prepare_step`.
+        freqs_cis: Those of `prepare_step`.
+        cache: The tokens before, which must not be used again.
+        config: The model's config.
+        at: The tokens whose logits are computed, as for `prefill`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        Logits [B, S, V], with another `at` [B, V], and the cache with the new tokens, in the same memory.
+    """
     given = ForwardOptions(**options)
     x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=True)
     with invariant_rows(given.invariant):

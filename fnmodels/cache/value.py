@@ -17,12 +17,16 @@ from fnmodels.ops.torch_internals import version
 @tree.pytree
 @dataclass(frozen=True)
 class Slots:
-    """The tokens in the C slots of each row: int64 [B, C]; segment 0 is an empty slot.
+    """The tokens in the C slots of each row.
 
-    positions: those of masks, which count tokens. spans: the image that a token belongs to, of those whose tokens see
-    each other, from 1; 0 for others; None where there were none. ring: a token at position p stands in slot p % C; else
-    tokens stand in the order of their arrival. highest: of a model with rotary positions of several axes, the highest
-    on any axis of the token's document up to this token; text goes on after it.
+    Args:
+        positions: int64 [B, C], those of masks, which count tokens.
+        segments: int64 [B, C], the document of each token; 0 is an empty slot.
+        spans: int64 [B, C], the image that a token belongs to, of those whose tokens see each other, from 1; 0 for
+            others; None where there were none.
+        ring: Whether a token at position p stands in slot p % C; else tokens stand in the order of their arrival.
+        highest: int64 [B, C], of a model with rotary positions of several axes, the highest on any axis of the token's
+            document up to this token; text goes on after it.
     """
 
     positions: Tensor
@@ -37,7 +41,15 @@ class Slots:
         return self.segments > 0
 
     def index_of(self, positions: Tensor, segments: Tensor) -> Tensor:
-        """The slot of each new token [B, S], int64; C for a token that is not written."""
+        """The slot of each new token.
+
+        Args:
+            positions: int64 [B, S].
+            segments: int64 [B, S].
+
+        Returns:
+            int64 [B, S]; C for a token that is not written.
+        """
         room, valid = self.segments.shape[1], segments > 0
         if self.ring:  # only the last tokens of a row, so that one slot is written once
             newest = positions.where(valid, -1).amax(dim=1, keepdim=True)
@@ -49,15 +61,21 @@ class Slots:
 @tree.pytree
 @dataclass(frozen=True)
 class Cache:
-    """layers: per layer a dict of tensors, batch first. slots: per kind of layer with slots, what stands in them.
-    kinds: the kind of each layer.
-    memory: of a decoder that attends to an encoder, where the encoder's tokens stand, see `encode`.
-    length: what length-dependent rotary scalings read, the same for a whole generation, so that all keys have one base.
+    """The cache of generation, a value: `decode_` writes into it and returns a new one; every use of the old one
+    raises.
 
     Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R],
     all of them int8 with scales k_scale [B, C, G] and so on if the cache was made with kv_dtype=torch.int8; recurrent
-    layers hold what their blocks keep, without slots, and layers with cross attention memory_k and memory_v
-    [B, K, G, H]. `decode_` writes into a cache and returns a new one; every use of the old one raises.
+    layers hold what their blocks keep, without slots, and layers with cross attention memory_k and memory_v [B, K, G,
+    H].
+
+    Args:
+        layers: Per layer a dict of tensors, batch first.
+        slots: Per kind of layer with slots, what stands in them.
+        kinds: The kind of each layer.
+        length: What length-dependent rotary scalings read, the same for an entire generation, so that all keys have one
+            base.
+        memory: Of a decoder that attends to an encoder, where the encoder's tokens stand, see `fnmodels.cache.encode`.
     """
 
     layers: tuple[Entry, ...]

@@ -40,12 +40,20 @@ def mel_filters(bins: int, *, dtype: torch.dtype = torch.float32, device: torch.
 
 
 def log_mel(samples: Tensor, *, bins: int = 80, length: int | None = None) -> Tensor:
-    """Log-mel spectrogram [..., bins, frames] of samples [..., T] at 16 kHz, floats from -1 to 1; a frame is 10 ms.
+    """The log-mel spectrogram that Whisper reads (arXiv 2212.04356); the logarithm is of base 10.
 
-    length: samples to which the sound is cut or padded with silence before; the published models read 30 s. None pads
-    it to the next multiple of 320 samples, two frames, which are one token. ValueError without samples, and for a
-    length that is no such multiple.
-    The logarithm of base 10 is at most 8 below the loudest value of its clip. In the dtype of the samples.
+    Args:
+        samples: [..., T] at 16 kHz, floats from -1 to 1.
+        bins: Mel bins, 80 or 128 by the model.
+        length: Samples to which the sound is cut or padded with silence before; the published models read 30 s. None
+            pads it to the next multiple of 320 samples, two frames, which are one token.
+
+    Returns:
+        [..., bins, frames] in the dtype of the samples; a frame is 10 ms. Values are at most 8 below the loudest of
+        their clip before they are scaled as (x + 4) / 4.
+
+    Raises:
+        ValueError: There are no samples, they are no floats, or the length is no such multiple.
     """
     if not samples.is_floating_point():
         raise ValueError(f"samples must be floats from -1 to 1, [..., T], not {samples.dtype}.")
@@ -71,14 +79,22 @@ def log_mel(samples: Tensor, *, bins: int = 80, length: int | None = None) -> Te
 def frame_rows(
     clips: Sequence[Tensor], config: AudioConfig, *, length: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(frames [B, S, 5 bins], positions [B, S], segment_ids [B, S]) of mel spectrograms [bins, 2 T]: T tokens each.
+    """Packs mel spectrograms into rows of tokens for `fnmodels.prepare`.
 
     A token is what two convolutions, the second of stride 2, read for one of their outputs: frames 2t - 2 to 2t + 2,
     zeros outside of its clip. So tokens may stand in any order, and clips do not see each other.
-    length: None puts each clip in a row of its own; a number of tokens packs clips, in their order, into rows of that
-    length, so that clip i is document i of `fnmodels.documents(segment_ids)` either way. Rows are padded at the end:
-    segment 0.
-    ValueError for a clip that does not fit in a row or has an odd number of frames, and without clips.
+
+    Args:
+        clips: Spectrograms [bins, 2 T] of T tokens each.
+        config: The config of the audio encoder.
+        length: Tokens in a row, into which clips are packed in their order; None: each clip has a row to itself. Either
+            way clip i is document i of `fnmodels.documents(segment_ids)`.
+
+    Returns:
+        (frames [B, S, 5 bins], positions [B, S], segment_ids [B, S]); rows are padded at the end, with segment 0.
+
+    Raises:
+        ValueError: A clip does not fit in a row or has an odd number of frames, or there are no clips.
     """
     tokens = [_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)]
     if not tokens:

@@ -41,12 +41,20 @@ ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; more on 
 
 
 def to_block_mask(mask: MaskLike) -> Any:
-    """FlexAttention's BlockMask of a `Mask` (a BlockMask is returned as it is).
+    """FlexAttention's BlockMask of a mask.
 
-    Equal to `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K. On the CPU in eager mode the predicate
-    is evaluated only on tiles that the rule's bounds (`Rule.visible`, `Rule.covers`) leave undecided; elsewhere the
-    values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
-    ValueError for other kinds of masks and for a mask without queries or keys.
+    It equals `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K. On the CPU in eager mode the
+    predicate is evaluated only on tiles that the rule's bounds (`Rule.visible`, `Rule.covers`) leave undecided;
+    elsewhere the values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
+
+    Args:
+        mask: A `Mask`; a BlockMask is returned as it is.
+
+    Returns:
+        The BlockMask, of tiles of 128.
+
+    Raises:
+        ValueError: The mask is of another kind, or has no queries or keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -13,9 +13,17 @@ from .order import Segments
 
 
 def to_dense(mask: MaskLike) -> Tensor:
-    """bool [B or 1, N or 1, Q, K], True where the query may attend to the key. Memory is Q x K.
+    """A mask as a tensor of bools. Memory is Q x K.
 
-    mask: a `Mask`, such a tensor, or a BlockMask; a sliced BlockMask has lost its predicate (ValueError).
+    Args:
+        mask: A `Mask`, a bool tensor [B or 1, 1, Q, K], or a BlockMask.
+
+    Returns:
+        bool [B or 1, N or 1, Q, K], True where the query may attend to the key.
+
+    Raises:
+        ValueError: A tensor has another dtype or shape, or a sliced BlockMask has lost its predicate.
+        TypeError: It is no mask.
     """
     if isinstance(mask, Mask):
         return mask.dense()
@@ -58,7 +66,18 @@ class Ragged:
 
 
 def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -> Ragged:
-    """The documents of all rows, row by row, without padding. TypeError if `layout` is no Layout."""
+    """The documents of all rows, row by row, without padding, for variable-length attention kernels.
+
+    Args:
+        layout: The document ranges of a batch.
+        device: Of the tensors; None: the CPU.
+
+    Returns:
+        The cumulative sequence lengths, the indices of the tokens, and the longest length.
+
+    Raises:
+        TypeError: `layout` is no Layout.
+    """
     if not isinstance(layout, Layout):
         raise TypeError(
             f"Offsets are made of a Layout, not of a {type(layout).__name__}: fnmodels.layout(masks) makes one, or "

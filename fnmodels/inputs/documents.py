@@ -22,9 +22,13 @@ POOLINGS = ("first", "last", "mean", "mean_sqrt_len", "weighted_mean", "max", "s
 class Documents:
     """The N documents of a batch [B, S], in the order of their rows, then of their segment ids; all int64.
 
-    row, segment [N]: where a document is. first, last [N]: the indices in the row of its tokens with the lowest and the
-    highest position. number [B, S]: the document of each token, N at padding. rank [B, S]: the position of each token
-    in its document, which only "weighted_mean" reads.
+    Args:
+        row: [N], the row of each document.
+        segment: [N], its segment id.
+        first: [N], the index in the row of its token with the lowest position.
+        last: [N], the index in the row of its token with the highest position.
+        number: [B, S], the document of each token, N at padding.
+        rank: [B, S], the position of each token in its document, which only "weighted_mean" reads.
     """
 
     row: Tensor
@@ -39,10 +43,18 @@ class Documents:
 
 
 def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents:
-    """The `Documents` of segment ids [B, S], where 0 and less is padding. Reads values: call it outside of transforms.
+    """The documents of a batch. It reads values, so call it outside of transforms.
 
-    positions: [B, S], by default counted from the first token of each document; they say which token is the first and
-    the last, so that permuted tokens have the same documents. ValueError for tensors that are not integers [B, S].
+    Args:
+        segment_ids: int [B, S], where 0 and less is padding.
+        positions: int [B, S]; they say which token is the first and the last, so that permuted tokens have the same
+            documents. None: counted from the first token of each document.
+
+    Returns:
+        The `Documents`.
+
+    Raises:
+        ValueError: Tensors are not integers [B, S].
     """
     ids = integers("segment_ids", segment_ids)
     if ids.ndim != 2:
@@ -71,12 +83,20 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
 
 
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
-    """One row per document, [N, D], of hidden states [B, S, D]; differentiable, and padding is never read.
+    """Pools hidden states to one vector per document; differentiable, and padding is never read.
 
-    how: "first" and "last" take the hidden state of that token; "mean", "max", "sum", "mean_sqrt_len" (the sum divided
-    by the square root of the number of tokens) and "weighted_mean" (token i of n weighs i) read all of its tokens.
-    Sums are in fp32 at least; the result has the dtype of `hidden`. ValueError for another `how`, and for hidden
-    states of other tokens.
+    Args:
+        hidden: Hidden states [B, S, D].
+        documents: The documents of the batch.
+        how: "first" and "last" take the hidden state of that token; "mean", "max", "sum", "mean_sqrt_len" (the sum
+            divided by the square root of the number of tokens) and "weighted_mean" (token i of n weighs i) read all of
+            its tokens.
+
+    Returns:
+        [N, D] in the dtype of `hidden`; sums are in fp32 at least.
+
+    Raises:
+        ValueError: `how` is another word, or the hidden states are of other tokens.
     """
     if how not in POOLINGS:
         raise ValueError(f"how is {how!r}; it must be one of {', '.join(POOLINGS)}.")
@@ -104,17 +124,28 @@ def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
 
 
 class TokenVectors(NamedTuple):
-    """The vectors [N, L, D] of the tokens of N documents, zeros behind a document's last, and valid [N, L]."""
+    """The vectors of the tokens of N documents.
+
+    Args:
+        vectors: [N, L, D], zeros behind a document's last token.
+        valid: bool [N, L], True at tokens.
+    """
 
     vectors: Tensor
     valid: Tensor
 
 
 def token_vectors(hidden: Tensor, documents: Documents) -> TokenVectors:
-    """The tokens of each document in the order of their positions, of hidden states [B, S, D]; differentiable.
+    """The tokens of each document in the order of their positions, which late interaction compares (arXiv 2004.12832).
 
-    What late interaction (ColBERT, arXiv 2004.12832) compares, see `max_sim`. The longest document gives L, so that
-    values are read: call it outside of transforms.
+    The longest document gives L, so that values are read: call it outside of transforms. It is differentiable.
+
+    Args:
+        hidden: Hidden states [B, S, D].
+        documents: The documents of the batch.
+
+    Returns:
+        Vectors [N, L, D] and valid [N, L], for `max_sim`.
     """
     rows, columns = (documents.number < len(documents)).nonzero(as_tuple=True)
     number, rank = documents.number[rows, columns], documents.rank[rows, columns]
@@ -130,8 +161,17 @@ def token_vectors(hidden: Tensor, documents: Documents) -> TokenVectors:
 
 
 def max_sim(queries: TokenVectors, texts: TokenVectors) -> Tensor:
-    """The scores [queries, texts] of late interaction: over a query's tokens, the sum of the largest product with any
-    token of the text (ColBERT, arXiv 2004.12832, equation 3). Vectors are compared as they are: normalize them before.
+    """The scores of late interaction (ColBERT, arXiv 2004.12832, equation 3).
+
+    A score is the sum, over a query's tokens, of the largest product with any token of the text. Vectors are compared
+    as they are: normalize them before.
+
+    Args:
+        queries: The tokens of the queries.
+        texts: The tokens of the texts.
+
+    Returns:
+        [queries, texts].
     """
     products = torch.einsum("qid,tjd->qtij", queries.vectors, texts.vectors)
     best = products.masked_fill(~texts.valid[None, :, None], -torch.inf).amax(-1)

@@ -86,14 +86,23 @@ def _cells(image: Tensor, patch: int, *, channels_last: bool) -> Tensor:
 def patch_rows(
     images: Sequence[Tensor], config: PatchConfig, *, length: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(patches [B, S, C p p], positions [B, S, 4], segment_ids [B, S]) of images [C, H, W], for `fnmodels.prepare`.
+    """Packs images into rows of patches for `fnmodels.prepare`.
 
-    Each image is its special tokens, then its patches row by row. A position is (row, column, rows, columns).
-    length: None puts each image in a row of its own; a number of tokens packs images, in their order, into rows of that
-    length, so that image i is document i of `fnmodels.documents(segment_ids)` either way. Rows are padded at the end:
-    segment 0.
-    The k-th of n special tokens is at row and column k - n and has zeros for pixels, which are not read.
-    ValueError for an image that does not fit in a row, and without images.
+    Each image is its special tokens, then its patches row by row. The k-th of n special tokens is at row and column k -
+    n and has zeros for pixels, which are not read.
+
+    Args:
+        images: Floats [C, H, W] of each image, normalized as the model reads them.
+        config: The config of the vision tower, which has the size p of patches.
+        length: Tokens in a row, into which images are packed in their order; None: each image has a row to itself.
+            Either way image i is document i of `fnmodels.documents(segment_ids)`.
+
+    Returns:
+        (patches [B, S, C p p], positions [B, S, 4], segment_ids [B, S]). A position is (row, column, rows, columns);
+        rows are padded at the end, with segment 0.
+
+    Raises:
+        ValueError: An image does not fit in a row, or there are no images.
     """
     special, cells = config.special_tokens, [_checked_cells(image, config) for image in images]
     if not cells:

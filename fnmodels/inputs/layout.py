@@ -19,6 +19,11 @@ class Layout:
     never changes the result. A layout that does not match the mask raises ValueError in eager mode with masks on the
     CPU. In a traced graph, under vmap over the masks, and on CUDA (reading would wait for the device) it is not
     checked, and a wrong one gives wrong results.
+
+    Args:
+        rows: For each row the ranges of its documents.
+        length: Tokens in a row.
+        firsts: For each row the position of each document's first token: a row may begin mid-document.
     """
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
@@ -36,7 +41,15 @@ class Layout:
 
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
-    """The layout of [B, S] positions and segment ids; None if a document is not one run in order (permuted)."""
+    """The layout of a batch of positions and segment ids.
+
+    Args:
+        positions: int [B, S].
+        segment_ids: int [B, S], 0 or less is padding.
+
+    Returns:
+        The layout; None if a document is not a run in order (permuted).
+    """
     positions, segment_ids = integers("positions", positions).cpu(), integers("segment_ids", segment_ids).cpu()
     if positions.shape != segment_ids.shape:
         positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
@@ -77,10 +90,15 @@ def _one_document_per_row(positions: Tensor, segment_ids: Tensor) -> Layout | No
 
 
 def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
-    """The layout of one batch's masks, computed on the host; None if their documents are not contiguous and in order.
+    """The layout of a batch's masks, computed on the host; pass it to `forward` as `layout=`.
 
-    Pass it to `forward` as `layout=`. It holds for this batch in this order: compute it again after `permute` or
-    `split`.
+    It holds for this batch in this order: compute it again after `permute` or `split`.
+
+    Args:
+        masks: {kind: mask}, of `prepare`.
+
+    Returns:
+        The layout; None if documents are not contiguous and in order.
     """
     parts = map(attention_part, masks.values())
     data = list({id(mask): mask for mask in parts if isinstance(mask, Mask)}.values())

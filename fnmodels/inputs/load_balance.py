@@ -23,11 +23,21 @@ from .transforms import permute
 def balance(
     batch: Tree, mask: Mask, ranks: int, *, method: Literal["mask", "head_tail"] = "mask", block: int = 128
 ) -> tuple[Tree, Tensor]:
-    """(the batch permuted so that `ranks` equal contiguous shards have equal work, the order that undoes it).
+    """Permutes a batch so that equal contiguous shards of its positions have equal work (context parallelism).
 
-    batch: any tree of [B, S, ...] tensors (tokens, positions, segment ids, labels, rotary tables, masks as data).
-    method: "mask" distributes blocks by the number of keys that `mask` lets them see, "head_tail" pairs the two ends of
-    each row. ValueError where the length is not divisible as the method needs.
+    Args:
+        batch: Any tree of [B, S, ...] tensors (tokens, positions, segment ids, labels, rotary tables, masks as data).
+        mask: The mask that says which keys a query sees.
+        ranks: The number of shards.
+        method: "mask" distributes blocks by the number of keys that `mask` lets them see, "head_tail" pairs the two
+            ends of each row.
+        block: Positions that stay together.
+
+    Returns:
+        The permuted batch, and the order that undoes it, for `permute`.
+
+    Raises:
+        ValueError: The length is not divisible as the method needs, or `method` is another word.
     """
     _check_sizes(mask, ranks, block)
     length = mask.q_positions.shape[1]
@@ -150,9 +160,19 @@ def _documents(segments: Tensor) -> dict[int, tuple[int, int]]:
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
-    """max / mean over ranks of visible keys, summed over rows: 1 is perfect balance, `ranks` the worst.
+    """How unequal the work of contiguous shards is.
 
-    order: [S] or [B, S], for a mask of as many rows or of one. ValueError if the ranks' shards are not of equal length.
+    Args:
+        mask: The mask that says which keys a query sees.
+        ranks: The number of shards.
+        order: A permutation of the positions, [S] or [B, S], for a mask of as many rows or of a single row; None: as
+            they are.
+
+    Returns:
+        max / mean over ranks of visible keys, summed over rows: 1 is perfect balance, `ranks` the worst.
+
+    Raises:
+        ValueError: The shards are not of equal length, or the order is of another shape.
     """
     _check_sizes(mask, ranks)
     area = visible_keys(mask)

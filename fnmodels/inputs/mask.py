@@ -24,7 +24,17 @@ from .segments import integers
 @tree.pytree
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees. Tensors are [B or 1, Q] and [B or 1, K]; segments not above 0 are padding."""
+    """Which keys each query sees: a rule, and the tensors that it reads. Segments not above 0 are padding.
+
+    Args:
+        q_positions: int64 [B or 1, Q], of the queries.
+        q_segments: int64 [B or 1, Q].
+        kv_positions: int64 [B or 1, K], of the keys.
+        kv_segments: int64 [B or 1, K].
+        q_spans: int64 [B or 1, Q], which bidirectional span a query lies in, from 1; None: there are none.
+        kv_spans: int64 [B or 1, K], the same of the keys.
+        rule: The predicate on (query, key) beside segments and padding.
+    """
 
     q_positions: Tensor
     q_segments: Tensor
@@ -40,19 +50,37 @@ class Mask:
         return f"Mask(q={q}, kv={kv}, rule={self.rule})"
 
     def allowed(self, q: Tokens, kv: Tokens) -> Tensor:
-        """The full predicate: same segment, no padding, and the rule allows it."""
+        """The full predicate: same segment, no padding, and the rule allows it.
+
+        Args:
+            q: Positions, segments and spans of queries.
+            kv: Those of keys, of a shape that broadcasts.
+
+        Returns:
+            bool of the broadcast shape.
+        """
         return (q.segments == kv.segments) & (kv.segments > 0) & self.rule(q, kv)
 
     def dense(self) -> Tensor:
-        """bool [B, 1, Q, K], True where the query may attend to the key."""
+        """The mask as a tensor of bools.
+
+        Returns:
+            bool [B, 1, Q, K], True where the query may attend to the key.
+        """
         q = Tokens(self.q_positions.unsqueeze(-1), self.q_segments.unsqueeze(-1), _unsqueeze(self.q_spans, -1))
         kv = Tokens(self.kv_positions.unsqueeze(-2), self.kv_segments.unsqueeze(-2), _unsqueeze(self.kv_spans, -2))
         return self.allowed(q, kv).unsqueeze(-3)
 
     def select(self, q: slice | Tensor, kv: slice | Tensor, rows: slice = slice(None)) -> Mask:
-        """The mask of the queries `q`, the keys `kv` and the batch rows `rows` (tensors [1, S] serve every row).
+        """The mask of some queries, keys and batch rows (tensors [1, S] serve every row).
 
-        q, kv: slices, or indices [n] that also reorder the tokens.
+        Args:
+            q: The queries, a slice, or indices [n] that also reorder the tokens.
+            kv: The keys, likewise.
+            rows: The batch rows.
+
+        Returns:
+            The smaller mask.
         """
 
         def sliced(tensor: Tensor, indices: slice | Tensor) -> Tensor:
@@ -69,7 +97,11 @@ class Mask:
         )
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The predicate as FlexAttention's mask_mod(batch, head, query index, key index)."""
+        """The predicate for FlexAttention.
+
+        Returns:
+            mask_mod(batch, head, query index, key index) -> bool.
+        """
 
         def mod(b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
             def at(tensor: Tensor, index: Tensor) -> Tensor:
@@ -96,11 +128,21 @@ Create = Callable[..., Any]
 def build_mask(
     rule: Rule, positions: Tensor, segment_ids: Tensor, *, spans: Tensor | None = None, create: Create | None = None
 ) -> MaskLike:
-    """The self-attention mask of a batch under `rule`.
+    """The self-attention mask of a batch under a rule.
 
-    positions, segment_ids, spans: [B, S] of any integer dtype, converted to int64. create: a constructor with the
-    signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; its result is returned
-    instead of a `Mask`. ValueError for positions of several axes and for tensors that are not integers.
+    Args:
+        rule: The predicate on (query, key), such as `Causal() & Window(512)`.
+        positions: [B, S] of any integer dtype, converted to int64.
+        segment_ids: [B, S], documents from 1, padding 0 or less.
+        spans: [B, S], bidirectional spans from 1, 0 for none, which `SameSpan` reads; None: there are none.
+        create: A constructor with the signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN,
+            device=...)`, whose result is returned; None: a `Mask`.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ValueError: Positions have several axes, or a tensor is not of integers.
     """
     check_one_axis(positions)
     positions, segment_ids = integers("positions", positions), integers("segment_ids", segment_ids)

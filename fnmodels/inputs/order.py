@@ -12,10 +12,12 @@ from .segments import integers, previous
 @tree.pytree
 @dataclass(frozen=True)
 class Segments:
-    """The segment id of each token, [B or 1, S] int64; 0 or less is padding.
+    """The segment id of each token, in the place of a mask for layers that read the sequence in its order.
 
-    It is the mask of layers that read the sequence in its order, so a permuted batch would compute another function:
-    `fnmodels.permute` refuses it.
+    A permuted batch would compute another function: `fnmodels.permute` refuses it.
+
+    Args:
+        segment_ids: int64 [B or 1, S]; 0 or less is padding.
     """
 
     segment_ids: Tensor

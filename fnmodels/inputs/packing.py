@@ -74,18 +74,32 @@ def pack(
     weights: Iterable[Tensor | Sequence[float]] | None = None,
     pad_id: int = 0,
 ) -> Packed:
-    """Pack 1-D token documents into rows of `length` tokens; rows that are not full are padded at the end.
+    """Packs token documents into rows of one length; rows that are not full are padded at the end.
 
-    method="concat" keeps the order of the documents. With `split` they form one stream, cut every `length` tokens
-    (only the last row has padding); without, a document that does not fit in the rest of a row starts the next row.
-    method="first_fit" is first-fit decreasing: the longest pieces first, each in the first row with room; at most 11/9
-    of the fewest possible rows + 6/9 (Dosa 2007). With `split` only documents longer than a row are split. The rows are
-    sorted by their longest piece (shuffle them); inside a row documents keep their order.
-
-    Without `split` a document longer than `length` raises ValueError, or with overlong="drop" is dropped and counted.
-    `weights` has one value per token of each document: the loss weight of PREDICTING that token (0 on a prompt). They
-    are therefore shifted like labels; the weight of a document's first token, which nothing predicts, is unused.
     No end-of-document token is added: documents that should end with one must contain it.
+
+    Args:
+        documents: Token ids of each document, 1-D.
+        length: Tokens per row, S.
+        method: "concat" has the order of the documents: with `split` they form one stream, cut every `length` tokens
+            (only the last row has padding); without, a document that does not fit in the rest of a row starts the next
+            row. "first_fit" is first-fit decreasing: the longest pieces first, each in the first row with room; at most
+            11/9 of the fewest possible rows + 6/9 (Dosa 2007). Rows are then sorted by their longest piece (shuffle
+            them); inside a row documents are in their order.
+        split: Whether documents may be cut; with "first_fit" only documents longer than a row are.
+        overlong: Without `split`, what a document longer than `length` does: "raise", or "drop", which counts it in the
+            report.
+        weights: For each document a value per token: the loss weight of PREDICTING that token (0 on a prompt). They are
+            therefore shifted like labels; the weight of a document's first token, which nothing predicts, is unused.
+            None: no weights.
+        pad_id: The token at padding.
+
+    Returns:
+        The rows: tokens, positions, segment_ids, labels [R, S], and a report of padding and cuts; `.batch()` is the
+        dict of a loss.
+
+    Raises:
+        ValueError: A document is longer than a row and may not be cut, or an argument is out of range.
     """
     if length < 1:
         raise ValueError(f"length is {length}: a row holds at least 1 token.")
@@ -166,9 +180,17 @@ def _report(lengths: Tensor, kept_lengths: Tensor, document: Tensor, row_tokens:
 
 
 def unpack(packed: Packed, values: Tensor | None = None) -> list[Tensor]:
-    """The documents, or their `values`, in the order passed to `pack`; empty and dropped documents are empty tensors.
+    """The documents of packed rows, or values of their tokens.
 
-    values: [R,S,...] in the packed order (labels, log-probabilities, ...); None means the tokens.
+    Args:
+        packed: The result of `pack`.
+        values: [R, S, ...] in the packed order (labels, log-probabilities, ...); None: the tokens.
+
+    Returns:
+        [T, ...] of each document in the order passed to `pack`; empty and dropped documents are empty tensors.
+
+    Raises:
+        ValueError: The values have other rows.
     """
     values = packed.tokens if values is None else values
     if values.shape[:2] != packed.tokens.shape:

@@ -36,15 +36,34 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} must say which keys a query may see.")
 
     def visible(self, q: Range) -> tuple[float, float]:
-        """(low, high): queries at the positions `q` see no key at a position below low or above high."""
+        """Bounds of the positions that queries may see.
+
+        Args:
+            q: The first and the last position of the queries.
+
+        Returns:
+            (low, high): no query at these positions sees a key at a position below low or above high.
+        """
         return -math.inf, math.inf
 
     def covers(self, q: Range, kv: Range) -> bool:
-        """True only if every query at the positions `q` sees every key at `kv` (in the same segment)."""
+        """Whether all queries of a range surely see all keys of another (in the same segment).
+
+        Args:
+            q: The first and the last position of the queries.
+            kv: The first and the last position of the keys.
+
+        Returns:
+            True only if every query sees every key; False is always right.
+        """
         return False
 
     def period(self) -> int:
-        """A shift of all positions that never changes the result; 0: none is known, or other inputs matter."""
+        """A shift of all positions that never changes the result.
+
+        Returns:
+            The shift; 0: none is known, or other inputs matter.
+        """
         return 0
 
     def __and__(self, other: Rule) -> Rule:
@@ -142,7 +161,11 @@ class _Sized(Rule):
 
 @dataclass(frozen=True)
 class Window(_Sized, _ShiftInvariant):
-    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own."""
+    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own.
+
+    Args:
+        size: Positions, at least 1.
+    """
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return q.positions - kv.positions < self.size
@@ -156,7 +179,11 @@ class Window(_Sized, _ShiftInvariant):
 
 @dataclass(frozen=True)
 class BidirectionalWindow(_Sized, _ShiftInvariant):
-    """Keys at most `size` positions away on either side: 2 size + 1 keys."""
+    """Keys at most `size` positions away on either side: 2 size + 1 keys.
+
+    Args:
+        size: Positions, at least 0.
+    """
 
     LEAST = 0
 
@@ -172,7 +199,11 @@ class BidirectionalWindow(_Sized, _ShiftInvariant):
 
 @dataclass(frozen=True)
 class Chunk(_Sized):
-    """Only keys of the same fixed block of `size` positions, counted within the document (Llama 4)."""
+    """Only keys of the same fixed block of `size` positions, counted within the document (Llama 4).
+
+    Args:
+        size: Positions, at least 1.
+    """
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return q.positions // self.size == kv.positions // self.size

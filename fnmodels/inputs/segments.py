@@ -19,12 +19,21 @@ from torch import Tensor
 def segments_from_lengths(
     lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], length: int | None = None
 ) -> Tensor:
-    """Document lengths [N] or [B,N] (or ragged lists) -> segment ids [S] or [B,S]; the rest of a row is 0.
+    """Segment ids from the lengths of documents; the rest of a row is 0.
 
-    `length` is S; None takes the longest row (host-side). The id of a document is its index in `lengths` + 1, so that
-    a document of length 0 leaves a gap in the ids. Lists, and any call without `length`, are checked host-side: a
-    negative length, or a row longer than `length`, raises ValueError. The values of a tensor are not read if `length`
-    is given, and tokens beyond `length` are cut off.
+    Lists, and any call without `length`, are checked on the host. The values of a tensor are not read if `length` is
+    set, and tokens beyond `length` are cut off.
+
+    Args:
+        lengths: Tokens of each document, [N] or [B, N] (or ragged lists). The id of a document is its index + 1, so
+            that a document of length 0 leaves a gap in the ids.
+        length: Tokens of a row, S; None: those of the longest row.
+
+    Returns:
+        int64 [S] or [B, S].
+
+    Raises:
+        ValueError: A length is negative, or a row is longer than `length`.
     """
     read = length is None or not isinstance(lengths, Tensor)
     lengths = integers("lengths", lengths if isinstance(lengths, Tensor) else _ragged(lengths))
@@ -46,12 +55,22 @@ def segments_from_lengths(
 
 
 def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Tensor | None = None) -> Tensor:
-    """Tokens [B,S] -> segment ids. Each of `eos_ids` is the last token of a document; the next token begins another.
+    """Segment ids from tokens that end documents; the next token begins another document.
 
-    `valid` [B,S] is False (or 0) on padding, wherever that is; None means that there is no padding. With a pad id that
-    is no end id it is `tokens != pad_id`. A tokenizer that pads WITH an end id leaves no trace of padding in the
-    tokens: then use the lengths. Only an end id ends a document: two in a row make a document of one token, and padding
-    inside a document does not split it.
+    A tokenizer that pads WITH an end id leaves no trace of padding in the tokens: then use the lengths. Only an end id
+    ends a document: two in a row make a document of one token, and padding inside a document does not split it.
+
+    Args:
+        tokens: int64 [B, S].
+        eos_ids: The ids that end a document.
+        valid: [B, S], False (or 0) on padding, wherever that is; with a pad id that is no end id it is `tokens !=
+            pad_id`. None: there is no padding.
+
+    Returns:
+        int64 [B, S], documents from 1, 0 at padding.
+
+    Raises:
+        ValueError: There are no eos_ids.
     """
     ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     if not ids:
@@ -62,26 +81,34 @@ def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Te
 
 
 def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, strict: bool = False) -> Tensor:
-    """Positions [B,S] -> segment ids: a document continues while each position is the previous one + 1.
+    """Segment ids from positions: a document continues while each position is the previous one + 1.
 
     [4,5,6,0,1,2,3,7,8,9,10] -> [1,1,1,2,2,2,2,3,3,3,3]: three documents, two of which begin in the middle.
 
     Positions are ambiguous: adjacent documents [4,5,6] and [7,8] look like ONE document [4,5,6,7,8], so that requests
     whose positions happen to be consecutive are merged and see each other. Where that can happen (chunked requests),
-    keep the lengths and use `segments_from_lengths`.
+    store the lengths and use `segments_from_lengths`.
 
-    Padding gets segment 0. `valid` [B,S] is False (or 0) there; its positions are ignored, and a document continues
-    across padding in its middle. With valid=None padding is guessed, anywhere in the row: negative positions, and
-    isolated tokens (which continue neither the previous token nor into the next) with a neighbor at the same position.
-    [0,0,0,1,2] begins with two pads, [0,1,2,0,0,0] and [0,1,2,2,2,2] end in three. The guess fails for adjacent
-    documents of one token, for one beside a document that begins at the same position, and for a single pad: [0,1,0]
-    is read as two documents. Pass `valid` where those occur.
+    With valid=None padding is guessed, anywhere in the row: negative positions, and isolated tokens (which continue
+    neither the previous token nor into the next) with a neighbor at the same position. [0,0,0,1,2] begins with two
+    pads, [0,1,2,0,0,0] and [0,1,2,2,2,2] end in three. The guess fails for adjacent documents of one token, for such a
+    document beside another that begins at the same position, and for a single pad: [0,1,0] is read as two documents.
+    Pass `valid` where those occur.
 
-    strict=True (host-side) accepts only rows that are unambiguous if every document starts at 0 and padding has
-    position 0 or less; for others it raises a ValueError that names row and index. Ambiguous are, without `valid`,
-    isolated tokens, which are padding or a document of one token ([0,0,0,1,2], and the last of [0,1,0]), and documents
-    that begin at another position, the row's first included: any + 1 after it may be another such beginning, as in
-    [4,5,6,7,8].
+    Args:
+        positions: int [B, S].
+        valid: [B, S], False (or 0) at padding, whose positions are ignored; a document continues across padding in its
+            middle. None: padding is guessed.
+        strict: Whether only rows are accepted (on the host) that are unambiguous if every document starts at 0 and
+            padding has position 0 or less. Ambiguous are, without `valid`, isolated tokens, which are padding or a
+            document of one token ([0,0,0,1,2], and the last of [0,1,0]), and documents that begin at another position,
+            the row's first included: any + 1 after it may be another such beginning, as in [4,5,6,7,8].
+
+    Returns:
+        int64 [B, S], documents from 1, 0 at padding.
+
+    Raises:
+        ValueError: With `strict`, a row is ambiguous; it names row and index.
     """
     positions = integers("positions", positions)
     if valid is None:
@@ -116,11 +143,26 @@ def segments(
     valid: Tensor | None = None,
     strict: bool = False,
 ) -> Tensor:
-    """Segment ids [B,S] from end tokens (`tokens` with `eos_ids`) or from `positions`; with both, `rule` chooses.
+    """Segment ids from end tokens or from positions; with both, `rule` chooses.
 
     There is no default between the two: they disagree on rows that begin inside a document, on truncated text, and on
-    padding. rule="agree" (host-side) computes both and raises a ValueError that names the first row and index where
-    they differ. `valid` and `strict` are those of `segments_from_eos` and `segments_from_positions`.
+    padding.
+
+    Args:
+        tokens: int64 [B, S], with `eos_ids`.
+        eos_ids: The ids that end a document.
+        positions: int [B, S].
+        rule: "eos", "positions", or "agree", which computes both on the host and compares them; None where there is
+            only one source.
+        valid: [B, S], False (or 0) at padding; see `segments_from_eos` and `segments_from_positions`.
+        strict: As for `segments_from_positions`.
+
+    Returns:
+        int64 [B, S], documents from 1, 0 at padding.
+
+    Raises:
+        ValueError: Sources are missing or `rule` does not fit them, or with "agree" they differ; it names the first row
+            and index.
     """
     sources = [name for name, value in (("eos", eos_ids), ("positions", positions)) if value is not None]
     needs = {"eos": ["eos"], "positions": ["positions"], "agree": ["eos", "positions"], None: sources}
@@ -153,11 +195,18 @@ def segments(
 
 
 def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> Tensor:
-    """Segment ids [B,S] -> positions that restart at 0 with every document; padding gets 0.
+    """Positions that restart at 0 with every document.
 
-    `start` (an int, or [B]) is the position of the row's first real token, for rows that begin inside a document; it
-    shifts the row's first document only. A document is a run of one id: padding inside it is skipped without being
-    counted, and an id that reappears after another document restarts at 0.
+    A document is a run of one id: padding inside it is skipped without being counted, and an id that reappears after
+    another document restarts at 0.
+
+    Args:
+        segment_ids: int [B, S], 0 or less is padding.
+        start: An int, or [B], the position of the row's first real token, for rows that begin inside a document; it
+            shifts the row's first document only.
+
+    Returns:
+        int64 [B, S]; padding gets 0.
     """
     segment_ids = integers("segment_ids", segment_ids)
     valid = segment_ids > 0
@@ -170,12 +219,19 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
 
 
 def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
-    """Multi-axis positions [B,S,A] -> [B,S]: the rank of each token within its document, from 0; padding gets 0.
+    """The rank of each token within its document, from positions of several axes.
 
     Causal masks and windows count these where rotary positions have axes for time, height and width: the tokens of an
     image share a time, but are generated one after another. Tokens are sorted by the first axis, then the second, ...
-    (raster order): by values and not by index in the row, so that a permutation does not change the result. Only
-    tokens of one document with equal positions on every axis keep their order in the row.
+    (raster order): by values and not by index in the row, so that a permutation does not change the result. Only tokens
+    of one document with equal positions on every axis keep their order in the row.
+
+    Args:
+        positions: int [B, S, A].
+        segment_ids: int [B, S], 0 or less is padding.
+
+    Returns:
+        int64 [B, S], from 0 in each document; padding gets 0.
     """
     order = torch.arange(segment_ids.shape[-1], device=segment_ids.device).expand(segment_ids.shape)
     for key in (*reversed(positions.unbind(-1)), segment_ids):

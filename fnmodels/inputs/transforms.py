@@ -18,18 +18,32 @@ from .values import has_values
 
 
 def rows(batch: Tree) -> Tree:
-    """[B, ...] -> [B, 1, ...] on every tensor, so that vmap over dimension 0 passes each call a batch of one."""
+    """Gives every row a batch dimension of 1, so that vmap over dimension 0 passes each call a batch of one row.
+
+    Args:
+        batch: A tree of tensors [B, ...].
+
+    Returns:
+        The tree of [B, 1, ...].
+    """
     _tensors("give a batch dimension to", batch)
     return tree.map(lambda tensor: tensor.unsqueeze(1), batch)
 
 
 def permute(batch: Tree, order: Tensor) -> Tree:
-    """Permute the sequence dimension of every tensor: out[:, i] = in[:, order[:, i]].
+    """Permutes the sequence dimension of every tensor: out[:, i] = in[:, order[:, i]].
 
-    order: [S] or [B, S]; [1, S] applies to all rows. ValueError for an order that is no permutation (checked on the CPU
-    in eager mode only), for a tensor without that sequence dimension, and for dense masks, which hold the sequence
-    twice: permute the mask as data (`fnmodels.inputs.Mask`) and make the dense one afterwards. ValueError for a batch
-    of a model with layers that depend on order, whose masks hold `Segments`.
+    Args:
+        batch: A tree of tensors [B, S, ...].
+        order: A permutation, int64 [S] or [B, S]; [1, S] applies to all rows.
+
+    Returns:
+        The permuted tree.
+
+    Raises:
+        ValueError: The order is no permutation (checked on the CPU in eager mode only), a tensor has no such sequence
+            dimension, a mask is dense, which holds the sequence twice (permute `fnmodels.inputs.Mask` and make the
+            dense one afterwards), or masks hold `Segments`, of a model whose layers depend on order.
     """
     if tree.contains(batch, Segments):
         raise ValueError(
@@ -69,7 +83,18 @@ def _check_order(order: Tensor) -> None:
 
 
 def split(batch: Tree, n: int) -> list[Tree]:
-    """`n` trees with equal numbers of batch rows. ValueError if a tensor's batch dimension is not divisible by `n`."""
+    """Splits a batch by rows.
+
+    Args:
+        batch: A tree of tensors [B, ...].
+        n: The number of parts.
+
+    Returns:
+        `n` trees with equal numbers of rows.
+
+    Raises:
+        ValueError: A tensor's batch dimension is not divisible by `n`.
+    """
     if n < 1:
         raise ValueError(f"A batch is split in one part or more, not in {n}.")
     for path, tensor in _tensors("split", batch).items():

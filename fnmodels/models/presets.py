@@ -15,7 +15,17 @@ from fnmodels.models.common.registry import claim, every_model, family_reading, 
 
 
 def preset(name: str) -> Any:
-    """The Config of a published model; ValueError for an unknown name, with similar ones. `presets()` lists all."""
+    """The Config of a published model.
+
+    Args:
+        name: A name of `presets()`.
+
+    Returns:
+        The Config of its family.
+
+    Raises:
+        ValueError: The name is unknown; it lists similar ones.
+    """
     known = published()
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.4)
@@ -26,7 +36,11 @@ def preset(name: str) -> Any:
 
 
 def presets() -> tuple[str, ...]:
-    """The names of all presets."""
+    """The names of all published sizes, for `preset`.
+
+    Returns:
+        The names, sorted.
+    """
     return tuple(sorted(published()))
 
 

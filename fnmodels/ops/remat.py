@@ -20,7 +20,8 @@ Flat = Callable[..., tuple[Tensor, ...]]
 
 
 def remat(block: Block) -> Block:
-    """The block with its inputs saved in place of its activations, which the backward pass computes again.
+    """The block with its inputs saved in place of its activations, which the backward pass computes again (arXiv
+    1604.06174).
 
         loss = functools.partial(train.next_token_loss, config=config, layer_fn=fnmodels.remat)
         torch.func.grad(lambda params: loss(params, batch)[0])(params)
@@ -30,7 +31,7 @@ def remat(block: Block) -> Block:
     keeps is up to the compiler.
 
     Args:
-        block: the block of a kind of layers, (layer, x, mask, freqs, **tensors) -> (x, aux), or another function of
+        block: The block of a kind of layers, (layer, x, mask, freqs, **tensors) -> (x, aux), or another function of
             trees. Tensors that it closes over, in place of receiving them, get no gradient; in functions of `edits`
             they are a ValueError.
 

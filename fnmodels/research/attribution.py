@@ -28,13 +28,22 @@ _SCALE = "final.norm.scale"
 def direct_logit_attribution(
     params: Tree, prepared: Prepared, targets: Tensor, *, config: DecoderConfig, against: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """{tap: what it adds to the logit of targets[b, s] at (b, s)}; with `against` to the difference of two logits.
+    """What each part of the residual stream adds to a logit, or to the difference of two (direct logit attribution).
 
-    targets, against: token ids, int64 [B, S]. "embed", "layers.N.attention", "layers.N.mlp" and other summands of the
-    residual stream: [B, S]. "layers.N.attention.z" [B, S, N] by head and "layers.N.mlp.neurons" [B, S, F] by neuron:
-    their parts of these, without biases; the scale of a norm that follows the sublayer is held. The summands add up to
-    the logit in families whose layers return what enters plus what they add, or a multiple of it, and whose head has no
-    bias and no soft-cap. Runs kernel="math".
+    The summands add up to the logit in families whose layers return what enters plus what they add, or a multiple of
+    it, and whose head has no bias and no soft-cap. Runs kernel="math".
+
+    Args:
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of `fnmodels.prepare`.
+        targets: The token whose logit is explained at each position, int64 [B, S].
+        config: The model's config.
+        against: The token whose logit is subtracted, int64 [B, S]; None: no difference.
+
+    Returns:
+        {tap: what it adds}. "embed", "layers.N.attention", "layers.N.mlp" and other summands: [B, S].
+        "layers.N.attention.z" [B, S, N] by head and "layers.N.mlp.neurons" [B, S, F] by neuron: their parts of these,
+        without biases; the scale of a norm that follows the sublayer is held.
     """
     held = map_tree(Tensor.detach, params)
     summands, parts = ["embed", *names_of(config, *ADDED)], names_of(config, *_PARTS)

@@ -22,14 +22,24 @@ Operator = Callable[[Tree], Tree]
 
 
 def hvp(loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any, *, compile: str | None = None) -> Operator:
-    """v -> H v, where H is the Hessian of loss(params, batch), a 0-d tensor.
+    """Products with the Hessian of a loss, v -> H v.
 
-    The gradient and its graph are made here, once; each product is one backward pass through them, without a forward
-    pass. The graph is kept as long as the operator. The kernel must have a second derivative ("math" has).
-    compile: a backend of torch.compile ("inductor") for the blocks that fnmodels.forward runs in `loss`, compiled once
-    per kind of layer in the first product, which takes a minute or more. The gradient's graph is made anew for each
-    product; on a CPU the reused eager operator was faster: leave it out there.
-    ValueError for params with leaves that are not floating, and for a loss that runs no blocks to compile.
+    The gradient and its graph are made once; each product is one backward pass through them, without a forward pass.
+    The graph is kept as long as the operator. The kernel must have a second derivative ("math" has).
+
+    Args:
+        loss: (params, batch) -> 0-d tensor.
+        params: The tree of parameters, where the Hessian is taken.
+        batch: Passed to `loss`.
+        compile: A backend of torch.compile ("inductor") for the blocks that fnmodels.forward runs in `loss`, compiled
+            once per kind of layer in the first product, which takes a minute or more. The gradient's graph is made anew
+            for each product; on a CPU the reused eager operator was faster: leave it out there. None: eager.
+
+    Returns:
+        The function of a tree like `params`.
+
+    Raises:
+        ValueError: Leaves of params are not floating, or the loss runs no blocks to compile.
     """
     _check_floating(params)
     if compile is not None:
@@ -70,10 +80,23 @@ def ggn_vp(
     *,
     compile: str | None = None,
 ) -> Operator:
-    """v -> J^T H J v: J of forward(params, batch) with respect to params, H the Hessian of loss(outputs, batch).
+    """Products with the generalized Gauss-Newton matrix, v -> J^T H J v (Schraudolph 2002).
 
-    forward returns one tensor of any shape, loss a 0-d tensor. The kernel must have a forward-mode derivative ("math"
-    has). compile: as in `hvp`. ValueError for params with leaves that are not floating.
+    J is the Jacobian of `forward` with respect to params, H the Hessian of `loss` with respect to its outputs. The
+    kernel must have a forward-mode derivative ("math" has).
+
+    Args:
+        forward: (params, batch) -> a tensor of any shape.
+        loss: (outputs, batch) -> 0-d tensor.
+        params: The tree of parameters, where the matrix is taken.
+        batch: Passed to both functions.
+        compile: A backend of torch.compile for the blocks, as for `hvp`; None: eager.
+
+    Returns:
+        The function of a tree like `params`.
+
+    Raises:
+        ValueError: Leaves of params are not floating.
     """
 
     def curvature(outputs: Tensor, u: Tensor) -> Tensor:
@@ -87,10 +110,18 @@ def ggn_vp(
 
 
 def fisher_vp(logits: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
-    """v -> F v with the true Fisher matrix of a softmax, its expectation over labels drawn from the model.
+    """Products with the true Fisher matrix of a softmax, v -> F v: its expectation over labels drawn from the model.
 
-    logits(params, batch) -> [..., V], summed over all leading dimensions: leave out the positions without a label
-    (`logits[labels != -100]`). It equals `ggn_vp` with the summed cross-entropy. Requirements as there.
+    It equals `ggn_vp` with the summed cross entropy.
+
+    Args:
+        logits: (params, batch) -> [..., V], summed over all leading dimensions: leave out the positions without a label
+            (`logits[labels != -100]`).
+        params: The tree of parameters, with floating leaves.
+        batch: Passed to `logits`.
+
+    Returns:
+        The function of a tree like `params`.
     """
 
     def curvature(outputs: Tensor, u: Tensor) -> Tensor:
@@ -101,10 +132,17 @@ def fisher_vp(logits: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
 
 
 def empirical_fisher_vp(losses: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
-    """v -> sum_n g_n (g_n . v), where g_n is the gradient of entry n of losses(params, batch) -> [n].
+    """Products with the empirical Fisher matrix, v -> sum_n g_n (g_n . v), where g_n is the gradient of loss n.
 
-    Entries are rows or tokens, as the caller's function sums them. No gradient g_n is stored. Requirements as in
-    `ggn_vp`.
+    No gradient g_n is stored.
+
+    Args:
+        losses: (params, batch) -> [n], of rows or tokens, as the function sums them.
+        params: The tree of parameters, with floating leaves.
+        batch: Passed to `losses`.
+
+    Returns:
+        The function of a tree like `params`.
     """
     return _gauss_newton(losses, lambda _, u: u, params, batch)
 
@@ -112,11 +150,21 @@ def empirical_fisher_vp(losses: Callable[[Tree, Any], Tensor], params: Tree, bat
 def empirical_ntk(
     outputs: Callable[[Tree, Any], Tensor], params: Tree, batch: Any, *, chunk: int | None = None
 ) -> Tensor:
-    """[n, n], the inner products of the gradients of outputs(params, batch) -> [n] with respect to the params.
+    """The empirical neural tangent kernel (arXiv 1806.07572): inner products of the gradients of outputs.
 
-    Holds n gradients in memory; with a chunk twice as many as it says, which takes n / (2 chunk) times as long.
-    TypeError for outputs that are no tensor, ValueError for outputs of another shape and for leaves that are not
-    floating.
+    Args:
+        outputs: (params, batch) -> [n], a number per row or token.
+        params: The tree of parameters.
+        batch: Passed to `outputs`.
+        chunk: Half the number of gradients that are in memory at once, which takes n / (2 chunk) times as long; None: n
+            gradients.
+
+    Returns:
+        [n, n].
+
+    Raises:
+        TypeError: The outputs are no tensor.
+        ValueError: The outputs have another shape, or leaves are not floating.
     """
     _check_floating(params)
     values, pullback = vjp(lambda p: _tensor_of(outputs(p, batch), "function"), params)[:2]
@@ -139,11 +187,19 @@ def empirical_ntk(
 
 
 def lanczos(operator: Operator, start: Tree, steps: int) -> tuple[Tensor, Tensor]:
-    """(Ritz values [k], ascending; weights [k], which sum to 1) of a symmetric operator after k <= steps steps.
+    """Ritz values of a symmetric operator by the Lanczos iteration; each new vector is made orthogonal to all before
+    it, twice.
 
     The weighted Ritz values are the spectral density that `start` sees: for random starts their mean estimates that of
-    the operator, and the largest and smallest values converge to the extreme eigenvalues. It stops earlier where the
-    Krylov space ends. Holds k trees: each new vector is made orthogonal to all before it, twice.
+    the operator, and the largest and smallest values converge to the extreme eigenvalues. It holds k trees.
+
+    Args:
+        operator: A function of trees, such as of `hvp`.
+        start: The first vector, a tree.
+        steps: The number of products at most; it stops earlier where the Krylov space ends.
+
+    Returns:
+        Ritz values [k], ascending, and their weights [k], which sum to 1, with k <= steps.
     """
     vector, inverse = tree.ravel(start)
     basis = [vector / vector.norm()]
@@ -167,7 +223,17 @@ def lanczos(operator: Operator, start: Tree, steps: int) -> tuple[Tensor, Tensor
 
 
 def hutchinson_trace(operator: Operator, params: Tree, samples: int, generator: torch.Generator) -> Tensor:
-    """[samples] unbiased estimates of the operator's trace, z . A z for signs z drawn on the CPU from `generator`."""
+    """Unbiased estimates of an operator's trace, z . A z for random signs z (Hutchinson 1989).
+
+    Args:
+        operator: A function of trees, such as of `hvp`.
+        params: A tree of the operator's structure, of which shapes and dtypes are read.
+        samples: The number of estimates, each of one product.
+        generator: Draws the signs, on the CPU.
+
+    Returns:
+        [samples].
+    """
 
     def signs(leaf: Tensor) -> Tensor:
         return (2 * torch.randint(2, leaf.shape, generator=generator) - 1).to(leaf)
@@ -179,10 +245,21 @@ def hutchinson_trace(operator: Operator, params: Tree, samples: int, generator: 
 def conjugate_gradients(
     operator: Operator, right: Tree, *, damping: float = 0.0, tolerance: float = 1e-6, steps: int = 100
 ) -> Tree:
-    """x with (A + damping I) x = right, for a symmetric operator A for which the sum is positive definite.
+    """Solves (A + damping I) x = right for a symmetric operator A for which the sum is positive definite.
 
-    tolerance: of the residual's norm, relative to that of `right`. ValueError where a direction of negative curvature
-    is met (raise `damping`, or take `ggn_vp`) and where `steps` steps do not reach the tolerance.
+    Args:
+        operator: A function of trees, such as of `ggn_vp`.
+        right: The right side, a tree.
+        damping: Added to the diagonal.
+        tolerance: Of the residual's norm, relative to that of `right`.
+        steps: The number of products at most.
+
+    Returns:
+        x, a tree like `right`.
+
+    Raises:
+        ValueError: A direction of negative curvature is met (raise `damping`, or take `ggn_vp`), or `steps` steps do
+            not reach the tolerance.
     """
     x = tree.map(torch.zeros_like, right)
     residual = direction = right
@@ -212,11 +289,19 @@ def conjugate_gradients(
 
 
 def influence(operator: Operator, row_gradients: Tree, query: Tree, **options: Any) -> Tensor:
-    """[n]: minus the derivative of the query's loss by the weight of each training row, -g_n (A + damping I)^-1 query.
+    """Influence functions (arXiv 1703.04730): -g_n (A + damping I)^-1 query for each training row n.
 
-    row_gradients: leaves [n, *shape], as from `fnmodels.per_sample_gradients`; query: the gradient of the loss that is
-    explained; operator: the curvature of the training loss. A negative entry lowers the query's loss where the row
-    weighs more. options and errors: those of `conjugate_gradients`.
+    It is minus the derivative of the query's loss by the weight of the row: a negative entry lowers the query's loss
+    where the row weighs more.
+
+    Args:
+        operator: The curvature A of the training loss.
+        row_gradients: Leaves [n, *shape], as of `fnmodels.per_sample_gradients`.
+        query: The gradient of the loss that is explained.
+        **options: damping, tolerance and steps of `conjugate_gradients`, whose errors it raises.
+
+    Returns:
+        [n].
     """
     solved = conjugate_gradients(operator, query, **options)
     parts = tree.map(lambda rows, x: rows.flatten(1) @ x.reshape(-1), row_gradients, solved)

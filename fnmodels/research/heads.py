@@ -18,7 +18,15 @@ from .common import names_of
 
 
 def ablate_heads(heads: Mapping[int, Sequence[int]], *, mean: Mapping[int, Tensor] | None = None) -> dict[str, Edit]:
-    """The `edits` that replace the output of heads, {layer: heads}, by 0, or by mean[layer] [N, H] (mean ablation)."""
+    """Edits that replace the outputs of heads by 0 or by a mean.
+
+    Args:
+        heads: {layer: the heads to ablate}.
+        mean: {layer: [N, H]}, the outputs that replace them (mean ablation); None: 0.
+
+    Returns:
+        The `edits` of `fnmodels.forward`.
+    """
 
     def edit(layer: int) -> Edit:
         tensors: dict[str, Any] = {"heads": torch.tensor(list(heads[layer]), dtype=torch.int64)}
@@ -30,10 +38,19 @@ def ablate_heads(heads: Mapping[int, Sequence[int]], *, mean: Mapping[int, Tenso
 def induction_scores(
     params: Tree, *, config: DecoderConfig, length: int = 25, batch: int = 8, seed: int = 0
 ) -> dict[str, Tensor]:
-    """{"layers.N.attention.pattern": score [N] of each head} on random tokens that are repeated once.
+    """How much each head attends as an induction head (arXiv 2209.11895), on random tokens that are repeated once.
 
-    The score is the mean weight with which a token of the repetition attends to the token after its first occurrence:
-    1 for a perfect induction head. length: tokens of the first half.
+    The score is the mean weight with which a token of the repetition attends to the token after its first occurrence.
+
+    Args:
+        params: The parameters of the model.
+        config: The model's config.
+        length: Tokens of the first half.
+        batch: The number of random rows.
+        seed: Of the tokens.
+
+    Returns:
+        {"layers.N.attention.pattern": [N], from 0 to 1 for a perfect induction head}.
     """
     generator = torch.Generator().manual_seed(seed)
     half = torch.randint(config.vocab_size, (batch, length), generator=generator).to(leaves(params)[0].device)

@@ -20,17 +20,31 @@ from .common import Prepared, differentiable, layer_count, names_of, valid_of
 
 
 def logit_lens(params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto") -> Tensor:
-    """Logits [L + 1, B, S, V] of the embedding and of each layer's output through the final norm and the head.
+    """The logit lens: the embedding and each layer's output, read through the final norm and the head.
 
-    The last of them are the model's logits.
+    Args:
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of `fnmodels.prepare`.
+        config: The model's config.
+        kernel: The attention kernel.
+
+    Returns:
+        Logits [L + 1, B, S, V]; the last of them are the model's.
     """
     return _logits(params, _states(params, prepared, config, kernel), config)
 
 
 def init_tuned_lens(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Translators of the states before each layer: matrix [L, D, D] and bias [L, D], which begin as the logit lens.
+    """A tuned lens (arXiv 2303.08112) that begins as the logit lens: translators of the states before each layer.
 
     A state x becomes x + matrix x + bias; the last state needs none.
+
+    Args:
+        config: The model's config.
+        dtype: Of the translators.
+
+    Returns:
+        matrix [L, D, D] and bias [L, D], zeros.
     """
     layers, width = layer_count(config), config.hidden_size
     return {"matrix": torch.zeros(layers, width, width, dtype=dtype), "bias": torch.zeros(layers, width, dtype=dtype)}
@@ -39,7 +53,18 @@ def init_tuned_lens(config: DecoderConfig, *, dtype: torch.dtype = torch.float32
 def tuned_lens(
     lens: dict[str, Tensor], params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto"
 ) -> Tensor:
-    """Logits [L + 1, B, S, V] as `logit_lens`, of the translated states."""
+    """The logits of each layer's state, translated by a tuned lens.
+
+    Args:
+        lens: The translators, of `train_tuned_lens`.
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of `fnmodels.prepare`.
+        config: The model's config.
+        kernel: The attention kernel.
+
+    Returns:
+        Logits [L + 1, B, S, V]; the last of them are the model's.
+    """
     states = _states(params, prepared, config, kernel)
     return _logits(params, _translated(lens, states), config)
 
@@ -53,9 +78,18 @@ def train_tuned_lens(
     rate: float = 1e-3,
     kernel: str = "auto",
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """(trained lens, the loss of each batch): KL(model || lens) in nats, the mean over tokens and layers, by Adam.
+    """Trains a tuned lens by Adam, one step per batch: the mean over tokens and layers of KL(model || lens).
 
-    One step per batch; the model gets no gradient. The given lens is not changed.
+    Args:
+        lens: The translators to begin with, which are not changed.
+        params: The parameters of the model, which get no gradient.
+        batches: (inputs, masks, freqs_cis) of each batch.
+        config: The model's config.
+        rate: The learning rate.
+        kernel: The attention kernel.
+
+    Returns:
+        The trained translators, and the loss of each batch in nats.
     """
     lens = {name: value.detach().clone().requires_grad_() for name, value in lens.items()}
     optimizer, losses = torch.optim.Adam(lens.values(), rate), []
@@ -85,12 +119,22 @@ def jacobian_lens(
     directions: Tensor | None = None,
     chunk: int = 16,
 ) -> Tensor:
-    """[L + 1, n, D]: how n directions of the final hidden state move with the embedding and each layer's output.
+    """How directions of the final hidden state move with the embedding and with each layer's output.
 
     Entry l is the mean over tokens t of the derivative of directions @ (the sum over all tokens of the state before the
-    final norm) by state l at t; the last is `directions` itself. directions: [n, D]; None: all dimensions, a square
-    matrix for `jacobian_lens_logits`. chunk: directions that go through one batched backward pass, which holds as many
-    copies of the gradients of activations. Average over batches for a lens of a corpus. Runs kernel="math".
+    final norm) by state l at t; the last is `directions` itself. Average over batches for a lens of a corpus. Runs
+    kernel="math".
+
+    Args:
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of `fnmodels.prepare`.
+        config: The model's config.
+        directions: [n, D]; None: all dimensions, a square matrix for `jacobian_lens_logits`.
+        chunk: Directions that go through one batched backward pass, which holds as many copies of the gradients of
+            activations.
+
+    Returns:
+        [L + 1, n, D].
     """
     names, valid = ["embed", *names_of(config, "output")], valid_of(prepared)
     edits = {"embed": differentiable}
@@ -110,7 +154,18 @@ def jacobian_lens(
 def jacobian_lens_logits(
     lens: Tensor, params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto"
 ) -> Tensor:
-    """Logits [L + 1, B, S, V] as `logit_lens`, of the states that a lens [L + 1, D, D] carries to the last."""
+    """The logits of each layer's state, carried to the last layer by a Jacobian lens.
+
+    Args:
+        lens: [L + 1, D, D], of `jacobian_lens` with all directions.
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of `fnmodels.prepare`.
+        config: The model's config.
+        kernel: The attention kernel.
+
+    Returns:
+        Logits [L + 1, B, S, V]; the last of them are the model's.
+    """
     states = _states(params, prepared, config, kernel)
     return _logits(params, torch.einsum("lij,lbsj->lbsi", lens, states), config)
 

@@ -10,18 +10,47 @@ from fnmodels.tree import Tree
 
 
 def merge_linear(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """sum_i weights[i] * trees[i]; weights that sum to 1 average. ValueError if their number differs."""
+    """The weighted sum of models, sum_i weights[i] * trees[i].
+
+    Args:
+        trees: Parameters of one structure.
+        weights: A number for each; those that sum to 1 average.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ValueError: The number of weights differs, or the structures do.
+    """
     _check_one_per_tree(trees, weights)
     return tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *trees)
 
 
 def merge_task_arithmetic(base: Tree, tuned: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """base + sum_i weights[i] * (tuned[i] - base) (arXiv 2212.04089); a negative weight removes a task."""
+    """Task arithmetic (arXiv 2212.04089): base + sum_i weights[i] * (tuned[i] - base).
+
+    Args:
+        base: The parameters that all were tuned from.
+        tuned: The tuned parameters.
+        weights: A number for each; a negative weight removes a task.
+
+    Returns:
+        The tree.
+    """
     return merge_linear([base, *tuned], [1 - sum(weights), *weights])
 
 
 def merge_slerp(one: Tree, other: Tree, fraction: float) -> Tree:
-    """Spherical interpolation leaf by leaf: `one` at fraction 0, `other` at 1; linear for (anti)parallel leaves."""
+    """Spherical interpolation of two models leaf by leaf; linear for (anti)parallel leaves.
+
+    Args:
+        one: The parameters at fraction 0.
+        other: The parameters at fraction 1.
+        fraction: From 0 to 1.
+
+    Returns:
+        The tree.
+    """
 
     def interpolate(a: Tensor, b: Tensor) -> Tensor:
         x, y = (leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in (a, b))  # lengths overflow fp16
@@ -36,10 +65,19 @@ def merge_slerp(one: Tree, other: Tree, fraction: float) -> Tree:
 
 
 def merge_ties(base: Tree, tuned: Sequence[Tree], *, density: float) -> Tree:
-    """TIES (arXiv 2306.01708): trim each task's change, elect a sign per element, average the changes that agree.
+    """TIES (arXiv 2306.01708): trims each task's change, elects a sign per element, averages the changes that agree.
 
-    density: the fraction of each leaf's elements, the largest by magnitude, that a change keeps, in (0, 1].
-    ValueError for a density outside of that, and as in `tree.map`.
+    Args:
+        base: The parameters that all were tuned from.
+        tuned: The tuned parameters.
+        density: The fraction of each leaf's elements, the largest by magnitude, that a change keeps, above 0 and at
+            most 1.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ValueError: The density is out of range, or the structures differ.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density must be above 0 and at most 1, not {density}.")

@@ -43,7 +43,7 @@ def patch_grid(
     memory: int = MEMORY,
     progress: OnProgress | None = None,
 ) -> Tensor:
-    """[layers, positions]: the metric of the corrupt run where the clean value of `tap` replaces one position's.
+    """Activation patching: the metric of the corrupt run where the clean value of a tap replaces that of one position.
 
     Each of these cells runs the layers from the patched one on, and where tokens depend on earlier ones by attention
     alone, the tokens from the patched one on (not with edits other than of "embed"). So all cells of a model of L
@@ -51,18 +51,26 @@ def patch_grid(
     kernel="math".
 
     Args:
-        tap: a name within a layer, sequence in dimension 1.
-        edits: further ones of the corrupt run.
-        layers: the numbers of the layers to patch, in the order of the rows; None: all that have the tap.
-        positions: the positions to patch, increasing; below 0 from the end. None: all, S columns.
-        read: the positions whose logits the metric reads, increasing, such as (-1,); it gets [B, len(read), V]. None:
+        params: The parameters of the model.
+        clean: (inputs, masks, freqs_cis) of the clean prompt.
+        corrupt: Those of the corrupt prompt, of the same shape.
+        metric: (logits [B, S, V]) -> 0-d tensor.
+        config: The model's config.
+        tap: A name within a layer, sequence in dimension 1.
+        edits: Further ones of the corrupt run.
+        layers: The numbers of the layers to patch, in the order of the rows; None: all that have the tap.
+        positions: The positions to patch, increasing; below 0 from the end. None: all, S columns.
+        read: The positions whose logits the metric reads, increasing, such as (-1,); it gets [B, len(read), V]. None:
             all of them.
-        chunk: at most so many positions run at a time under vmap; None: as many as pay.
-        memory: bytes that these take beside the model, about; a single position may need more.
-        progress: called with the cells done and their total, such as `progress_bar()`.
+        chunk: At most so many positions run at a time under vmap; None: as many as pay.
+        memory: Bytes that these take beside the model, about; a single position may need more.
+        progress: Called with the cells done and their total, such as `progress_bar()`.
+
+    Returns:
+        [layers, positions].
 
     Raises:
-        ValueError: for a tap of no layer, a layer without the tap, and positions that are not increasing.
+        ValueError: The tap is of no layer, a layer is without the tap, or positions are not increasing.
     """
     names = _names_of(config, tap, layers)
     with torch.no_grad():
@@ -144,10 +152,19 @@ def causal_trace(
     config: DecoderConfig,
     **options: Any,
 ) -> Tensor:
-    """`patch_grid` whose corrupt run is the same batch with `noise` [B, S, D] added to the embeddings.
+    """Causal tracing (arXiv 2202.05262): `patch_grid` whose corrupt run is the same batch with noise on the embeddings.
 
-    options: tap, layers, positions, read, chunk, memory and progress, as there. The paper adds Gaussian noise of three
-    standard deviations of the embeddings at the subject's tokens, 0 elsewhere.
+    Args:
+        params: The parameters of the model.
+        prepared: (inputs, masks, freqs_cis) of the prompt.
+        noise: [B, S, D], added to the embeddings. The paper has Gaussian noise of three standard deviations of the
+            embeddings at the subject's tokens, 0 elsewhere.
+        metric: (logits) -> 0-d tensor.
+        config: The model's config.
+        **options: tap, layers, positions, read, chunk, memory and progress of `patch_grid`.
+
+    Returns:
+        [layers, positions].
     """
     corrupted = {"embed": functools.partial(_add, noise=noise)}
     return patch_grid(params, prepared, prepared, metric, config=config, edits=corrupted, **options)
@@ -156,10 +173,21 @@ def causal_trace(
 def attribution_patching(
     params: Tree, clean: Prepared, corrupt: Prepared, metric: Metric, names: Sequence[str], *, config: DecoderConfig
 ) -> dict[str, Tensor]:
-    """{tap: [B, S, ...]}: for each number of a tap the first-order change of the metric where its clean value is put.
+    """Attribution patching: the first-order change of a metric for patching each element of taps, by three passes.
 
-    That is (clean - corrupt) times the gradient at the corrupt run, for all taps by two forward passes and a backward
-    one; sum over what is patched together. names: full names, without *. Runs kernel="math".
+    It is (clean - corrupt) times the gradient at the corrupt run, for all taps by two forward passes and a backward
+    one; sum over what is patched together. Runs kernel="math".
+
+    Args:
+        params: The parameters of the model.
+        clean: (inputs, masks, freqs_cis) of the clean prompt.
+        corrupt: Those of the corrupt prompt, of the same shape.
+        metric: (logits [B, S, V]) -> 0-d tensor.
+        names: Full names of taps, without *.
+        config: The model's config.
+
+    Returns:
+        {tap: [B, S, ...]}.
     """
     with torch.no_grad():
         _, wanted = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
@@ -180,12 +208,25 @@ def path_patching(
     senders: Mapping[str, Tensor | None],
     receivers: Sequence[str],
 ) -> Tensor:
-    """The metric of the clean run where only direct paths from senders to receivers carry the corrupt value.
+    """Path patching (arXiv 2304.05969): only direct paths from senders to receivers carry the corrupt value.
 
-    senders: {tap: bool mask that broadcasts with its value, of what is patched; None: all}, of names as
-    "layers.3.attention.z" (heads in dimension 2) and "layers.3.mlp". receivers: taps that read the residual stream,
-    such as "layers.5.attention.q", or "hidden". Between them all that layers add keeps its clean value
-    (arXiv 2304.05969). ValueError for a receiver that is such a value itself. Runs kernel="math".
+    Between them all that layers add keeps its clean value. Runs kernel="math".
+
+    Args:
+        params: The parameters of the model.
+        clean: (inputs, masks, freqs_cis) of the clean prompt.
+        corrupt: Those of the corrupt prompt, of the same shape.
+        metric: (logits [B, S, V]) -> a tensor.
+        config: The model's config.
+        senders: {tap: bool mask that broadcasts with its value, of what is patched; None: all}, of names as
+            "layers.3.attention.z" (heads in dimension 2) and "layers.3.mlp".
+        receivers: Taps that read the residual stream, such as "layers.5.attention.q", or "hidden".
+
+    Returns:
+        The metric of the clean run with these paths patched.
+
+    Raises:
+        ValueError: A receiver is a value that is held.
     """
     # The whole output of a sublayer is held, not its heads alone: a gate behind them reads the residual stream.
     kept = [

@@ -12,9 +12,17 @@ Probe = dict[str, Tensor]
 
 
 def fit_probe(x: Tensor, labels: Tensor, *, classes: int, decay: float = 1e-3, steps: int = 100) -> Probe:
-    """weight [classes, D] and bias [classes] that minimize the mean cross entropy plus decay/2 * |weight|^2, by L-BFGS.
+    """Fits a linear probe by L-BFGS: the mean cross entropy plus decay/2 * |weight|^2.
 
-    x: activations [rows, D], such as a tap at its tokens; labels: int64 [rows]. Computed in x's dtype, fp32 at least.
+    Args:
+        x: Activations [rows, D], such as a tap at its tokens; the fit is in their dtype, fp32 at least.
+        labels: The class of each row, int64 [rows].
+        classes: The number of classes.
+        decay: The strength of the penalty.
+        steps: Iterations at most.
+
+    Returns:
+        weight [classes, D] and bias [classes].
     """
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
@@ -34,5 +42,13 @@ def fit_probe(x: Tensor, labels: Tensor, *, classes: int, decay: float = 1e-3, s
 
 
 def probe_logits(probe: Probe, x: Tensor) -> Tensor:
-    """Logits [..., classes] of activations x [..., D]."""
+    """The logits of a linear probe.
+
+    Args:
+        probe: The result of `fit_probe`.
+        x: Activations [..., D].
+
+    Returns:
+        [..., classes].
+    """
     return F.linear(x.to(probe["weight"].dtype), probe["weight"], probe["bias"])

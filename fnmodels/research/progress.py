@@ -14,7 +14,14 @@ _SECONDS = 10  # between lines where there is no terminal
 
 
 def progress_bar(what: str = "cells") -> OnProgress:
-    """A function report(done, total) that shows how much is done and how long the rest takes. what: names the parts."""
+    """A function for `progress=` that shows how much is done and how long the rest takes.
+
+    Args:
+        what: The name of the counted parts.
+
+    Returns:
+        report(done, total).
+    """
     begin = time.monotonic()
     return _Bar(what, begin, begin)
 

@@ -37,10 +37,27 @@ def harvest(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Tensor:
-    """[rows, ...]: the tap `name` of the first tokens that are no padding, memory-mapped from the new file `path`.
+    """Writes a tap's values at the first tokens of batches that are no padding into a memory-mapped file.
 
-    Packed batches (`fnmodels.pack`) have the fewest tokens of padding. options: of `fnmodels.hidden`, as a layout.
-    ValueError if the batches have fewer tokens; the file is then removed. FileExistsError if there is one already.
+    Packed batches (`fnmodels.pack`) have the fewest tokens of padding.
+
+    Args:
+        params: The parameters of the model.
+        batches: (inputs, masks, freqs_cis) of each batch.
+        path: The new file.
+        name: The tap.
+        config: The model's config.
+        rows: The number of tokens.
+        dtype: Of the file.
+        **options: Keywords of `fnmodels.hidden`, such as layout.
+
+    Returns:
+        [rows, ...], mapped.
+
+    Raises:
+        ValueError: The batches have fewer tokens; the file is then removed.
+        FileExistsError: There is a file already.
+        TypeError: A batch is not what `fnmodels.prepare` returns.
     """
     if os.path.lexists(path):  # also a link to a file that is not there, which would be made
         raise FileExistsError(f"{path} exists; harvest writes a new file.")
@@ -83,14 +100,35 @@ def _tapped(params: Tree, prepared: Prepared, name: str, config: DecoderConfig, 
 
 
 def init_sae(width: int, features: int, *, seed: int = 0) -> Autoencoder:
-    """encoder [F, D] and decoder [D, F] of unit columns, which begin as its transpose; encoder_bias [F], bias [D]."""
+    """A sparse autoencoder (arXiv 2309.08600) to be trained: a decoder of unit columns, and its transpose as the
+    encoder.
+
+    Args:
+        width: The width D of the activations.
+        features: The number F of features.
+        seed: Of the decoder.
+
+    Returns:
+        encoder [F, D], decoder [D, F], encoder_bias [F] and bias [D].
+    """
     decoder = F.normalize(torch.randn(width, features, generator=torch.Generator().manual_seed(seed)), dim=0)
     zeros = {"encoder_bias": torch.zeros(features), "bias": torch.zeros(width)}
     return {"encoder": decoder.T.clone(), "decoder": decoder, **zeros}
 
 
 def encode(sae: Autoencoder, x: Tensor) -> Tensor:
-    """Features [..., F] of activations x [..., D], at least 0. ValueError for activations of another width."""
+    """The features of activations.
+
+    Args:
+        sae: The autoencoder.
+        x: Activations [..., D].
+
+    Returns:
+        [..., F], at least 0.
+
+    Raises:
+        ValueError: The activations have another width.
+    """
     if x.shape[-1] != len(sae["bias"]):
         raise ValueError(
             f"The activations have {x.shape[-1]} numbers; the autoencoder was made for {len(sae['bias'])}."
@@ -99,12 +137,30 @@ def encode(sae: Autoencoder, x: Tensor) -> Tensor:
 
 
 def decode(sae: Autoencoder, features: Tensor) -> Tensor:
-    """Activations [..., D] of features [..., F]."""
+    """The activations that features stand for.
+
+    Args:
+        sae: The autoencoder.
+        features: [..., F].
+
+    Returns:
+        [..., D].
+    """
     return F.linear(features, sae["decoder"], sae["bias"])
 
 
 def sae_loss(sae: Autoencoder, x: Tensor, *, sparsity: float) -> tuple[Tensor, Tensor]:
-    """(loss, mean number of active features): squared error plus `sparsity` times the sum of the features, per row."""
+    """The loss of a sparse autoencoder: squared error plus `sparsity` times the sum of the features, the mean over
+    rows.
+
+    Args:
+        sae: The autoencoder.
+        x: Activations [rows, D].
+        sparsity: The coefficient of the features.
+
+    Returns:
+        The loss, 0-d, and the mean number of active features per row.
+    """
     features = encode(sae, x)
     loss = (decode(sae, features) - x).square().sum(-1) + sparsity * features.sum(-1)
     return loss.mean(), (features > 0).sum(-1).to(loss.dtype).mean()
@@ -120,9 +176,19 @@ def train_sae(
     sparsity: float = 1e-2,
     seed: int = 0,
 ) -> tuple[Autoencoder, list[float]]:
-    """(trained autoencoder, losses) by Adam on random rows of data [rows, D], as of `harvest`; decoder columns stay 1.
+    """Trains a sparse autoencoder by Adam on random rows; the columns of the decoder keep length 1.
 
-    The given autoencoder is not changed.
+    Args:
+        sae: The autoencoder to begin with, which is not changed.
+        data: Activations [rows, D], as of `harvest`.
+        steps: The number of updates.
+        batch: Rows per update.
+        rate: The learning rate.
+        sparsity: The coefficient of the features.
+        seed: Of the choice of rows.
+
+    Returns:
+        The trained autoencoder, and the loss of each step.
     """
     sae = {name: value.detach().clone().requires_grad_() for name, value in sae.items()}
     optimizer, losses = torch.optim.Adam(sae.values(), rate), []
@@ -140,10 +206,16 @@ def train_sae(
 
 
 def splice(sae: Autoencoder, name: str, *, keep: Tensor | None = None, error: bool = False) -> dict[str, Edit]:
-    """The `edits` by which the autoencoder's reconstruction replaces the tap `name`.
+    """Edits by which an autoencoder's reconstruction replaces a tap.
 
-    keep: [F], multiplies the features (0 ablates one). error: adds what the reconstruction misses, so that without
-    `keep` nothing changes.
+    Args:
+        sae: The autoencoder.
+        name: The tap.
+        keep: [F], multiplies the features (0 ablates a feature); None: all 1.
+        error: Whether what the reconstruction misses is added, so that without `keep` nothing changes.
+
+    Returns:
+        The `edits` of `fnmodels.forward`.
     """
     tensors: dict[str, Any] = dict(sae) if keep is None else sae | {"keep": keep}
     return {name: functools.partial(_spliced, error=error, **tensors)}

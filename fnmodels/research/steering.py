@@ -19,7 +19,19 @@ from .common import Prepared, along_sequence, valid_of
 def mean_difference(
     params: Tree, positive: Prepared, negative: Prepared, name: str, *, config: DecoderConfig, **options: Any
 ) -> Tensor:
-    """[...]: the mean of the tap `name` over the tokens of one batch, less that of the other, without padding."""
+    """The mean of a tap over the tokens of one batch, less that of another, without padding: a steering vector.
+
+    Args:
+        params: The parameters of the model.
+        positive: (inputs, masks, freqs_cis) of the first batch.
+        negative: Those of the batch that is subtracted.
+        name: The tap.
+        config: The model's config.
+        **options: Keywords of `fnmodels.hidden`.
+
+    Returns:
+        [...], the tap's shape without batch and sequence.
+    """
     means = []
     for prepared in (positive, negative):
         with torch.no_grad():
@@ -29,9 +41,16 @@ def mean_difference(
 
 
 def steered(name: str, vector: Tensor, strength: Tensor | float = 1.0, where: Tensor | None = None) -> dict[str, Edit]:
-    """The `edits` that add strength * vector to the tap `name`, at all tokens, or where `where`, bool [B, S], is True.
+    """Edits that add strength * vector to a tap; vmap over `strength` or `vector` runs many at once.
 
-    vmap over `strength` or `vector` runs many at once.
+    Args:
+        name: The tap.
+        vector: [...], the tap's shape without batch and sequence.
+        strength: A number, or a 0-d tensor.
+        where: bool [B, S], the tokens to change; None: all.
+
+    Returns:
+        The `edits` of `fnmodels.forward`.
     """
     tensors: dict[str, Any] = {
         "vector": vector,

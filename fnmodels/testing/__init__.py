@@ -41,6 +41,13 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 
 
 def check_all(subject: Subject) -> None:
-    """Runs every check in order; the first that fails raises AssertionError."""
+    """Runs every check in order.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: By the first check that fails; it says what the model depends on.
+    """
     for check in CHECKS:
         check(subject)

@@ -13,7 +13,14 @@ from .subject import MIXED, Subject, named_tensors, rows_of_documents
 
 
 def check_history_independence(subject: Subject) -> None:
-    """f(x), f(longer x), f(x): the last equals the first bit for bit, so no state is kept between calls."""
+    """f(x), f(longer x), f(x): the last equals the first bit for bit, so no state is kept between calls.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: A call changes what a later call returns.
+    """
     short, long = subject.tokens(2, 8), subject.tokens(2, 40, seed=1)
     first = subject.alone(short)
     subject.alone(long)
@@ -23,7 +30,14 @@ def check_history_independence(subject: Subject) -> None:
 
 
 def check_inputs_unchanged(subject: Subject) -> None:
-    """Forward and backward neither write into tensors of params or batch nor add or remove entries."""
+    """Forward and backward neither write into tensors of params or batch nor add or remove entries.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names the input that is changed.
+    """
     for backward in (False, True):
         positions, segment_ids = rows_of_documents(*MIXED)
         batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
@@ -46,7 +60,14 @@ def _leaf(param: Tensor, requires_grad: bool) -> Tensor:
 
 
 def check_threads(subject: Subject) -> None:
-    """Concurrent calls from two threads return the same logits as separate calls."""
+    """Concurrent calls from two threads return the same logits as separate calls.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: They do not.
+    """
     inputs = [subject.tokens(2, 8), subject.tokens(2, 8, seed=1), subject.tokens(2, 17, seed=2)]
     want = [subject.alone(tokens) for tokens in inputs]
     sentence = "Two threads that call at once disturb each other"

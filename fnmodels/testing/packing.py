@@ -15,6 +15,12 @@ def check_packing(subject: Subject) -> None:
     """Documents packed in rows equal the documents alone, in logits and parameter gradients; none attends to another.
 
     This includes two documents with consecutive positions, which only the segment ids separate.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
     """
     positions, segment_ids = rows_of_documents(*PACKED)
     tokens, valid = subject.tokens(*positions.shape), segment_ids > 0
@@ -50,10 +56,16 @@ def check_packing(subject: Subject) -> None:
 
 
 def check_packing_of_a_cut_document(subject: Subject) -> None:
-    """A row that begins in the middle of a document: the given positions and segment ids are used unchanged.
+    """A row that begins in the middle of a document: its positions and segment ids are used unchanged.
 
     The expected batch is sliced out of batches of full documents, where positions equal indices, so a prepare that
     recounts positions or searches for end tokens differs from it.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
     """
     first, second = subject.tokens(1, 11), subject.tokens(1, 6, seed=1)
     cut = 7

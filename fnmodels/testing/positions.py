@@ -19,8 +19,14 @@ from .subject import MIXED, Subject, rows_of_documents
 def check_permutation(subject: Subject) -> None:
     """Permuting all per-token tensors along the sequence permutes the logits: nothing depends on a token's index.
 
-    Three orders: head-tail, as context parallelism balances its ranks; one random order; one random order per row.
-    A batch with `Segments`, of a model that reads tokens in their order, must be refused by `fnmodels.permute`.
+    Three orders: head-tail, as context parallelism balances its ranks; one random order; one random order per row. A
+    batch with `Segments`, of a model that reads tokens in their order, must be refused by `fnmodels.permute`.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
     """
     given = rows_of_documents(*MIXED)
     tokens = subject.tokens(*given[0].shape)
@@ -51,6 +57,12 @@ def check_causality(subject: Subject) -> None:
     """Changing token u changes the logits at t if and only if `sees(t, u)`, for every t and u.
 
     Unchanged means bit for bit, or within the tolerance if the subject is not exact.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names the two tokens.
     """
     length = 10
     tokens = subject.tokens(1, length).expand(length, length)
@@ -71,6 +83,12 @@ def check_rotary_tables(subject: Subject) -> None:
     """Rotary tables are fp32 for any default dtype, and at position 10^6 differ from fp64 only by fp32 rounding.
 
     Sets the default dtype temporarily, since a model built under it takes its dtypes from there.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names the dtype, or the phase error in radians.
     """
     tokens = subject.tokens(1, 10)
     positions, segment_ids = torch.arange(10**6 - 9, 10**6 + 1)[None], torch.ones_like(tokens)

@@ -14,7 +14,14 @@ from .subject import MIXED, Subject, rows_of_documents
 
 
 def check_microbatches(subject: Subject) -> None:
-    """Logits of a batch equal the concatenated logits of its microbatches, for every split of its rows."""
+    """Logits of a batch equal the concatenated logits of its microbatches, for every split of its rows.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
+    """
     positions, segment_ids = rows_of_documents(*MIXED)
     batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
     valid, whole = segment_ids > 0, subject.forward(subject.params, batch)
@@ -29,7 +36,14 @@ def check_microbatches(subject: Subject) -> None:
 
 
 def check_padding(subject: Subject) -> None:
-    """Documents alone, and padded on the left, the right or both sides in a batch, have the same logits."""
+    """Documents alone, and padded on the left, the right or both sides in a batch, have the same logits.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
+    """
     lengths, width = (9, 4, 1), 12
     documents = [subject.tokens(1, n, seed=n) for n in lengths]
     want = torch.cat([subject.alone(document)[0] for document in documents])
@@ -44,7 +58,14 @@ def check_padding(subject: Subject) -> None:
 
 
 def check_empty_rows(subject: Subject) -> None:
-    """Rows of only padding, and documents of one token: finite logits and gradients; padding contributes to neither."""
+    """Rows of only padding, and documents of one token: finite logits and gradients; padding contributes to neither.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what is not finite or differs.
+    """
     given = rows_of_documents((1, 1, -4), (-6,), (6,), (-5, 1))
     tokens = subject.tokens(*given[0].shape)
 
@@ -58,7 +79,14 @@ def check_empty_rows(subject: Subject) -> None:
 
 
 def check_per_sample_gradients(subject: Subject) -> None:
-    """vmap(grad) over rows with different masks equals a loop, and vmap the batch; one row is only padding."""
+    """vmap(grad) over rows with different masks equals a loop, and vmap the batch; one row is only padding.
+
+    Args:
+        subject: The model to test.
+
+    Raises:
+        AssertionError: It names what differs, and by how much.
+    """
     positions, segment_ids = rows_of_documents((6,), (2, 3, -1), (-2, 4), (-6,))
     whole = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
     batch, weights = rows(whole), rows((segment_ids > 0).float())

@@ -15,18 +15,20 @@ from ..tree import Tree
 class Subject:
     """The model to test.
 
-    prepare(tokens, positions, segment_ids) -> batch: from [B, S] int tensors; segment 0 is padding, documents count
-        from 1, and positions restart in each document unless a check states otherwise. A per-token tensor of the batch
-        has the sequence in dimension 1, or is a dense mask [B or 1, ., S, S].
-    forward(params, batch) -> logits [B, S, V], with kernels that support torch.func.
-    vocab_size: token ids are drawn from 0 <= id < vocab_size.
-    sees(t, u): whether the logits at index t of a single document depend on its token u, over all layers; by default
-        u <= t. Other models: encoders, and windows that the layers together do not reach beyond.
-    rotary(batch): pairs of a rotary table [B, S, R/2, 2] (cos, sin) and its frequencies, fp64 [R/2] in radians per
-        position. Without it `check_rotary_tables` checks nothing.
-    tolerance: relative to the largest logit compared; ten times as much for gradients.
-    exact: whether a document's logits keep their bits when tokens of another document change. False if tokens of
-        several documents share a matmul whose size depends on them (experts in a loop): then `tolerance` applies.
+    Args:
+        params: The tree of parameters.
+        prepare: (tokens, positions, segment_ids) -> batch, from [B, S] int tensors; segment 0 is padding, documents
+            count from 1, and positions restart in each document unless a check states otherwise. A per-token tensor of
+            the batch has the sequence in dimension 1, or is a dense mask [B or 1, ., S, S].
+        forward: (params, batch) -> logits [B, S, V], with kernels that support torch.func.
+        vocab_size: Token ids are drawn from 0 <= id < vocab_size.
+        sees: (t, u) -> whether the logits at index t of a single document depend on its token u, over all layers; by
+            default u <= t. Other models: encoders, and windows that the layers together do not reach beyond.
+        rotary: (batch) -> pairs of a rotary table [B, S, R/2, 2] (cos, sin) and its frequencies, fp64 [R/2] in radians
+            per position. Without it `check_rotary_tables` checks nothing.
+        tolerance: Relative to the largest logit compared; ten times as much for gradients.
+        exact: Whether a document's logits keep their bits when tokens of another document change. False if tokens of
+            several documents share a matmul whose size depends on them (experts in a loop): then `tolerance` applies.
     """
 
     params: Tree
@@ -39,15 +41,39 @@ class Subject:
     exact: bool = True
 
     def tokens(self, *shape: int, seed: int = 0) -> Tensor:
-        """Random token ids of this shape."""
+        """Random token ids.
+
+        Args:
+            *shape: The sizes.
+            seed: Of the ids.
+
+        Returns:
+            int64 of this shape.
+        """
         return torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
     def logits(self, tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, S, V]: prepare, then forward."""
+        """The model's logits: prepare, then forward.
+
+        Args:
+            tokens: int64 [B, S].
+            positions: int64 [B, S].
+            segment_ids: int64 [B, S].
+
+        Returns:
+            [B, S, V].
+        """
         return self.forward(self.params, self.prepare(tokens, positions, segment_ids))
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, V] of full documents, one per row."""
+        """The model's logits of full documents, one per row.
+
+        Args:
+            tokens: int64 [B, S].
+
+        Returns:
+            [B, S, V].
+        """
         return self.logits(tokens, *full_documents(tokens))
 
 

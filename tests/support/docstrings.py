@@ -54,10 +54,16 @@ def _with_members(name: str, value: object) -> Iterator[tuple[str, Any]]:
         yield name, value
         for member, member_value in vars(value).items():
             method = getattr(member_value, "__func__", member_value)  # of static and class methods
-            if inspect.isfunction(method) and not member.startswith("_"):
+            is_method = inspect.isfunction(method) and method.__name__ == member  # no default of a field
+            if is_method and not member.startswith("_") and not is_protocol(value):
                 yield f"{name}.{member}", method
-    elif callable(value) and hasattr(value, "__name__"):
+    elif inspect.isroutine(value):
         yield name, inspect.unwrap(value)
+
+
+def is_protocol(value: type) -> bool:
+    """Whether nobody makes instances of it: its text says what they are called with."""
+    return getattr(value, "_is_protocol", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +109,8 @@ def arguments(value: Any) -> list[str]:
     """The names of the arguments of a call, with the asterisks of variadic ones; of a class those of its instances."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(value).parameters.values()
-    return [stars.get(p.kind, "") + p.name for p in parameters if p.name not in ("self", "cls")]
+    bound = ("self", "cls") if "." in value.__qualname__ else ()
+    return [stars.get(p.kind, "") + p.name for p in parameters if p.name not in bound]
 
 
 def returns(function: Callable[..., Any]) -> bool:

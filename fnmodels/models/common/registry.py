@@ -35,7 +35,17 @@ _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "u
 
 
 def family_of(config: Any) -> Family:
-    """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
+    """The family of a config: the module that defines its class, in or outside of fnmodels.
+
+    Args:
+        config: A family's Config.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: The module is not a family; it lists the missing names.
+    """
     module: Any = sys.modules[type(config).__module__]
     family: Family = module
     try:  # a quick look, for every call of a model asks several times
@@ -132,26 +142,54 @@ def to_hf(config: Any) -> ConfigJson:
 
 
 def families(naming: str = "") -> dict[str, str]:
-    """{Hugging Face model type: name of the family module} for all families of the models folder that read text.
+    """The Hugging Face model types that read text, and the module of each.
 
-    naming: a model type; only of modules whose source has it, for importing all of them takes 0.1 s. UserError where
-    two families claim one model type.
+    Args:
+        naming: A model type: only modules whose source has it are imported, for importing all of them takes 0.1 s. "":
+            all.
+
+    Returns:
+        {model type: name of the family module}.
+
+    Raises:
+        UserError: Two families claim one model type.
     """
     return _claimed_in(_TEXT, naming)
 
 
 def towers(naming: str = "") -> dict[str, str]:
-    """{Hugging Face model type: name of the module} for vision towers and models with a tower; see `families`."""
+    """The Hugging Face model types of vision towers and of models with a tower, and the module of each.
+
+    Args:
+        naming: A model type: only modules whose source has it are imported. "": all.
+
+    Returns:
+        {model type: name of the module}.
+    """
     return {kind: name for package in _TOWERS for kind, name in _claimed_in((package,), naming).items()}
 
 
 def encoder_decoders(naming: str = "") -> dict[str, str]:
-    """{Hugging Face model type: name of the module} for models of an encoder and a decoder; see `families`."""
+    """The Hugging Face model types of models of an encoder and a decoder, and the module of each.
+
+    Args:
+        naming: A model type: only modules whose source has it are imported. "": all.
+
+    Returns:
+        {model type: name of the module}.
+    """
     return _claimed_in(_ENCODER_DECODERS, naming)
 
 
 def diffusion_models(naming: str = "") -> dict[str, str]:
-    """{class name in a config.json of diffusers: name of the module} for diffusion models; see `families`."""
+    """The diffusion models, by their class name in a config.json of diffusers, and the module of each.
+
+    Args:
+        naming: A class name: only modules whose source has it are imported. "": all.
+
+    Returns:
+        {class name: name of the module}.
+    """
     return _claimed_in(_DIFFUSION, naming)
 
 
@@ -208,9 +246,17 @@ def family_reading(values: Mapping[str, Any], part: str | None = None) -> Family
 
 
 def family_for(model_type: str) -> Family:
-    """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types.
+    """The family that reads checkpoints of a model type; of a type that is read with and without its tower, that of the
+    text.
 
-    Of a type that is read with and without its tower, that of the text.
+    Args:
+        model_type: The model_type of a config.json.
+
+    Returns:
+        The module.
+
+    Raises:
+        UnsupportedError: No family reads it; the error lists the supported types.
     """
     naming = str(model_type)
     if model_type not in (known := families(naming)):  # models with a tower name the family of their text as well

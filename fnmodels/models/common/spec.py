@@ -12,14 +12,22 @@ from fnmodels.tree import Tree
 
 @dataclass(frozen=True)
 class Normal:
-    """Draws from N(0, std^2)."""
+    """Draws from N(0, std^2).
+
+    Args:
+        std: The standard deviation.
+    """
 
     std: float = 0.02
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Fills with one value: 1 for norms, 0 for biases."""
+    """Fills with one value: 1 for norms, 0 for biases.
+
+    Args:
+        value: The value of all elements.
+    """
 
     value: float = 0.0
 
@@ -41,17 +49,18 @@ class Sinusoids:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter.
+    """The declaration of one parameter.
 
-    shape: sizes; a linear weight is [out, in].
-    dtype: the default dtype; initialization and loading can choose another.
-    axes: one logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
-        to mesh dimensions.
-    init: `Normal`, `Constant`, `LogUniform` or `Sinusoids`.
-    trainable: False for checkpoint state without a gradient (a router's selection bias).
-    decay: whether weight decay applies (not to norms, biases and embeddings).
-    keep_dtype: the parameter is in `dtype` at least, whatever the model is cast to or loaded in.
-    unit: elements per head along a heads axis; sharding plans shard between heads only.
+    Args:
+        shape: Sizes; a linear weight is [out, in].
+        dtype: The default dtype; initialization and loading can choose another.
+        axes: A logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
+            to mesh dimensions.
+        init: `Normal`, `Constant`, `LogUniform` or `Sinusoids`.
+        trainable: False for checkpoint state without a gradient (a router's selection bias).
+        decay: Whether weight decay applies (not to norms, biases and embeddings).
+        keep_dtype: Whether the parameter is in `dtype` at least, whatever the model is cast to or loaded in.
+        unit: Elements per head along a heads axis; sharding plans shard between heads only.
     """
 
     shape: tuple[int, ...]

@@ -127,10 +127,20 @@ def explain_kernel(
     sinks: Tensor | None = None,
     compiled: bool = False,
 ) -> tuple[str, str]:
-    """(kernel, reason): the kernel that kernel="auto" chooses for this mask and layout.
+    """The kernel that kernel="auto" chooses for a mask and layout, and why.
 
-    compiled: True for a `forward` inside torch.compile. Not for compiled blocks (compile="block"), whose kernel is
-    chosen before, in eager mode.
+    Args:
+        mask: The mask of a kind of layer.
+        layout: The document ranges of the batch; None: not known.
+        device: Of the tensors.
+        dtype: Of queries, keys and values.
+        softcap: The soft-cap of scores; None: none.
+        sinks: The heads' sinks [N]; None: none.
+        compiled: Whether `forward` runs inside torch.compile. False for compiled blocks (compile="block"), whose kernel
+            is chosen before, in eager mode.
+
+    Returns:
+        (kernel, reason).
     """
     kind = torch.device(device).type
     return _choose(mask, layout, kind, dtype, Asks(softcap is not None, sinks is not None), compiled)

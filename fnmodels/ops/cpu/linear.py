@@ -146,10 +146,13 @@ def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def explain_products() -> dict[str, str]:
-    """{kind of product: the rates measured on this machine's CPU, and which one large linear layers take}.
+    """Which kinds of products large linear layers take on this machine's CPU, and the rates by which they were chosen.
 
-    The rates are read from a file of the machine, whose name is under "file", and measured if there is none, or if the
-    machine was too busy when they were.
+    The rates are read from a file of the machine, and measured if there is none, or if the machine was too busy when
+    they were.
+
+    Returns:
+        {kind of product: the measured rates and the choice}, and the name of the file under "file".
     """
     from . import product_table
 
