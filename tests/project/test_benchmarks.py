@@ -36,7 +36,7 @@ def test_train_step(output: Output) -> None:
 
 @pytest.mark.slow
 def test_attention(output: Output) -> None:
-    out = output("attention.py", "--quick")
+    out = output("dev/attention.py", "--quick")
     for part in ("long: one row", "packed: 6 documents", "window: 512 keys", "\ncuda: "):
         assert part in out, out
 
@@ -51,7 +51,7 @@ def test_encoders(output: Output) -> None:
 @pytest.mark.slow
 def test_per_sample(output: Output) -> None:
     names = ("fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers vmap(grad)")
-    out = output("per_sample.py", "--quick", "--contenders", *names)
+    out = output("dev/per_sample.py", "--quick", "--contenders", *names)
     for name in names:
         assert f"\n{name} " in out, out
     for ours in names[:2]:  # both ratios, of wall and of CPU time
@@ -67,14 +67,14 @@ def test_moe(output: Output) -> None:
 
 @pytest.mark.slow
 def test_logprobs(output: Output) -> None:
-    out = output("logprobs.py", "--quick")
+    out = output("dev/logprobs.py", "--quick")
     assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
     assert out.count("(target 0.125), time ") == 2, out
 
 
 @pytest.mark.slow
 def test_optimizers(output: Output) -> None:
-    out = output("optimizers.py", "--quick")
+    out = output("dev/optimizers.py", "--quick")
     for name in ("torch fused", "in place", "pure", "master", "stochastic"):
         assert out.count(f"\n  {name} ") == 2, out
     assert out.count("(target 1.1)") == 2, out
@@ -82,7 +82,7 @@ def test_optimizers(output: Output) -> None:
 
 @pytest.mark.slow
 def test_curves(output: Output, tmp_path: Path) -> None:
-    out = output("curves.py", "--quick", "--out", str(tmp_path))
+    out = output("dev/curves.py", "--quick", "--out", str(tmp_path))
     assert "largest difference of the loss over 10 steps" in out and "\n| 10 | " in out, out
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "| 10 | " in (tmp_path / "curves.md").read_text() and (tmp_path / "curves.json").exists()
@@ -90,7 +90,7 @@ def test_curves(output: Output, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_save(output: Output) -> None:
-    out = output("save.py", "--size", "1", "--rounds", "1")
+    out = output("dev/save.py", "--size", "1", "--rounds", "1")
     for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):
         assert f"\n| {name} |" in out, out
 
@@ -113,7 +113,7 @@ def test_parallel(output: Output) -> None:
 
 @pytest.mark.slow
 def test_profile_step(output: Output) -> None:
-    out = output("profile_step.py", "--quick")
+    out = output("dev/profile_step.py", "--quick")
     for part in (
         "the step",
         "layers",
@@ -128,14 +128,14 @@ def test_profile_step(output: Output) -> None:
 
 @pytest.mark.slow
 def test_a_second_start_finds_what_the_first_compiled(output: Output) -> None:
-    out = output("first_step.py", "--quick", "--contenders", "fnmodels block-compiled", "--dtype", "float32")
+    out = output("dev/first_step.py", "--quick", "--contenders", "fnmodels block-compiled", "--dtype", "float32")
     first, second = (float(cell.removesuffix(" s")) for cell in out.splitlines()[-1].strip(" |").split(" | ")[1:])
     assert second < first / 2, out
 
 
 @pytest.mark.slow
 def test_data(output: Output) -> None:
-    out = output("data.py", "--quick", "--rounds", "1")
+    out = output("dev/data.py", "--quick", "--rounds", "1")
     for name in ("tokenize, our processes", "pack, documents", "pack, stream", "batches", "batches of a terabyte"):
         assert f"\n| {name} | " in out, out
 
@@ -152,26 +152,26 @@ def test_gpu(output: Output) -> None:
 
 @pytest.mark.slow
 def test_gpu_decode(output: Output) -> None:
-    out = output("gpu_decode.py", "--quick", "--device", "cpu")
+    out = output("dev/gpu_decode.py", "--quick", "--device", "cpu")
     assert out.count("\n| fnmodels |") == 2 and out.count("\n| transformers dynamic |") == 2, out
 
 
 @pytest.mark.slow
 def test_simulate(output: Output) -> None:
-    out = output("simulate.py", "--quick")
+    out = output("dev/simulate.py", "--quick")
     assert "\n| fsdp=2 | " in out and out.endswith("x |\n"), out
 
 
 @pytest.mark.slow
 def test_loss_forms(output: Output) -> None:
-    out = output("loss_forms.py", "--quick")
+    out = output("dev/loss_forms.py", "--quick")
     for name, times in {"partial": 2, "lambda": 2, "closure": 2, "own": 2, "transformers": 1}.items():
         assert out.count(f"\n| {name} | ") == times, out
 
 
 @pytest.mark.slow
 def test_load_parts(output: Output) -> None:
-    out = output("load_parts.py", "--quick")
+    out = output("dev/load_parts.py", "--quick")
     for name in ("rows", "rows, mapped", "tensor parallel", "whole", "get_slice"):
         assert f"\n| {name} | " in out, out
     assert "x the files in sum (target 1.1), met" in out, out
@@ -179,7 +179,7 @@ def test_load_parts(output: Output) -> None:
 
 @pytest.mark.slow
 def test_damaged(output: Output) -> None:
-    out = output("damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
+    out = output("dev/damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
     rows = [line.split(" | ") for line in out.splitlines()[2:]]
     assert rows[0][:3] == ["| fnmodels", "2", "2"] and rows[1][1] == "2", out
 
@@ -203,15 +203,15 @@ def test_generate(output: Output) -> None:
 
 @pytest.mark.slow
 def test_invariant(output: Output) -> None:
-    out = output("invariant.py", "--quick")
+    out = output("dev/invariant.py", "--quick")
     assert out.count("gradient of 2 rows of 16") == 2 and out.count("| step, B ") == 4, out
 
 
 @pytest.mark.slow
 def test_serve_and_grpo(output: Output) -> None:
-    out = output("serve.py", "--quick")
+    out = output("dev/serve.py", "--quick")
     assert out.count("| 1.000 |\n") == 5 and "\n| 1 | 8 | " in out, out
-    out = output("grpo.py", "--quick")
+    out = output("dev/grpo.py", "--quick")
     assert "the rewards differ by 0.0000 at most" in out, out
 
 

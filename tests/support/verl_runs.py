@@ -1,7 +1,7 @@
 """Runs programs in processes forked from one that has loaded verl, which takes seconds; compares verl_flow.py's finds.
 
     VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl OMP_NUM_THREADS=1 \\
-      .venv-verl/bin/python tests/support/verl_runs.py      prints the table of benchmarks/results/verl.md
+      .venv-verl/bin/python tests/support/verl_runs.py      prints the table of benchmarks/dev/results/verl.md
 
 With the argument "serve" it is the server: lines of JSON in, exit codes out. It never computes, for after a fork
 torch's threads hang where the parent used them.

@@ -329,7 +329,7 @@ def test_the_tinker_worker_of_verl_under_ray(run: Any) -> None:
 @with_verl
 def test_the_benchmark_runs() -> None:
     environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.integrations.verl"}
-    command = [sys.executable, str(ROOT / "benchmarks/engine.py"), "--quick", "--threads", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks/dev/engine.py"), "--quick", "--threads", "1"]
     environment |= {"PYTHONPATH": str(ROOT), "MASTER_PORT": "29533"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,7 @@
 """A corpus of damaged, malicious, borderline and unusual but valid checkpoints.
 
 Each is a small change to a good tiny checkpoint, with the error that reading it must give and words of the message; no
-error where it must load. `benchmarks/damaged.py` reads the same corpus with other libraries.
+error where it must load. `benchmarks/dev/damaged.py` reads the same corpus with other libraries.
 """
 
 from dataclasses import replace

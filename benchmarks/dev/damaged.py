@@ -1,7 +1,7 @@
 """Reads the corpus of damaged checkpoints (tests/params/checkpoint/damage) with fnmodels and with other readers.
 
-    python benchmarks/damaged.py                           about five minutes on one core
-    python benchmarks/damaged.py --only format/ --list     one group, and the outcome of each case
+    python benchmarks/dev/damaged.py                           about five minutes on one core
+    python benchmarks/dev/damaged.py --only format/ --list     one group, and the outcome of each case
 
 transformers is `AutoModelForCausalLM.from_pretrained(folder)`; huggingface_hub is `load_torch_model(model, folder,
 strict=True)` into a model of the undamaged configuration, so damage to config.json does not affect it. Each case
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import huggingface_hub
 import torch

@@ -1,8 +1,8 @@
 """Measures time and memory of token log-probabilities and entropies for a large vocabulary, chunked and dense.
 
-    python benchmarks/logprobs.py                  8,192 tokens, 131,072 words, fp32; needs about 16 GiB
-    python benchmarks/logprobs.py --quick          small sizes, one round, to check that everything runs
-    python benchmarks/logprobs.py --tokens 2048 --backward-tokens 512
+    python benchmarks/dev/logprobs.py                  8,192 tokens, 131,072 words, fp32; needs about 16 GiB
+    python benchmarks/dev/logprobs.py --quick          small sizes, one round, to check that everything runs
+    python benchmarks/dev/logprobs.py --tokens 2048 --backward-tokens 512
 
 It compares the part that differs: final norm, head, log-probability of the label and entropy, from hidden states.
 "dense" is the usual expression over all logits, which frees and reuses what it can. Forward is without gradients, as
@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,8 +1,8 @@
 """Times what stands between files and a training step: reading, tokenizing, packing, and making batches.
 
-    python benchmarks/data.py                    this machine's Python sources, as `make demo` trains on
-    python benchmarks/data.py --data FOLDER      another text
-    python benchmarks/data.py --quick            a few documents, to check that everything runs
+    python benchmarks/dev/data.py                    this machine's Python sources, as `make demo` trains on
+    python benchmarks/dev/data.py --data FOLDER      another text
+    python benchmarks/dev/data.py --quick            a few documents, to check that everything runs
 
 read       the files of the text as documents: decoded, without duplicates; beside reading their bytes alone
 tokenize   with a BPE of 4,096 words: our pool of processes beside tokenizers' own threads (encode_batch_fast), and HF

@@ -1,7 +1,7 @@
 """Times continuous batching beside transformers' static batches, and the prefill of a cache beside a forward pass.
 
-    python benchmarks/serve.py              64 requests to the 26M Llama of train_step.py, 16 at a time
-    python benchmarks/serve.py --quick      a tiny model and few requests, to check that everything runs
+    python benchmarks/dev/serve.py              64 requests to the 26M Llama of train_step.py, 16 at a time
+    python benchmarks/dev/serve.py --quick      a tiny model and few requests, to check that everything runs
 
 The lengths of prompts and answers are exponential with the means of Alpaca in vLLM's paper (arXiv 2309.06180, section
 6.1: 19.31 and 58.45 tokens; --prompt and --answer), cut off at six times the mean; all answers are greedy.
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from contenders import transformers_llama
 from generate import QUICK, SIZES, configs

@@ -1,7 +1,7 @@
 """Times what kernel="invariant" costs: a gradient of rows of 512 tokens, and a step of decoding.
 
-    python benchmarks/invariant.py              the 26M Llama of train_step.py, fp32 and bf16
-    python benchmarks/invariant.py --quick      a tiny model and one round, to check that everything runs
+    python benchmarks/dev/invariant.py              the 26M Llama of train_step.py, fp32 and bf16
+    python benchmarks/dev/invariant.py --quick      a tiny model and one round, to check that everything runs
 
 A gradient is forward, loss and backward of 4 rows; a step of decoding is `decode_` on rows with 128 and 1,024 cached
 tokens, with packed weights in fp32. The ordinary kernel is "auto". Both take turns.
@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from decoders import Start, ours
 from generate import QUICK, SIZES, configs, turn

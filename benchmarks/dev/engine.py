@@ -1,7 +1,7 @@
 """Measures time and memory of this engine and of verl's FSDP2 engine, both driven by verl's TrainingWorker.
 
-    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl .venv-verl/bin/python benchmarks/engine.py
-    ... benchmarks/engine.py --quick          small sizes, one round, to check that everything runs
+    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=train.integrations.verl .venv-verl/bin/python benchmarks/dev/engine.py
+    ... benchmarks/dev/engine.py --quick          small sizes, one round, to check that everything runs
 
 A Llama of 27M parameters (fp32, 2 threads, one process) scores and trains on 8 packed sequences. Both engines get the
 same batches in turn; nothing is timed before log-probabilities are within 5e-6 and losses within 5e-6 of each other.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from turns import give_back_memory, take_turns
 
@@ -35,7 +36,7 @@ SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embe
 
 def flow_of(quick: bool) -> Any:
     """tests/support/verl_flow.py with the sizes of this benchmark; verl installs a package `tests` of its own."""
-    path = Path(__file__).parents[1] / "tests/support/verl_flow.py"
+    path = Path(__file__).parents[2] / "tests/support/verl_flow.py"
     spec = importlib.util.spec_from_file_location("verl_flow", path)
     assert spec is not None and spec.loader is not None
     flow = importlib.util.module_from_spec(spec)

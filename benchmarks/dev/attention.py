@@ -1,7 +1,7 @@
 """Times attention with structured masks: packed documents, sliding windows, very long rows.
 
-    python benchmarks/attention.py             all parts
-    python benchmarks/attention.py --quick     a tiny model and one round, to check that everything runs
+    python benchmarks/dev/attention.py             all parts
+    python benchmarks/dev/attention.py --quick     a tiny model and one round, to check that everything runs
 
 packed   forward and backward of the 26M Llama of train_step.py on 6 documents in one row of 4,096 tokens: fnmodels with
          a layout against transformers' own form of packing (positions that restart, no mask, no cache, SDPA).

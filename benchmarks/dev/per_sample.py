@@ -1,8 +1,8 @@
 """Times per-sample gradients of one 26M-parameter Llama, batch 8, 128 tokens, fp32.
 
-    python benchmarks/per_sample.py                      five rounds of every contender
-    python benchmarks/per_sample.py --quick              a tiny model and one round, to check that everything runs
-    python benchmarks/per_sample.py --threads 1 --contenders "fnmodels fresh" "fnmodels batch"
+    python benchmarks/dev/per_sample.py                      five rounds of every contender
+    python benchmarks/dev/per_sample.py --quick              a tiny model and one round, to check that everything runs
+    python benchmarks/dev/per_sample.py --threads 1 --contenders "fnmodels fresh" "fnmodels batch"
 
 A result is one gradient per row of the batch for every parameter, [8, *shape]: 832 MB. All contenders start from the
 same weights and must first agree with each other. They then take turns in one process, A B C, A B C, ..., so that a

@@ -1,7 +1,7 @@
 """Times GRPO of examples/grpo.py with a cache in its rollouts beside rollouts that compute each prefix anew.
 
-    python benchmarks/grpo.py              30 updates of one seed each
-    python benchmarks/grpo.py --quick      an untrained policy and one update, to check that everything runs
+    python benchmarks/dev/grpo.py              30 updates of one seed each
+    python benchmarks/dev/grpo.py --quick      an untrained policy and one update, to check that everything runs
 
 Both draw with the noise of (seed, row, step), so that they have the same answers and the same curve of rewards.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from turns import give_back_memory
 
@@ -28,7 +29,7 @@ from train.generation.sampling import sample_state, sample_step
 
 
 def example() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "grpo.py"
+    path = Path(__file__).parents[2] / "examples" / "grpo.py"
     spec = importlib.util.spec_from_file_location("grpo_example", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

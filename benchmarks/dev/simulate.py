@@ -1,7 +1,7 @@
 """Compares the step time of `train.simulate` with real steps on meshes of processes on this CPU.
 
-    python benchmarks/simulate.py                      the 26M Llama of train_step.py, over the meshes below
-    python benchmarks/simulate.py --quick              a tiny model, one mesh of two processes, to check that it runs
+    python benchmarks/dev/simulate.py                  the 26M Llama of train_step.py, over the meshes below
+    python benchmarks/dev/simulate.py --quick          a tiny model, one mesh of two processes, to check that it runs
 
 The machine is measured in all processes at once, as they share the memory's bandwidth: products, attention, elementwise
 operations, the cost of an operation, and a link by all-gathers of two sizes. Nothing else is fitted. Processes that are
@@ -17,6 +17,7 @@ import statistics
 import time
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import our_batch, our_llama

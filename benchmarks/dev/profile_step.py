@@ -1,8 +1,8 @@
 """Where the time of a training step goes, and the bound of each part on this machine.
 
-    python benchmarks/profile_step.py                            26M, 100M, one block of 1B proportions; fp32 and bf16
-    python benchmarks/profile_step.py --sizes 26M --compile block
-    python benchmarks/profile_step.py --quick                    a tiny model, one round, to check that it runs
+    python benchmarks/dev/profile_step.py                       26M, 100M, one block of 1B proportions; fp32 and bf16
+    python benchmarks/dev/profile_step.py --sizes 26M --compile block
+    python benchmarks/dev/profile_step.py --quick               a tiny model, one round, to check that it runs
 
 Each part runs alone, forward and backward, on tensors of the step's shapes; the parts take turns, and the medians are
 reported. The rest is the median of what remains in each turn. Threads that wait for each other spin, so that a step

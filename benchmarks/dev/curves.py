@@ -1,8 +1,8 @@
 """Trains the 26M-parameter Llama for 100 steps here and in a plain transformers loop: the loss curves must be equal.
 
-    python benchmarks/curves.py                              fp32, 4 rows of 512 tokens a step; writes results/curves.*
-    python benchmarks/curves.py --quick                      a tiny model and 10 steps, writes nothing
-    python benchmarks/curves.py --layers 2 --dim 128 --ffn 352 --heads 2 --kv-heads 1 --sequence 128 --out somewhere
+    python benchmarks/dev/curves.py                         fp32, 4 rows of 512 tokens a step; writes results/curves.*
+    python benchmarks/dev/curves.py --quick                 a tiny model and 10 steps, writes nothing
+    python benchmarks/dev/curves.py --layers 2 --dim 128 --ffn 352 --heads 2 --kv-heads 1 --sequence 128 --out somewhere
 
 Both start from the same weights and take the same rows in the same order. The transformers loop is what its users
 write: the model's own loss, backward, clip_grad_norm_, torch's fused AdamW with a warmup by LambdaLR. Ours is

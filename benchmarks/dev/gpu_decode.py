@@ -1,7 +1,7 @@
 """Times steps of decoding in bf16 on one GPU: launches one by one, compiled, and as a CUDA graph.
 
-    python benchmarks/gpu_decode.py                          Llamas of 26M, 1B and 8B proportions, B 1 and 32
-    python benchmarks/gpu_decode.py --quick --device cpu     tiny models on a CPU, without graphs, to check that it runs
+    python benchmarks/dev/gpu_decode.py                     Llamas of 26M, 1B and 8B proportions, B 1 and 32
+    python benchmarks/dev/gpu_decode.py --quick --device cputiny models on a CPU, without graphs, to check that it runs
 
 fnmodels             `decode_` on a cache of fixed size, `compiled_step`, `captured_step`
 transformers         its own forward with a DynamicCache, and with a StaticCache compiled in the mode "reduce-overhead",
@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from decoders import Decoder, Start, ours, transformers
 from gpu import SIZES, config_of, timed, waits

@@ -1,8 +1,8 @@
 """Measures how several processes of one machine read a checkpoint, each keeping its shard.
 
-    python benchmarks/load_parts.py                      2 GB of bf16 in five files, four processes, three rounds
-    python benchmarks/load_parts.py --checkpoint DIR     an existing checkpoint
-    python benchmarks/load_parts.py --quick              2 MB, two processes, to check that everything runs
+    python benchmarks/dev/load_parts.py                      2 GB of bf16 in five files, four processes, three rounds
+    python benchmarks/dev/load_parts.py --checkpoint DIR     an existing checkpoint
+    python benchmarks/dev/load_parts.py --quick              2 MB, two processes, to check that everything runs
 
 Contenders take turns within a round, and in starting it; all processes start each one together. The report has medians
 over rounds: the time of the slowest process, CPU time of all, bytes requested by all (pieces read, ranges of mapped
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import memory, reset_peak

@@ -1,8 +1,8 @@
 """Times a training step on packed rows with one loss in several forms, in one process and over a mesh.
 
-    python benchmarks/loss_forms.py                     the 26M Llama of train_step.py, one process and fsdp=2
-    python benchmarks/loss_forms.py --forms partial lambda --worlds 2
-    python benchmarks/loss_forms.py --quick             a tiny model, one round, to check that everything runs
+    python benchmarks/dev/loss_forms.py                     the 26M Llama of train_step.py, one process and fsdp=2
+    python benchmarks/dev/loss_forms.py --forms partial lambda --worlds 2
+    python benchmarks/dev/loss_forms.py --quick             a tiny model, one round, to check that everything runs
 
 A row has 2,048 tokens in five documents; a mesh of n processes takes n such rows. All contenders start from the same
 weights, take turns within a round and in starting it, and must agree on the losses of the first two steps. The report
@@ -24,6 +24,7 @@ import platform
 import statistics
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Times the first step of compiled models in new processes: with an empty disk cache of Inductor, and a second start.
 
-    python benchmarks/first_step.py
-    python benchmarks/first_step.py --quick --contenders "fnmodels block-compiled"
+    python benchmarks/dev/first_step.py
+    python benchmarks/dev/first_step.py --quick --contenders "fnmodels block-compiled"
 
 The model is the 26M Llama of train_step.py, on rows of 512 tokens. A first step traces, compiles and runs; the second
 start finds what the first left on the disk. Each start is a process of its own; imports are not counted.
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import above  # noqa: F401
 import numpy as np
 from train_step import CONFIG, CONTENDERS, QUICK, draw, launch
 

@@ -1,10 +1,10 @@
 """Times training steps with each path of `fnmodels/ops/cpu` and without it: what a path earns of a whole step.
 
-    python benchmarks/cpu_paths.py                                   every model, fp32 and bf16
-    python benchmarks/cpu_paths.py --models llama --dtypes float32
-    python benchmarks/cpu_paths.py --compiled                        block-compiled steps, and compiled decoding steps
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/cpu_paths.py     as on a CPU with AVX2 alone
-    python benchmarks/cpu_paths.py --quick                           tiny models, to check that everything runs
+    python benchmarks/dev/cpu_paths.py                                every model, fp32 and bf16
+    python benchmarks/dev/cpu_paths.py --models llama --dtypes float32
+    python benchmarks/dev/cpu_paths.py --compiled                     block-compiled steps, and compiled decoding steps
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/dev/cpu_paths.py  as on a CPU with AVX2 alone
+    python benchmarks/dev/cpu_paths.py --quick                           tiny models, to check that everything runs
 
 The step as it is and those without one path take turns in one process. A figure is the median of the CPU time of a
 step without the path over that of the step as it is, less 1: the path earns so much.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import above  # noqa: F401
 import moe
 import recurrent_step
 import torch

@@ -1,8 +1,8 @@
 """Times one optimizer step over 100M parameters against torch's fused AdamW.
 
-    python benchmarks/optimizers.py                 fp32, then bf16
-    python benchmarks/optimizers.py --quick         a small model and one round, to check that everything runs
-    python benchmarks/optimizers.py --dtype float32 --contenders "in place"
+    python benchmarks/dev/optimizers.py                 fp32, then bf16
+    python benchmarks/dev/optimizers.py --quick         a small model and one round, to check that everything runs
+    python benchmarks/dev/optimizers.py --dtype float32 --contenders "in place"
 
 All update copies of the same Llama with the same gradients, and must agree before anything is timed. Contenders take
 turns and keep the memory that they free, as `python -m train` does; the report has medians of wall and of CPU time.
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from torch import Tensor
 from turns import take_turns

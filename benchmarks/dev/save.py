@@ -1,8 +1,8 @@
 """Times saving: how long a background save delays a step, how long a full save takes, and how long its hash takes.
 
-    python benchmarks/save.py                   400 MB, five rounds
-    python benchmarks/save.py --size 4000       MB
-    python benchmarks/save.py --rounds 1 --size 4
+    python benchmarks/dev/save.py                   400 MB, five rounds
+    python benchmarks/dev/save.py --size 4000       MB
+    python benchmarks/dev/save.py --rounds 1 --size 4
 
 All take turns within a round, so that a slow minute of the machine hits all of them; the report has medians and the
 best. "plain copy" is the shortest possible delay of a step by a background save: one copy of the state into allocated
