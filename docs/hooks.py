@@ -35,4 +35,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         )
     for address, name in PAGES.items():
         markdown = re.sub(rf"\]\((\.\./)?{name}", f"]({address}", markdown)
+    markdown = re.sub(r"\[[^]]+\]\(\.\./(benchmarks/[\w/]+\.md)\)", r"`\1`", markdown)  # no pages of the site
     return markdown.replace("](../examples/", "](examples/")

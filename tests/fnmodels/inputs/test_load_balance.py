@@ -183,7 +183,7 @@ def test_what_is_no_permutation_is_refused(order, sentence):
 
 
 # Measured for the docs, on training rows: load of the busiest rank over the mean load.
-DOCS = Path(__file__).parents[3] / "docs" / "tensor-contract.md"
+DOCS = Path(__file__).parents[3] / "docs" / "positions-and-masks.md"
 MEASURED = {
     "causal, 8,192 tokens": ([8192], fnmodels.inputs.Causal()),
     "packed, 8,192 tokens in 8 documents": ([3500, 120, 900, 40, 2000, 700, 300, 632], fnmodels.inputs.Causal()),

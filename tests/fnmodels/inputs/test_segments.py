@@ -19,7 +19,7 @@ from fnmodels.inputs.segments import (
     text_order,
 )
 
-CONTRACT = Path(__file__).parents[3] / "docs" / "tensor-contract.md"
+CONTRACT = Path(__file__).parents[3] / "docs" / "positions-and-masks.md"
 LENGTHS = [  # lengths, S, segment ids
     ([3, 4, 4], 11, [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
     ([1, 1], None, [1, 2]),
