@@ -38,7 +38,7 @@ REPLACED = {
     r"\b(?:told|tells|asks|asked|(?:is|are|was|were) said)\b": "the flag or the argument",
     r"\b(?:somebody|someone|anybody|nobody|whoever)\b": "the caller",
     r"\bwhole (?:batch|leaf|leaves|matrix|model|parameters?|rows?|stack|tensors?|tree|vectors?)\b": "full or global",
-    r"\b(?:each|its|our|this|your) parts? of (?:a|each|its|the) (?:batch|leaf|parameter|plan|tensor)s?\b": "shard or local",
+    r"\b(?:each|its|this|your) parts? of (?:a|each|the) (?:batch|leaf|parameter|plan|tensor)s?\b": "shard or local",
 }
 PLANTED = {
     "a Xeon takes 2 s": MACHINE,
