@@ -163,7 +163,8 @@ def run(arguments: argparse.Namespace, program: Program, defaults: RunSettings, 
 
 
 def train(program: Program, defaults: RunSettings, argv: Sequence[str] | None = None) -> int:
-    """Runs a program. Returns the exit code: 0, 2 for a user error, 4 for a diverged run, 130 when stopped."""
+    """Runs a program. Returns the exit code: 0, 2 for a user error, 4 for a diverged run, 5 after --stop-after-bad,
+    130 when stopped."""
     bound_product_caches()
     keep_freed_memory()
     argv = sys.argv[1:] if argv is None else argv

@@ -11,6 +11,7 @@ from fnmodels.errors import UserError
 from params.command_line import Parser, program_name, sentence, suggestion, terminal_text
 
 __all__ = [
+    "BAD_STEPS",
     "DIVERGED",
     "NEEDS",
     "NEEDS_OF_RUN",
@@ -25,6 +26,7 @@ __all__ = [
     "terminal_text",
 ]
 
+BAD_STEPS = 5  # exit code of a run that --stop-after-bad ended
 DIVERGED = 4  # exit code of a run whose last steps are not finite
 # {command that trains: its module}
 RUNS = {"fnmodels-train": "train", "fnmodels-documents": "train.commands.documents", "fnmodels-flow": "train.flow"}

@@ -4,5 +4,6 @@ scoring       log-probabilities of continuations      generate   samples a conti
 text_ids      texts as ids: contexts, continuations, windows
 perplexity    loss, perplexity and bits per byte of texts      command    python -m train.eval
 harness       a checkpoint as a model of EleutherAI's evaluation harness (extra `eval`)
+early_stopping  ends a run whose held-out loss has stopped falling (`--on-step`)
 pretrained    the tokenizer and end-of-text id of a checkpoint folder
 """

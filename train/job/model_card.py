@@ -16,6 +16,7 @@ from params.checkpoint.hub import name_of_snapshot
 from . import run_folder
 from .settings import fixed_settings
 from .task import Card, Json, Task
+from .watch.trouble import NAMES
 
 # Front matter is YAML, of which JSON is a subset.
 _CARD = """\
@@ -61,7 +62,8 @@ from params.checkpoint.hub import name_of_snapshot
 def write(task: Task, step: int, summary: Json | None) -> None:
     """Writes the card of the run after `step` steps. summary: that of summary.json, once the run is complete."""
     settings, card, spec = task.settings, task.card(step, summary), task.blueprint.spec_of_weights
-    results = card.results or {"held-out loss": f"the run is at step {step}; the last one measures it"}
+    results = dict(card.results) or {"held-out loss": f"the run is at step {step}; the last one measures it"}
+    results |= {NAMES[name]: str(count) for name, count in ((summary or {}).get("trouble") or {}).items() if count}
     text = _CARD.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in _front(task, card).items()),
         title=name_of(str(task.path.resolve())),

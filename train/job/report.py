@@ -11,7 +11,8 @@ import torch
 
 from fnmodels import tree
 from fnmodels.files import write_text
-from train.command_line import sentence, terminal_text
+from train.checkpoint import saved_steps
+from train.command_line import BAD_STEPS, sentence, terminal_text
 
 from . import run_folder
 from .blueprint import Blueprint
@@ -68,6 +69,18 @@ def mfu(peak_flops: float | None, flops_per_token: float) -> None:
         print(f"MFU: tokens per second x {flops} / {peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
     elif torch.cuda.is_available():
         print(f"MFU: not computed: give the device's peak with --peak-flops ({flops})")
+
+
+def stopped_after_bad(path: Path, step: int, bad: int) -> int:
+    """Says that bad steps ended the run, and returns its exit code."""
+    saved = saved_steps.steps(path / run_folder.STEPS)
+    what = f"--resume goes on from the save of step {saved[-1]}" if saved else "nothing was saved before them"
+    print(
+        f"The run has ended at step {step}, as its last {bad} steps were bad ones; {what}, and a lower --learning-rate "
+        "in a new --run may keep it finite.",
+        file=sys.stderr,
+    )
+    return BAD_STEPS
 
 
 def result(summary: dict[str, Any], path: Path) -> None:

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +28,44 @@ from .flops import peak_memory
 from .mesh_flags import resolve_mesh
 from .profile import profiled
 from .progress import progress
-from .saving import Position, save_shards, save_state, write_checkpoints
+from .rewind import returned
+from .saving import Position, position_of, save_now, save_shards, save_state, write_checkpoints
 from .settings import RunSettings, fixed_settings
 from .task import Json, Task, TaskModule
 from .trackers import tracked_by
 from .trackers import trackers as open_trackers
+from .watch.callback import callback
+from .watch.trouble import Trouble
+from .watch.watch import Watch
+
+
+@dataclass(frozen=True)
+class History:
+    """The rows of metrics.jsonl and speed.jsonl up to the last step."""
+
+    rows: list[metrics_log.Row]
+    costs: list[metrics_log.Row]
+
+    @classmethod
+    def of(cls, path: Path, position: Position) -> "History":
+        """What the run folder has up to `position`; later rows and samples are removed from its files."""
+        rows = metrics_log.truncate_after(path / run_folder.METRICS, position.step)
+        costs = metrics_log.truncate_after(path / run_folder.SPEED, position.step, needed=False)
+        metrics_log.truncate_after(path / run_folder.SAMPLES, position.step, needed=False)
+        return cls(rows, costs)
+
+    def append(self, row: metrics_log.Row, cost: metrics_log.Row) -> None:
+        self.rows.append(row)
+        self.costs.append(cost)
+
+
+@dataclass(frozen=True)
+class End:
+    """Where and why the loop ended. bad: upon so many bad steps, 0: not upon them; reason: of --on-step, None: none."""
+
+    position: Position
+    bad: int = 0
+    reason: str | None = None
 
 
 def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int:
@@ -57,8 +90,8 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
             print(f"not tracked from here on: give --track {tracked} again to continue there")
         mesh_setup = resolve_mesh(options.mesh, settings, **options.mesh_flags)
         summary = run_folder.read_json(options.run / run_folder.SUMMARY) if saved else None
-        if summary is not None and saved is not None and saved.step == settings.steps and tasks.is_complete(summary):
-            print(f"the run is finished: {settings.steps} steps")
+        if summary is not None and saved is not None and _is_last(saved.step, summary, settings, tasks):
+            print(f"the run is finished: {saved.step} steps")
             tasks.report_result(summary, options.run)
             return exit_code(options.run, summary)
         tasks.preflight(settings, None if saved else mesh_setup)
@@ -71,6 +104,12 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
         return train_and_summarize(options.program, task, tasks, saved, Controller(config, fresh=saved is None))
 
 
+def _is_last(step: int, summary: Json, settings: RunSettings, tasks: TaskModule) -> bool:
+    """Whether the run ended at this step: its last one, or that at which --on-step ended it."""
+    last = summary.get("steps") if settings.on_step and "ended_by" in summary else settings.steps
+    return step == last and tasks.is_complete(summary)
+
+
 def exit_code(run: Path, summary: Json) -> int:
     """The exit code of a complete run: 0, or that of a diverged one."""
     rows = metrics_log.read_rows(run / run_folder.METRICS)
@@ -81,28 +120,42 @@ def train_and_summarize(
     program: str, task: Task, tasks: TaskModule, saved: Checkpoint | None, controller: Controller
 ) -> int:
     """Trains from the saved step to the end and evaluates, or saves and stops on a signal; returns the exit code."""
-    position = Position(saved.step, saved.progress.get("tokens", 0)) if saved else Position(step=0, tokens=0)
+    settings, position = task.settings, position_of(saved)
     if saved:
         controller.do("load", saved)
         saved_steps.set_aside(task.path / run_folder.STEPS, after=saved.step)
         # a kill may have come after the step was saved and before this
         write_checkpoints(task, partial(controller.do, "gather_checkpoint"))
-        print(f"resuming at step {position.step} of {task.settings.steps}")
-    rows = metrics_log.truncate_after(task.path / run_folder.METRICS, position.step)
-    costs = metrics_log.truncate_after(task.path / run_folder.SPEED, position.step, needed=False)
-    metrics_log.truncate_after(task.path / run_folder.SAMPLES, position.step, needed=False)
-    metrics_log.warn_at_resume(rows)
-    train_steps(task, rows, costs, position, controller)
-    stopped = int(controller.state.step)
-    if stopped < task.settings.steps:
-        task.draw(rows, costs, None)
-        resume = f"{program} --run {shlex.quote(str(task.path))} --resume"
-        print(f"stopped at step {stopped} of {task.settings.steps}, saved; resume with: {resume}")
+        print(f"resuming at step {position.step} of {settings.steps}")
+    elif settings.on_divergence is not None:
+        save_now(task, controller, position)  # what a return before the first save returns to
+    history = History.of(task.path, position)
+    metrics_log.warn_at_resume(history.rows)
+    while (end := train_steps(task, history, position, controller)).bad:
+        back = settings.on_divergence and returned(task, controller, end.position, end.bad)
+        if not back:
+            task.draw(history.rows, history.costs, None)
+            return report.stopped_after_bad(task.path, end.position.step, end.bad)
+        position, history = back, History.of(task.path, back)
+    resume = f"{program} --run {shlex.quote(str(task.path))} --resume"
+    return finished(task, tasks, history, end, controller, resume)
+
+
+def finished(task: Task, tasks: TaskModule, history: History, end: End, controller: Controller, resume: str) -> int:
+    """Evaluates and summarizes a run at its end, or says how one that was stopped goes on; returns the exit code."""
+    step, settings = end.position.step, task.settings
+    if step < settings.steps and end.reason is None:
+        task.draw(history.rows, history.costs, None)
+        print(f"stopped at step {step} of {settings.steps}, saved; resume with: {resume}")
         return 130
     summary = task.finish(task.evaluated(partial(controller.do, "loss"), full=True), weights_of(controller))
-    task.draw(rows, costs, summary)
+    summary["trouble"] = Trouble(history.rows).counts | {"rewinds": end.position.rewinds}
+    if end.reason is not None:
+        print(f"ended at step {step} of {settings.steps} by --on-step: {terminal_text(end.reason)}")
+        summary |= {"steps": step, "ended_by": end.reason}
+    task.draw(history.rows, history.costs, summary)
     run_folder.write_json(task.path / run_folder.SUMMARY, summary)
-    model_card.write(task, stopped, summary)
+    model_card.write(task, step, summary)
     tasks.report_result(summary, task.path)
     return exit_code(task.path, summary)
 
@@ -112,13 +165,13 @@ def weights_of(controller: Controller) -> Callable[[], Tree]:
     return partial(controller.do, "gather_weights")
 
 
-def train_steps(
-    task: Task, rows: list[metrics_log.Row], costs: list[metrics_log.Row], position: Position, controller: Controller
-) -> None:
-    """The training loop. Appends logged rows to `rows` and `costs`; returns at the end or, after saving, on a stop."""
+def train_steps(task: Task, history: History, position: Position, controller: Controller) -> End:
+    """The training loop. Appends what it logs to `history`; a run that a signal stops is saved before it returns."""
     settings, total, first, tokens = task.settings, task.settings.steps, position.step, position.tokens
     evaluate_every, speed = settings.eval_every or max(1, total // 10), 0.0
     tracking: Json = {"track": settings.track, "settings": fixed_settings(settings)}
+    watch, on_step = Watch.of(settings, history.rows), callback(settings, history.rows)
+    end = End(position)
     with (
         closing(metrics_log.MetricsLog(task.path, open_trackers(task.path, after=first, **tracking))) as log,
         progress(total, first) as show,
@@ -130,35 +183,40 @@ def train_steps(
             if saver:
                 saver.check()
             began = time.perf_counter()
-            batch = task.batch(index)
+            batch = task.batch(index + position.skipped)
             state, measured = controller.do("step", batch)
             tokens += int(measured["count"])  # waits for the step
             real_tokens = int((batch["segment_ids"] > 0).sum())
             cost = speed_row(task, index + 1, real_tokens, time.perf_counter() - began)
             done()
-            row: metrics_log.Row = {"step": index + 1} | task.row(index + 1, tokens, measured)
+            row: metrics_log.Row = {"step": index + 1}
+            row |= task.row(index + 1 + position.skipped, tokens, measured)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
                 row |= task.evaluated(partial(controller.do, "loss"), full=False)
             log.write(row, cost)
-            rows.append(row)
-            costs.append(cost)
+            history.append(row, cost)
             show(index + 1, row["loss"], row["lr"], speed)
+            watch.look(row, controller)
             if task.sample_every and (index + 1) % task.sample_every == 0:
                 sample = task.sample(weights_of(controller))
                 log.sample(index + 1, sample)
                 print(f"step {index + 1} says: {terminal_text(sample)}", flush=True)
-            stopping = stop_requested()
-            if (index + 1) % settings.save_every == 0 or index + 1 == total or stopping:
+            end = End(replace(position, step=index + 1, tokens=tokens), watch.ends, on_step(state, row))
+            if end.bad:
+                break
+            stopping = stop_requested() or end.reason is not None
+            due = (index + 1) % settings.save_every == 0 and not watch.defers_saves
+            if due or index + 1 == total or stopping:
                 log.sync()
-                current = Position(index + 1, tokens)
                 if saver:
-                    saver.save(task.blueprint.state_to_save(state), current)
+                    saver.save(task.blueprint.state_to_save(state), end.position)
                 else:
-                    save_shards(task, controller, current)
+                    save_shards(task, controller, end.position)
             if stopping:
                 break
+    return end
 
 
 def speed_row(task: Task, step: int, tokens: int, seconds: float) -> metrics_log.Row:

@@ -7,6 +7,7 @@ from functools import partial
 from fnmodels.files import check_folder
 from fnmodels.tree import Tree
 from train.checkpoint import saved_steps
+from train.checkpoint.saved_steps import Checkpoint
 from train.state import State
 
 from . import model_card, run_folder
@@ -21,11 +22,22 @@ class Position:
 
     step: int
     tokens: int
+    skipped: int = 0  # batches that were passed over at returns to a save (train.job.rewind)
+    rewinds: int = 0  # such returns
 
 
 def progress_of(task: Task, position: Position) -> Json:
     """What is saved beside the state."""
-    return {"tokens": position.tokens, "run": task.identity}
+    returns = {"skipped": position.skipped, "rewinds": position.rewinds} if position.rewinds else {}
+    return {"tokens": position.tokens, "run": task.identity} | returns
+
+
+def position_of(saved: Checkpoint | None) -> Position:
+    """The position that a saved step records; that of step 0 without a save."""
+    if saved is None:
+        return Position(step=0, tokens=0)
+    numbers = {name: saved.progress.get(name, 0) for name in ("tokens", "skipped", "rewinds")}
+    return Position(saved.step, **{name: value if type(value) is int else 0 for name, value in numbers.items()})
 
 
 def save_state(task: Task, state: State, position: Position) -> None:
@@ -46,6 +58,14 @@ def save_shards(task: Task, controller: Controller, position: Position) -> None:
     controller.do("save", steps, position.step, progress_of(task, position), task.settings.keep)
     write_checkpoints(task, partial(controller.do, "gather_checkpoint"))
     model_card.write(task, position.step, None)
+
+
+def save_now(task: Task, controller: Controller, position: Position) -> None:
+    """Saves the run's state, of one process or a mesh."""
+    if controller.several:
+        save_shards(task, controller, position)
+    else:
+        save_state(task, task.blueprint.state_to_save(controller.state), position)
 
 
 def write_checkpoints(task: Task, params: Callable[[bool], Tree]) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from fnmodels.errors import UserError
 from train.comm.torchrun import STORE, rank_and_world_size
-from train.command_line import DIVERGED, main_job
+from train.command_line import BAD_STEPS, DIVERGED, main_job
 
 from .launch import PEER_LOST
 from .signals import STOP, counted_requests
@@ -56,7 +56,7 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
     code = started[failed].exitcode
     assert code is not None
     if code >= 0:
-        return code if code in (130, DIVERGED) else 2  # the process has printed the reason
+        return code if code in (130, DIVERGED, BAD_STEPS) else 2  # the process has printed the reason
     if requests():
         raise KeyboardInterrupt
     name = signal.Signals(-code).name

@@ -33,6 +33,7 @@ from train.step import make_eval_step, make_step
 from train.update import StepFunction
 
 from .launch import set_timeout
+from .pace import seconds_of_ranks
 
 _NOTHING = {"labels": IGNORE, "segment_ids": 0, "image_ids": 0}  # what rows of padding hold
 
@@ -108,6 +109,10 @@ class Worker:
     def step(self, batch: Entries) -> tuple[State, Metrics]:
         self.state, metrics = self.programs.step(self.state, batch)
         return self.state, metrics
+
+    def seconds_of_ranks(self) -> list[float]:
+        """The time of a small piece of work on each rank."""
+        return seconds_of_ranks()
 
     def loss(self, batch: Entries) -> tuple[Tensor, Tensor]:
         """(sum, count) of the loss of a batch with any number of rows, with the evaluated parameters."""

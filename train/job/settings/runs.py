@@ -12,6 +12,7 @@ from .types import (
     FILE,
     FRACTION,
     FRACTION_BELOW_1,
+    IMPORT,
     NAMES,
     NUMBER,
     POSITIVE,
@@ -107,6 +108,25 @@ class RunSettings:
         None,
         choice("bfloat16", "float32"),
         "compute dtype; weights and gradients are float32; default: the fastest on this machine",
+    )
+    stop_after_bad: int | None = training(
+        None,
+        integer(1),
+        "end with exit code 5 after this many bad steps in a row: their gradients are not finite, or the loss has "
+        "jumped",
+        changeable=True,
+    )
+    on_divergence: str | None = training(
+        None,
+        choice("rewind"),
+        "after --stop-after-bad steps (default 5) go back to the last good save, and on from there with other batches, "
+        "three times at most",
+    )
+    on_step: str | None = training(
+        None,
+        IMPORT,
+        "your own f(state, metrics), called after each step; a result that is true ends the run, such as "
+        "train.eval.early_stopping:on_step",
     )
     eval_every: int | None = logging(
         None,

@@ -1,0 +1,7 @@
+"""What a run notices about itself while it trains.
+
+trouble       updates that are skipped, jumps of the loss, a loss that does not decrease
+slow_ranks    processes that compute slower than the others
+watch         prints them, and says when the run must end
+callback      the user's own function of each step
+"""
