@@ -68,7 +68,8 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    for folder in ("decoder", "encoder", "encoder_decoder", "vision", "vision_language", "audio_language", "diffusion"):
+    texts, others = ("decoder", "encoder", "encoder_decoder"), ("vision", "vision_language", "audio", "audio_language")
+    for folder in (*texts, *others, "diffusion"):
         spec = find_spec(f"fnmodels.models.{folder}.{name}")
         if spec is not None and spec.submodule_search_locations is None:  # a file, not the folder "common"
             return import_module(f"fnmodels.models.{folder}.{name}")

@@ -23,6 +23,7 @@ from .noise import noise_keys
 from .order import Segments
 from .rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from .segments import segments_from_eos, segments_from_positions, text_order
+from .waves import unit_variance, wave_rows
 
 __all__ = [
     "BidirectionalWindow",
@@ -49,4 +50,6 @@ __all__ = [
     "to_block_mask",
     "to_cu_seqlens",
     "to_dense",
+    "unit_variance",
+    "wave_rows",
 ]

@@ -200,7 +200,7 @@ def drop_optional(
         names = {
             name
             for parameter in parameters
-            if parameter.path.startswith(f"{part}.")
+            if f"{parameter.path}.".startswith(f"{part}.")
             for name in disk_names(parameter.stored)
         }
         if part in drop or not any(name in found for name in names):

@@ -4,6 +4,7 @@ next_token      the language-model loss           multi_token   multi-token pred
 distillation    KL divergence from a teacher      policy        DPO and policy gradients, on log-probabilities
 logprobs        log-probability and entropy of each token
 pairs           targets of a model of an encoder and a decoder, given their sources
+ctc             what clips of sound say, and greedy decoding of it
 flow_matching   rectified flow with diffusion models
 documents       classification, answers and contrastive pairs of packed documents
 moe_balance     load-balancing losses of routers, and updates of selection biases
@@ -13,6 +14,7 @@ values          values of a critic, rewards of pairs
 vocab_parallel  embedding, logits and cross entropy over a vocabulary sharded by tensor parallelism
 """
 
+from .ctc import ctc_greedy, ctc_loss
 from .distillation import distillation_loss, token_divergence
 from .documents import answer_loss, token_classification_loss
 from .flow_matching import flow_noise
@@ -31,6 +33,8 @@ __all__ = [
     "advantages",
     "answer_loss",
     "balance_loss",
+    "ctc_greedy",
+    "ctc_loss",
     "distillation_loss",
     "document_sums",
     "flow_noise",

@@ -22,7 +22,12 @@ from fnmodels.tree import contains
 from .family import DecoderConfig, Family, function_of, model_types, traits_of
 
 _TEXT = ("fnmodels.models.decoder", "fnmodels.models.encoder")
-_TOWERS = ("fnmodels.models.vision", "fnmodels.models.vision_language", "fnmodels.models.audio_language")
+_TOWERS = (
+    "fnmodels.models.vision",
+    "fnmodels.models.vision_language",
+    "fnmodels.models.audio",
+    "fnmodels.models.audio_language",
+)
 _ENCODER_DECODERS = ("fnmodels.models.encoder_decoder",)
 _DIFFUSION = ("fnmodels.models.diffusion",)
 

@@ -43,7 +43,7 @@ def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Ten
 
 
 class Bias(Protocol):
-    """What a kernel adds to scores: `RelativeBias`, or `disentangled.DisentangledBias`.
+    """What a kernel adds to scores: `RelativeBias`, `GatedBias`, or `disentangled.DisentangledBias`.
 
     queries, keys: what it reads of them, tensors [B or 1, S, ...], which may be pieces of a row.
     """
@@ -90,3 +90,30 @@ class RelativeBias:
     def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "RelativeBias":
         """The same for other queries and keys."""
         return RelativeBias(self.values, *queries, *keys)
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class GatedBias:
+    """A `RelativeBias` that each head of each query multiplies by a gate [B, Q, N] (WavLM, arXiv 2110.13900)."""
+
+    bias: RelativeBias
+    gates: Tensor
+
+    def dense(self) -> Tensor:
+        """[B, N, Q, K]."""
+        return self.gates.mT[..., None] * self.bias.dense()
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        """What the bias reads of queries, tensors [B or 1, Q, ...]."""
+        return (*self.bias.queries, self.gates)
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """What the bias reads of keys, tensors [B or 1, K, ...]."""
+        return self.bias.keys
+
+    def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "GatedBias":
+        """The same for other queries and keys."""
+        return GatedBias(self.bias.of(queries[:1], keys), queries[1])

@@ -1,0 +1,1 @@
+"""What encoders of waves share."""
