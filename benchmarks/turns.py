@@ -40,7 +40,7 @@ def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[st
     """Each contender's medians over the rounds; its peak is that of a run before, once free memory is given back."""
     gc.collect()
     gc.freeze()  # what is there stays: collecting garbage before each run does not look at it again
-    peaks = {name: _peak(run) for name, run in contenders.items()}
+    peaks = {name: peak_of(run) for name, run in contenders.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
@@ -83,7 +83,8 @@ def _medians(taken: dict[str, list[tuple[float, float]]], peaks: dict[str, float
     }
 
 
-def _peak(run: Callable[[], Any]) -> float:
+def peak_of(run: Callable[[], Any]) -> float:
+    """The bytes by which the peak of resident memory rises in a run, once free memory is given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     reset_peak()

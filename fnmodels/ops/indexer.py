@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Tokens
 from fnmodels.ops.dtypes import upcast
 
+from .attention.choice import Choice, named_once
 from .invariant.attention import dot_products
 from .invariant.rows import pairwise_sum, rows_are_invariant
 from .linear import linear
@@ -58,30 +60,36 @@ def keys_of_ranks(kernel: Any) -> KeysOfRanks | None:
     return found
 
 
+def reads_choices(kernel: Any) -> bool:
+    """Whether a kernel takes a `Choice`; others take a dense mask of it. Such a function has this attribute."""
+    return kernel in ("auto", "sparse") or getattr(kernel, "reads_choices", False)
+
+
 @dataclass(frozen=True)
 class Keys:
     """Which keys queries may choose, and how they are named.
 
-    mask: bool [B or 1, N or 1, Q, K]; heads with masks of their own choose together. q_segments: [B or 1, Q].
+    mask: in any form; heads with masks of their own choose together. q_segments: [B or 1, Q].
     segments, positions: [B or 1, K]; positions count from 0 and differ within a document.
     """
 
-    mask: Tensor
+    mask: MaskLike
     q_segments: Tensor
     segments: Tensor
     positions: Tensor
 
-    @property
-    def allowed(self) -> Tensor:
-        """bool [B or 1, Q, K]."""
-        return self.mask.any(dim=1)
+    def allowed(self, queries: slice = slice(None)) -> Tensor:
+        """bool [B or 1, Q, K] of these queries."""
+        if isinstance(self.mask, Mask):
+            return self.mask.select(queries, slice(None)).dense().squeeze(1)
+        return to_dense(self.mask)[:, :, queries].any(dim=1)
 
 
 def keys_of(mask: MaskLike) -> Keys:
-    """The keys of a mask in any form."""
-    dense = to_dense(mask)
+    """The keys of a mask in any form; a `Mask` stays as small as it is."""
     if isinstance(mask, Mask):
-        return Keys(dense, mask.q_segments, mask.kv_segments, mask.kv_positions)
+        return Keys(mask, mask.q_segments, mask.kv_segments, mask.kv_positions)
+    dense = to_dense(mask)
     queries, index = dense.shape[-2], torch.arange(dense.shape[-1], device=dense.device)[None]
     return Keys(dense, index.new_zeros(1, queries), torch.zeros_like(index), index)
 
@@ -107,10 +115,10 @@ def choose(
     share = upcast(linear(x, weights["weights_proj"])) * (heads * width) ** -0.5
     order = keys.positions.argsort(dim=-1, descending=True, stable=True)
     names = keys.positions.gather(-1, order).unsqueeze(-2)
-    allowed, parts = keys.allowed, []
+    parts = []
     for rows in _pieces(q.shape[1], q.shape[0] * heads * k.shape[1]):
         scores = _scores(q[:, rows], share[:, rows], k)
-        scores = scores.masked_fill(~allowed[:, rows], -torch.inf)
+        scores = scores.masked_fill(~keys.allowed(rows), -torch.inf)
         ranked = scores.gather(-1, order.unsqueeze(-2).expand(scores.shape))
         best, at = ranked.sort(dim=-1, descending=True, stable=True)
         best, at = best[..., : how.count], at[..., : how.count]
@@ -141,11 +149,23 @@ def _pieces(queries: int, scores: int) -> Iterator[slice]:
 
 def all_visible(keys: Keys) -> Tensor:
     """The choice [B or 1, Q, K] of all keys that queries may choose."""
-    return keys.positions.unsqueeze(-2).where(keys.allowed, -1)
+    return keys.positions.unsqueeze(-2).where(keys.allowed(), -1)
 
 
 def chosen(keys: Keys, choices: Tensor) -> Tensor:
     """bool [B, N or 1, Q, K]: the mask of the keys that choices [B, Q, k] names, of those that queries may choose."""
+    index, known = _places(keys, choices)
+    return Choice(index, known, keys.positions.shape[1]).dense() & to_dense(keys.mask)
+
+
+def chosen_places(keys: Keys, choices: Tensor) -> Choice:
+    """`chosen` as the places of those keys, whose memory is linear in k. ValueError for masks that differ by head."""
+    index, known = _places(keys, choices)
+    return named_once(index, known & _visible(keys.mask, index), keys.positions.shape[1])
+
+
+def _places(keys: Keys, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """(index of the named key in its row, whether there is one), each [B, Q, k], of choices [B, Q, k]."""
     length, many = keys.positions.shape[1], choices.shape[0]
     span = keys.positions.amax(dim=1, keepdim=True) + 1
     code = (keys.segments.clamp(min=0) * span + keys.positions).expand(many, length)
@@ -154,8 +174,31 @@ def chosen(keys: Keys, choices: Tensor) -> Tensor:
     wanted = (keys.q_segments.clamp(min=0) * span).unsqueeze(-1) + choices
     wanted = wanted.where(known, -1).flatten(1)
     at = torch.searchsorted(ordered, wanted).clamp(max=length - 1)
-    index = order.gather(1, at).where(ordered.gather(1, at) == wanted, length)
-    index = index.unflatten(1, choices.shape[1:])
-    none = torch.zeros((*choices.shape[:2], length + 1), dtype=torch.bool, device=choices.device)
-    named = none.scatter(-1, index, torch.ones_like(index, dtype=torch.bool))[..., :length]
-    return named.unsqueeze(1) & keys.mask
+    index, same = order.gather(1, at), ordered.gather(1, at) == wanted
+    return index.unflatten(1, choices.shape[1:]), same.unflatten(1, choices.shape[1:])
+
+
+def _visible(mask: MaskLike, index: Tensor) -> Tensor:
+    """bool [B, Q, k]: whether queries see the keys at index [B, Q, k]."""
+    if not isinstance(mask, Mask):
+        dense = to_dense(mask)
+        if dense.shape[1] != 1:
+            raise ValueError(f"A choice is of all heads, and this mask differs between {dense.shape[1]} heads.")
+        return dense[:, 0].expand(index.shape[0], -1, -1).gather(-1, index)
+
+    def of_keys(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.expand(index.shape[0], -1).gather(1, index.flatten(1)).unflatten(1, index.shape[1:])
+
+    def of_queries(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.unsqueeze(-1)
+
+    q, kv = (
+        Tokens(*(of(t) for t in tensors))  # type: ignore[arg-type]  # only spans may be None
+        for of, tensors in (
+            (of_queries, (mask.q_positions, mask.q_segments, mask.q_spans)),
+            (of_keys, (mask.kv_positions, mask.kv_segments, mask.kv_spans)),
+        )
+    )
+    return mask.allowed(q, kv)

@@ -8,7 +8,7 @@ P is the width of the part without position, R that of the part with RoPE, Hv th
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -84,12 +84,17 @@ def absorbed(
     return q, k, latent.unsqueeze(-2), lambda mixed: torch.einsum("bsnr,nvr->bsnv", mixed, weight[:, widths.nope :])
 
 
+def can_absorb(weight: object) -> TypeGuard[Tensor]:
+    """Whether kv_b_proj is a plain tensor, and not an adapter or a shard, which only `linear` can apply."""
+    return isinstance(weight, Tensor)
+
+
 def pays_to_absorb(weight: object, queries: int, keys: int, *, widths: Widths) -> bool:
     """Whether `absorbed` multiplies less than `expanded`: few queries meet many keys. weight: kv_b_proj.
 
-    False for a weight that is no plain tensor (an adapter, a shard), which only `linear` can apply.
+    False for a weight that `can_absorb` refuses.
     """
-    if not isinstance(weight, Tensor):
+    if not can_absorb(weight):
         return False
     rank, per_head = weight.shape[1], widths.nope + widths.value
     return queries * (rank * per_head + keys * (2 * rank + widths.rope)) < keys * (

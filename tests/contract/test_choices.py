@@ -99,6 +99,31 @@ def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
 
 
 @every_case
+def test_gathered_keys_equal_a_mask(case: Case) -> None:
+    """kernel="sparse" on packed rows, and steps on a cache; what one layer chose is not what another attends to."""
+    batch, params = batch_of(case.config, MIXED), generic_params(case.config, torch.float64)
+    want, got = (run(case, batch, params, kernel=kernel) for kernel in ("math", "sparse"))
+    assert off(got, want) < 1e-10
+    prepared = batch.prepared()
+    choices = choices_of(params, prepared, case.config, kernel="sparse")
+    assert torch.equal(choices, choices_of(params, prepared, case.config, kernel="math"))
+    if choices.shape[2] > 1:  # a planted bug
+        swapped = run(case, batch, params, choices.flip(2), kernel="sparse")
+        assert off(swapped[0], want[0]) > 1e-3
+    foreign = replace(batch, segment_ids=batch.segment_ids.clamp(max=1))  # a planted bug: documents joined
+    assert off(run(case, foreign, params, kernel="sparse")[0], want[0]) > 1e-3
+    cache = fnmodels.init_cache(case.config, 1, 19, dtype=torch.float64, length=24)
+    alone = batch_of(case.config, segments((19,)))
+    whole = fnmodels.forward(params, *alone.prepared(), config=case.config, kernel="math")
+    steps = []
+    for tokens in alone.tokens.split([9, 1, 1, 8], dim=1):
+        step = fnmodels.prepare_step(case.config, tokens, cache)
+        logits, cache = fnmodels.decode(params, *step, cache, config=case.config, kernel="sparse")
+        steps.append(logits)
+    assert off(torch.cat(steps, 1), whole) < 1e-10
+
+
+@every_case
 def test_the_choice_of_a_sampler_is_replayed_in_training(case: Case) -> None:
     """Choices made step by step on a cache, of ragged rows, name the same keys in one pass over packed rows."""
     batch, params = batch_of(case.config, segments((14,), (9, -5))), generic_params(case.config, torch.float64)

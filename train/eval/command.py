@@ -19,7 +19,7 @@ from .perplexity import Evaluator, TextScore, texts_of
 from .scoring import ROW_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
-KERNELS = ("auto", "sdpa", "math", "blocks", "flex", "varlen", "invariant")
+KERNELS = ("auto", "sdpa", "math", "blocks", "flex", "varlen", "sparse", "invariant")
 
 
 def _name() -> str:

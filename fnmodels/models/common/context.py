@@ -27,16 +27,28 @@ from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.alibi import places_of, with_alibi
+from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
-from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of, keys_of_ranks
+from fnmodels.ops.indexer import (
+    Indexer,
+    all_visible,
+    choose,
+    chosen,
+    chosen_places,
+    index_keys,
+    keys_of,
+    keys_of_ranks,
+    reads_choices,
+)
 from fnmodels.ops.invariant.attention import plan_tiles
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.mla import (
     Rotate,
     Widths,
     absorbed,
+    can_absorb,
     expanded,
     latent_keys,
     latent_queries,
@@ -193,17 +205,29 @@ class Context:
         q = latent_queries(weights, x, freqs, widths=widths, rotate=rotate)
         q = q if temperature is None else q * temperature[..., None, None].to(q.dtype)
         latent, rope = latent_keys(weights, x, freqs, widths=widths, rotate=rotate)
-        if "cache" not in self.tensors:
+        cached = "cache" in self.tensors
+        gathers = isinstance(mask, Choice) and self._gathers_latents(weights["kv_b_proj"], mask, q.shape[2], widths)
+        if not (cached or gathers):
             return self.attend(q, *expanded(weights, latent, rope, widths=widths), mask, scale=scale)
-        read = self._extend({"latent": latent, "rope": rope})
-        latent, rope = read["latent"], read["rope"]
-        absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
+        if cached:
+            read = self._extend({"latent": latent, "rope": rope})
+            latent, rope = read["latent"], read["rope"]
+        absorbs = gathers or pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
         if absorbs and not self.options.invariant and not self.wants_any(ATTENTION_TAPS):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
         k, v = expanded(weights, latent, rope, widths=widths)
         q, k, v = self._tapped(q, k, v)
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
+
+    def _gathers_latents(self, weight: object, choice: Choice, heads: int, widths: Widths) -> bool:
+        """Whether chosen latents are gathered, which all heads share, instead of the wider keys of every head."""
+        kernel = self.options.kernel
+        if not can_absorb(weight) or self.dropout.weights or self.wants_any((*ATTENTION_TAPS, *PATTERN_TAPS)):
+            return False
+        rank = weight.shape[1]
+        cost = (2 * rank + widths.rope) / (widths.nope + widths.rope + widths.value)
+        return kernel != "auto" or choice.pays(heads, 1, cost=cost)
 
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
@@ -247,6 +271,8 @@ class Context:
             given = choose(own, x, query_latent(weights, x), k, freqs, keys, indexer)
         if own is not None:
             given = self.aux["chosen"] = self.tap("choices", given)
+        if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():
+            return chosen_places(keys, given)
         allowed = chosen(keys, given)
         return plan_tiles(mask, allowed) if self.options.invariant else allowed
 

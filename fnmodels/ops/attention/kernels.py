@@ -6,6 +6,7 @@ sdpa      -                         fused; a dense mask unless the layout proves
 blocks    Mask and layout           CPU and eager mode: packed documents, windows, chunks; memory linear in S
 flex      Mask or BlockMask         CUDA; on the CPU without gradients
 varlen    Mask and layout, CUDA     packed documents in fp16 or bf16
+sparse    eager mode                a choice of keys: time and memory linear in the number of chosen keys
 invariant Mask, eager mode          a token's bits depend on its document's tokens alone; first derivatives
 """
 
@@ -25,10 +26,12 @@ from fnmodels.ops.invariant.attention import Tiles, invariant_attention, plan_ti
 from fnmodels.options import Tap
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
+from .choice import Choice, every_key
 from .flex import flex_attention
 from .math import math_attention
 from .relative_bias import Bias
 from .sdpa import ByIndex, by_index, sdpa_attention
+from .sparse import sparse_attention
 from .varlen import ByDocument, by_document, varlen_attention, varlen_window
 
 HALF = (torch.float16, torch.bfloat16)
@@ -95,6 +98,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: ByDocument, s: Scoring) 
     return varlen_attention(q, k, v, documents, scale=s.scale)
 
 
+def _sparse(q: Tensor, k: Tensor, v: Tensor, choice: Choice, s: Scoring) -> Tensor:
+    return sparse_attention(q, k, v, choice, scale=s.scale, softcap=s.softcap, sinks=s.sinks)
+
+
 def _invariant(q: Tensor, k: Tensor, v: Tensor, plan: Tiles, s: Scoring) -> Tensor:
     return invariant_attention(q, k, v, plan, scale=s.scale, softcap=s.softcap, sinks=s.sinks)
 
@@ -152,6 +159,13 @@ KERNELS: Mapping[str, AttentionKernel] = {
         refusals={"softcap": _VARLEN_SCORES, "sinks": _VARLEN_SCORES},
         devices=("cuda",),
         dtypes=HALF,
+    ),
+    "sparse": AttentionKernel(
+        run=_sparse,
+        plan=lambda mask, layout, device: every_key(to_dense(mask)),
+        form=Choice,
+        accepts=frozenset({"softcap", "sinks"}),
+        supports=frozenset({"vmap"}),
     ),
     "invariant": AttentionKernel(
         run=_invariant,

@@ -18,6 +18,7 @@ from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Kernel, Tap
 
 from .checks import check_layout, check_shapes
+from .choice import Choice
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import Bias
 from .sdpa import by_index
@@ -54,9 +55,10 @@ def attention(
 ) -> Tensor:
     """softmax(scale q k^T + bias, masked) v.
 
-    mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may attend, or the result of
-    `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per head that
-    takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see `KERNELS`, `Kernel`.
+    mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may attend, a `Choice` of keys, or the
+    result of `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per
+    head that takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see `KERNELS`,
+    `Kernel`.
     bias: for "math", "sdpa" and "blocks", and without softcap and sinks; a function of your own gets it as a keyword.
     tap: shows scores and weights, see `math_attention`; for kernel="math" only.
     ValueError for a mask or option that the kernel does not support, NotImplementedError for a transform that it does
@@ -71,6 +73,8 @@ def attention(
         more = {} if bias is None else {"bias": bias}
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
     name: str = kernel
+    if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, bias))):
+        mask = mask.dense()
     if kernel == "auto":
         plain = softcap is None and sinks is None and bias is None
         asks = _PLAIN if plain else Asks(softcap is not None, sinks is not None, bias is not None)
@@ -83,6 +87,11 @@ def attention(
     if not (chosen.guarded or "all" in chosen.supports):
         q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
     return chosen.run(q, k, v, form, scoring)
+
+
+def _gathers(choice: Choice, q: Tensor, k: Tensor, bias: Bias | None) -> bool:
+    """Whether "auto" gathers the chosen keys instead of masking the others."""
+    return bias is None and not torch.compiler.is_compiling() and choice.pays(q.shape[2], k.shape[2])
 
 
 def materialize(

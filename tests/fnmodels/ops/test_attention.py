@@ -161,7 +161,7 @@ def test_a_kernel_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cast("dict[str, AttentionKernel]", KERNELS), "negated", negated)
     wanted = attention(q, k, v, mask, kernel="math", scale=0.5)
     assert torch.equal(attention(q, k, v, mask, kernel="negated", scale=0.5), -wanted)
-    with pytest.raises(ValueError, match="known are auto, math, sdpa, blocks, flex, varlen, invariant, negated"):
+    with pytest.raises(ValueError, match="math, sdpa, blocks, flex, varlen, sparse, invariant, negated"):
         attention(q, k, v, mask, kernel="spiral", scale=0.5)
     with pytest.raises(ValueError, match='kernel="negated" has no relative position bias'):
         attention(q, k, v, mask, kernel="negated", scale=0.5, bias=cast("RelativeBias", torch.zeros(1)))

@@ -107,6 +107,6 @@ def test_masks_without_positions_name_keys_by_index() -> None:
     wanted = torch.zeros(IDS.shape[1], dtype=torch.bool).index_fill(0, torch.tensor([2, 5]), True)
     assert torch.equal(chosen(keys, names), dense & wanted)
     per_head = torch.cat((dense, dense.tril(-1)), dim=1)
-    assert torch.equal(keys_of(per_head).allowed, dense[:, 0])
+    assert torch.equal(keys_of(per_head).allowed(), dense[:, 0])
     assert torch.equal(chosen(keys_of(per_head), names), per_head & wanted)
     assert isinstance(keys, Keys)

@@ -907,8 +907,9 @@ FIRST = set(TRANSFORMS) - {
     "the same, is_grads_batched", "backward of grad", "tangent of grad",
 }  # fmt: skip
 SUPPORTED = {"math": set(TRANSFORMS), "sdpa": FIRST, "blocks": FIRST, "flex": {"export"}, "varlen": set()}
+SUPPORTED["sparse"] = FIRST - {"compile, fullgraph", "export", "is_grads_batched"}
 YES, OURS, TORCHS = "yes", "says so", "torch's error"
-PACKAGE = {"math": YES, "sdpa": YES, "blocks": YES, "flex": TORCHS, "varlen": OURS}  # AOTInductor
+PACKAGE = {"math": YES, "sdpa": YES, "blocks": YES, "flex": TORCHS, "varlen": OURS, "sparse": OURS}  # AOTInductor
 EAGER = ("compile, fullgraph", "export", "is_grads_batched", "the same, is_grads_batched")
 EAGER += ("backward of grad", "tangent of grad")
 INSIDE = [name for name in TRANSFORMS if name not in EAGER]  # of a compiled function
@@ -921,6 +922,8 @@ def eagerly(kernel: str, transform: str) -> str:
 def inside(kernel: str, transform: str) -> str:
     """Of `torch.compile(lambda x: transform(loss)(x))`."""
     second = transform in ("grad(grad)", "double backward")
+    if kernel == "sparse":
+        return OURS
     if (transform == "linearize" and kernel != "varlen") or (second and kernel in ("sdpa", "blocks")):
         return TORCHS
     return eagerly(kernel, transform)

@@ -122,6 +122,7 @@ WAYS = (
     ("ulysses", "mask", "math"),
     ("ring", "mask", "math"),
     ("ring", "head_tail", "math"),
+    ("gather", "mask", "sparse"),
     ("ring", None, "math"),
 )
 

@@ -40,6 +40,7 @@ from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visibl
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import ordered_kinds
+from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.kernels import KERNELS
 from fnmodels.ops.attention.select import Asks, attention, materialize
 from fnmodels.ops.dtypes import upcast
@@ -201,15 +202,16 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
 
     kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
     kernel.keys_of_ranks = RanksKeys(group)  # type: ignore[attr-defined]
+    kernel.reads_choices = method == "gather" and inner in ("auto", "sparse")  # type: ignore[attr-defined]
     return kernel
 
 
 def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
     """ValueError before any communication, for conditions that are the same on all ranks.
 
-    mask: of local queries and keys, or the dense one of local queries over all ranks' keys that a choice makes.
+    mask: of local queries and keys, or a choice of local queries among all ranks' keys, as places or as a dense mask.
     """
-    chosen = isinstance(mask, Tensor) and mask.shape[-2:] == (q.shape[1], k.shape[1] * ranks)
+    chosen = isinstance(mask, Tensor | Choice) and mask.shape[-2:] == (q.shape[1], k.shape[1] * ranks)
     if not chosen and not isinstance(mask, Mask):
         raise ValueError(
             "Context parallelism cuts masks that are data, fnmodels.inputs.Mask, and this one is a "
@@ -234,8 +236,10 @@ def _form(mask: MaskLike, q: Tensor, layout: Layout | None, call: Call) -> Any:
     return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, asks=asks)
 
 
-def _look_gather(mask: Mask | Tensor, q: Tensor, call: Call) -> Any:
-    """The mask of local queries over all keys, in the form that `inner` reads."""
+def _look_gather(mask: Mask | Tensor | Choice, q: Tensor, call: Call) -> Any:
+    """The mask of local queries over all keys, in the form that `inner` reads; a choice as it is."""
+    if isinstance(mask, Choice):
+        return mask
     return _form(mask if isinstance(mask, Tensor) else over_all_keys(mask, call.group), q, None, call)
 
 

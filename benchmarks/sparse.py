@@ -1,0 +1,144 @@
+"""Times attention over chosen keys, kernel="sparse", beside attention under a dense mask of the same choice.
+
+    python benchmarks/sparse.py                 k = 2,048 of 4,096, 16,384 and 65,536 keys
+    python benchmarks/sparse.py --quick         small sizes and one round, to check that everything runs
+    python benchmarks/sparse.py --write         also writes the table into benchmarks/results/sparse.md
+
+64 query heads share one head of keys and values of width 64, as chosen latents are shared; fp32, on the CPU. Queries
+choose among all keys at random, so that neighbours share no more than chance gives. 1,024 queries are timed, since
+both kernels take as long for each of them: times are of one query (one token). Each contender runs in a process of its
+own, which reports CPU time and by how much the peak of its resident memory rose. The indexer is a contender apart: the
+scores of 64 heads of width 128 over all keys and the choice of the best k, whose time grows with the number of keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from turns import peak_of
+
+from fnmodels.inputs import Causal
+from fnmodels.inputs.mask import build_mask
+from fnmodels.ops.attention.choice import named_once
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.indexer import Indexer, choose, keys_of
+
+HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, HIDDEN = 64, 64, 64, 128, 256
+RESULTS = Path(__file__).parent / "results" / "sparse.md"
+CONTENDERS = ("sparse", "dense", "indexer")
+
+
+def attending(kernel: str, keys: int, count: int, queries: int, backward: bool) -> Callable[[], Any]:
+    q, k, v = (torch.randn(1, *s) for s in ((queries, HEADS, WIDTH), (keys, 1, WIDTH), (keys, 1, WIDTH)))
+    places = torch.cat([torch.rand(1, 64, keys).topk(count).indices for _ in range(0, queries, 64)], dim=1)[:, :queries]
+    choice = named_once(places, torch.ones_like(places, dtype=torch.bool), keys)
+    mask: Any = choice if kernel == "sparse" else choice.dense()
+    inputs = [t.requires_grad_(backward) for t in (q, k, v)]
+
+    def run() -> None:
+        out = attention(*inputs, mask, kernel="sparse" if kernel == "sparse" else "sdpa", scale=WIDTH**-0.5)
+        if backward:
+            torch.autograd.grad(out.sum(), inputs)
+
+    return run
+
+
+def indexing(keys: int, count: int, queries: int) -> Callable[[], Any]:
+    """Choices of the last queries of a causal row."""
+    sizes = {"q_b_proj": (INDEX_HEADS * INDEX_WIDTH, HIDDEN), "weights_proj": (INDEX_HEADS, HIDDEN)}
+    weights = {name: torch.randn(size) * HIDDEN**-0.5 for name, size in sizes.items()}
+    x, k = torch.randn(1, queries, HIDDEN), torch.randn(1, keys, INDEX_WIDTH)
+    positions = torch.arange(keys)[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions)).select(slice(keys - queries, None), slice(None))
+    indexer = Indexer(count, _unrotated)
+    return lambda: choose(weights, x, x, k, positions, keys_of(mask), indexer)
+
+
+def _unrotated(x: Tensor, _: Tensor) -> Tensor:
+    return x
+
+
+def measured(who: str, keys: int, count: int, queries: int, backward: bool, rounds: int) -> dict[str, float]:
+    """CPU milliseconds of a query, the median of rounds, and the MiB by which the peak of memory rose."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    make = indexing(keys, count, queries) if who == "indexer" else attending(who, keys, count, queries, backward)
+    risen, times = peak_of(make), []
+    for _ in range(rounds):
+        start = time.process_time()
+        make()
+        times.append(time.process_time() - start)
+    return {"ms": statistics.median(times) / queries * 1e3, "mib": risen / 2**20}
+
+
+def in_process(*args: Any) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", json.dumps(args)]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def table(sizes: list[int], count: int, queries: int, rounds: int) -> list[str]:
+    lines = ["| keys | pass | kernel | ms per token | x of dense | peak MiB | of dense |", f"|{'---|' * 7}"]
+
+    def add(*cells: str) -> None:
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+
+    for keys in sizes:
+        for backward in (False, True):
+            name = "forward + backward" if backward else "forward"
+            of = {}
+            for who in ("dense", "sparse"):
+                if who == "sparse" or keys <= 4 * min(sizes):  # a dense mask of 65,536 keys takes minutes
+                    of[who] = in_process(who, keys, count, queries, backward, rounds if who == "sparse" else 1)
+            for who, found in of.items():
+                time_ratio = f"{of['dense']['ms'] / found['ms']:.2f}" if "dense" in of else ""
+                memory_ratio = f"{found['mib'] / of['dense']['mib']:.2f}" if "dense" in of else ""
+                add(f"{keys:,}", name, who, f"{found['ms']:.3f}", time_ratio, f"{found['mib']:.0f}", memory_ratio)
+        found = in_process("indexer", keys, count, min(queries, 256), False, 1)
+        add(f"{keys:,}", "forward", "indexer: scores and choice", f"{found['ms']:.3f}", "", f"{found['mib']:.0f}", "")
+    return lines
+
+
+def write(lines: list[str], command: str) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    RESULTS.write_text(
+        "# Attention over chosen keys beside a dense mask\n\n"
+        f"{datetime.date.today()}, commit {commit.strip()}, torch {torch.__version__}, fp32, one thread:\n\n"
+        f"    {command}\n\n"
+        "`benchmarks/sparse.py` says what is computed. Times are CPU time of one query; the peak is that of 1,024\n"
+        "queries above their inputs. The indexer scores every key, so that its time grows with their number.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured(*json.loads(args.one))))
+        return
+    sizes, count, queries = ([128, 256], 32, 64) if args.quick else ([4096, 16384, 65536], 2048, 1024)
+    lines = table(sizes, count, queries, 1 if args.quick else args.rounds)
+    if args.write:
+        write(lines, "python benchmarks/sparse.py --write")
+
+
+if __name__ == "__main__":
+    main()

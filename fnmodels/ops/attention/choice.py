@@ -1,0 +1,66 @@
+"""`Choice`: the keys that each query attends to, by index: the form of a mask that kernel="sparse" reads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+
+WORTH = 3  # times as many keys as are chosen, from which on gathering them is faster than a mask: measured on CPUs
+SHARED = 8  # query heads that share a head of keys, below which gathered keys are read too seldom to pay
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Choice:
+    """The chosen keys of queries; memory is linear in their number.
+
+    index: int64 [B or 1, Q, k], the place of each chosen key in its row of keys; any place where `seen` is False.
+    seen: bool [B or 1, Q, k], False for an entry that names no visible key, or one that an earlier entry names.
+    keys: how many keys K a row has.
+    """
+
+    index: Tensor
+    seen: Tensor
+    keys: int = tree.static()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B or 1, 1, Q, K), as of a dense mask."""
+        return self.index.shape[0], 1, self.index.shape[1], self.keys
+
+    def dense(self) -> Tensor:
+        """bool [B or 1, 1, Q, K], True for the chosen keys."""
+        mask = torch.zeros((*self.index.shape[:2], self.keys + 1), dtype=torch.bool, device=self.index.device)
+        index = self.index.where(self.seen, self.keys)
+        return mask.scatter(-1, index, torch.ones_like(self.seen))[..., : self.keys].unsqueeze(1)
+
+    def pays(self, heads: int, groups: int, *, cost: float = 1.0) -> bool:
+        """Whether gathering the chosen keys is faster than a dense mask, for `heads` of queries and `groups` of keys.
+
+        cost: what a gathered key takes to multiply, in units of one under the dense mask.
+        """
+        return heads >= SHARED * groups and self.keys >= WORTH * cost * self.index.shape[-1]
+
+
+def named_once(index: Tensor, seen: Tensor, keys: int) -> Choice:
+    """The `Choice` of index [B, Q, k] where seen [B, Q, k], sorted by place; of equal entries the first counts."""
+    ordered = index.where(seen, keys).sort(dim=-1).values
+    seen = ordered < keys
+    if ordered.shape[-1] > 1:
+        repeated = ordered[..., 1:] == ordered[..., :-1]
+        seen = seen & ~torch.nn.functional.pad(repeated, (1, 0))
+    return Choice(ordered.clamp(max=keys - 1), seen, keys)
+
+
+def every_key(allowed: Tensor) -> Choice:
+    """The `Choice` of all keys that a dense mask allows. ValueError for a mask that differs between heads."""
+    if allowed.shape[1] != 1:
+        raise ValueError(
+            f'kernel="sparse" reads one choice for all heads, and this mask has {allowed.shape[1]}: "sdpa" and '
+            'kernel="math" take masks per head.'
+        )
+    rows, _, queries, keys = allowed.shape
+    index = torch.arange(keys, device=allowed.device).expand(rows, queries, keys)
+    return Choice(index, allowed[:, 0], keys)

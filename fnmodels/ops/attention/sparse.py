@@ -1,0 +1,234 @@
+"""kernel="sparse": attention over chosen keys alone, with time and memory linear in their number.
+
+The chosen keys and values of a few queries are gathered, multiplied and forgotten; the backward pass gathers them
+again, so that neither pass holds more than one piece beside its results. It pays where many query heads share a head
+of keys, as with latent attention whose projection is applied to queries (`fnmodels.ops.mla.absorbed`): each gathered
+key is then read once for all of them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.values import batched_gradient
+from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.dtypes import upcast
+
+from .choice import Choice
+
+_ELEMENTS = 1 << 20  # gathered elements of a piece: as many as stay in a cache of the processor
+
+
+class _Maths(NamedTuple):
+    scale: float
+    softcap: float | None
+
+
+class _Piece(NamedTuple):
+    """Some queries: their slice of all rows, and the flat places [n, w] and hidden entries [n, w] of their keys.
+
+    hidden: None where all entries are seen. sinks: [n, N] or None.
+    """
+
+    rows: slice
+    places: Tensor
+    hidden: Tensor | None
+    sinks: Tensor | None
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, choice: Choice, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Shapes as in `ops.attention.select`; each query attends to the keys of `choice`.
+
+    Scores and probabilities are fp32 at least; sums over keys are in the order of the choice.
+    ValueError for a choice of other shapes; NotImplementedError in a compiled graph, which would hold every piece.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            'kernel="sparse" takes queries piece by piece, which a compiled graph would write out: "sdpa" compiles, '
+            'and kernel="math" supports every transform.'
+        )
+    rows, _, queries, keys = choice.shape
+    if (queries, keys) != (q.shape[1], k.shape[1]) or rows not in (1, q.shape[0]):
+        raise ValueError(
+            f"The choice is of {queries} queries among {keys} keys in {rows} rows, and q and k are "
+            f"{list(q.shape[:2])} and {list(k.shape[:2])}: make it of this batch."
+        )
+    of_rows = None if sinks is None else upcast(sinks).expand(len(q), -1)
+    index, seen = (t.expand(len(q), -1, -1) for t in (choice.index, choice.seen))
+    out: Tensor = _Gathered.apply(_Maths(scale, softcap), q, k, v, of_rows, index, seen)
+    return out
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor) -> Iterator[_Piece]:
+    """The queries of all rows, flattened, few at a time."""
+    batch, queries, most = index.shape
+    if not batch * queries * most:
+        return
+    heads = q.shape[2] // k.shape[2]
+    size = max(1, _ELEMENTS // (most * (k.shape[-1] + v.shape[-1] + 2 * heads)))
+    count = torch.arange(1, most + 1, device=index.device)
+    flat, seen = index.flatten(0, 1), seen.flatten(0, 1)
+    row = torch.arange(batch, device=index.device).repeat_interleave(queries)
+    for rows in (slice(start, start + size) for start in range(0, len(flat), size)):
+        width, hidden = most, ~seen[rows]
+        if index.is_cpu:  # where reading values does not wait for a device
+            width = max(1, int((seen[rows] * count).amax()))  # later entries are seen by no query of the piece
+            hidden = hidden[:, :width]
+        some = not index.is_cpu or bool(hidden.any())
+        places = flat[rows, :width] + row[rows, None] * k.shape[1]
+        yield _Piece(rows, places, hidden if some else None, None if sinks is None else sinks[row[rows]])
+
+
+def _by_group(t: Tensor, groups: int) -> Tensor:
+    """[B, S, N, H] -> [G, B S, N / G, H], a copy where there are several groups."""
+    return t.unflatten(2, (groups, -1)).flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def _weights(piece: _Piece, group: int, maths: _Maths, scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(weights [n, R, w], tanh of the softcap, the sink's weight [n, R, 1 or 0]) of products [n, R, w], overwritten."""
+    scores, bent = upcast(scores).mul_(maths.scale), None
+    if maths.softcap is not None:
+        bent = (scores / maths.softcap).tanh_()
+        scores = bent * maths.softcap
+    if piece.hidden is not None:
+        scores = scores.masked_fill_(piece.hidden[:, None], -torch.inf)
+    if piece.sinks is not None:
+        heads = scores.shape[1]
+        sink = piece.sinks[:, group * heads : (group + 1) * heads, None]
+        weights = torch.cat((scores, sink.to(scores.dtype)), -1).softmax(-1)
+        return weights[..., :-1], bent, weights[..., -1:]
+    weights = scores.softmax(-1)
+    if piece.hidden is not None:  # a query that sees no key
+        weights = weights.masked_fill_(piece.hidden.all(-1)[:, None, None], 0)
+    return weights, bent, weights[..., :0]
+
+
+class _Memory:
+    """Memory that the pieces use again: to allocate it for each would cost as much as to fill it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialized tensor, valid until the next call with this name."""
+        size = math.prod(shape)
+        if name not in self.held or self.held[name].numel() < size:
+            self.held[name] = like.new_empty(size)
+        return self.held[name][:size].view(shape)
+
+    def gathered(self, name: str, k: Tensor, index: Tensor) -> Tensor:
+        """The rows [n, w, H] of k [B K, 1, H] at index [n, w]."""
+        rows = self.empty(name, (index.numel(), k.shape[-1]), k)
+        torch.index_select(k.squeeze(1), 0, index.flatten(), out=rows)
+        return rows.view(*index.shape, -1)
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a [n, i, j] @ b [n, j, l]."""
+        return torch.bmm(a, b, out=self.empty(name, (len(a), a.shape[1], b.shape[2]), a))
+
+
+class _Gathered(torch.autograd.Function):
+    """[B, Q, N, Hv] of q, k, v, sinks [B, N] or None, index and seen [B, Q, k]."""
+
+    @staticmethod
+    def forward(
+        maths: _Maths, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
+    ) -> Tensor:
+        groups = k.shape[2]
+        qs, ks, vs = (_by_group(t, groups) for t in (q, k, v))
+        out = v.new_zeros(*qs.shape[:3], v.shape[-1])
+        memory = _Memory()
+        for piece in _pieces(q, k, v, sinks, index, seen):
+            for g in range(groups):
+                keys = memory.gathered("keys", ks[g], piece.places)
+                weights, *_ = _weights(piece, g, maths, memory.product("scores", qs[g, piece.rows], keys.mT))
+                values = memory.gathered("values", vs[g], piece.places)
+                torch.bmm(weights.to(v.dtype), values, out=out[g, piece.rows])
+        return out.transpose(0, 1).reshape(*q.shape[:3], v.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.maths, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if batched_gradient(grad):
+            refuse("sparse")
+        *grads, d_sinks = _GatheredBackward.apply(ctx.maths, grad, *ctx.saved_tensors)
+        return None, *grads, d_sinks if ctx.saved_tensors[3] is not None else None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("sparse")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], maths: _Maths, *tensors: Tensor | None) -> tuple[Tensor, int]:
+        joined = _joined(info.batch_size, in_dims[1:], tensors)
+        return _Gathered.apply(maths, *joined).unflatten(0, (info.batch_size, -1)), 0
+
+
+class _GatheredBackward(torch.autograd.Function):
+    """The gradients of q, k, v and sinks; the weights are computed again."""
+
+    @staticmethod
+    def forward(
+        maths: _Maths, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
+    ) -> tuple[Tensor, ...]:
+        groups = k.shape[2]
+        qs, ks, vs, gs = (_by_group(t, groups) for t in (q, k, v, grad))
+        d_q = torch.zeros_like(qs)
+        d_k, d_v = (torch.zeros_like(upcast(t[:, :, 0])) for t in (ks, vs))  # sums over queries
+        wide = upcast(q.new_zeros(()))
+        d_sinks = wide.new_zeros(1) if sinks is None else wide.new_zeros(*q.shape[:3]).flatten(0, 1)
+        memory = _Memory()
+        for piece in _pieces(q, k, v, sinks, index, seen):
+            at = piece.places.flatten()
+            for g in range(groups):
+                query, d_out = qs[g, piece.rows], gs[g, piece.rows]
+                keys, values = (memory.gathered(*t, piece.places) for t in (("keys", ks[g]), ("values", vs[g])))
+                weights, bent, sunk = _weights(piece, g, maths, memory.product("scores", query, keys.mT))
+                d_scores = upcast(memory.product("d_weights", d_out, values.mT))
+                d_v[g].index_add_(0, at, upcast(memory.product("rows", weights.to(v.dtype).mT, d_out)).flatten(0, 1))
+                mean = (weights * d_scores).sum(-1, keepdim=True)
+                d_scores = d_scores.sub_(mean).mul_(weights).mul_(maths.scale)
+                d_scores = (d_scores if bent is None else d_scores * (1 - bent.square())).to(q.dtype)
+                torch.bmm(d_scores, keys, out=d_q[g, piece.rows])
+                d_k[g].index_add_(0, at, upcast(memory.product("rows", d_scores.mT, query)).flatten(0, 1))
+                if sinks is not None:
+                    heads = slice(g * query.shape[1], (g + 1) * query.shape[1])
+                    d_sinks[piece.rows, heads] = -(sunk * mean)[..., 0]
+        of_keys = (t.transpose(0, 1).reshape(*k.shape[:3], -1) for t in (d_k, d_v))
+        if sinks is not None:
+            d_sinks = d_sinks.unflatten(0, q.shape[:2]).sum(1)
+        return d_q.transpose(0, 1).reshape(q.shape), *(t.to(k.dtype) for t in of_keys), d_sinks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is saved: `ops.autograd_guard.first_order` refuses a second derivative before."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("sparse")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], maths: _Maths, *tensors: Tensor | None) -> tuple[Any, Any]:
+        joined = _joined(info.batch_size, in_dims[1:], tensors)
+        grads = _GatheredBackward.apply(maths, *joined)
+        without_sinks = joined[4] is None
+        split = [t.unflatten(0, (info.batch_size, -1)) for t in (grads[:3] if without_sinks else grads)]
+        return (*split, grads[3]) if without_sinks else tuple(split), (0, 0, 0, None if without_sinks else 0)
+
+
+def _joined(size: int, dims: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """The tensors with the dimension of vmap joined to their first, [size B, ...]."""
+    moved = [
+        t if t is None else (t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0))
+        for t, dim in zip(tensors, dims, strict=True)
+    ]
+    return [None if t is None else t.flatten(0, 1) for t in moved]
