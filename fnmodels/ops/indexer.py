@@ -28,7 +28,7 @@ from .mla import Rotate
 from .norm import layer_norm
 
 _NORM_EPS = 1e-6  # of the keys' LayerNorm, whatever eps the config sets for the others
-_MOST = 1 << 26  # scores of all heads that are in memory at once
+_MOST = 1 << 24  # scores of all heads that are in memory at once
 
 
 @dataclass(frozen=True)
