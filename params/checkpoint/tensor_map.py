@@ -77,12 +77,13 @@ def missing_prefix(parameters: Iterable[StoredLeaf], on_disk: Container[str]) ->
     Names in OpenAI's GPT-2 and in models saved without a head begin with `wte` or `layers`, not `transformer` or
     `model`.
     """
-    heads = ("lm_head", "score", "score_bias")
-    names = [name for parameter in parameters if parameter.path not in heads for name in disk_names(parameter.stored)]
+    bodies = [parameter.stored for parameter in parameters if parameter.path not in ("lm_head", "score", "score_bias")]
+    if any(name in on_disk for stored in bodies for name in disk_names(stored)):  # usually the first one
+        return ""
+    names = [name for stored in bodies for name in disk_names(stored)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)
-    bare = not any(name in on_disk for name in names) and any(name.removeprefix(prefix) in on_disk for name in names)
-    return prefix if common and bare else ""
+    return prefix if common and any(name.removeprefix(prefix) in on_disk for name in names) else ""
 
 
 def is_leftover(config: DecoderConfig, name: str) -> bool:

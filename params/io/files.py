@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -109,11 +110,12 @@ def parse_line(line: str | bytes) -> Any:
 
 def is_deep(value: Any, limit: int = DEPTH_LIMIT) -> bool:
     """Whether objects and lists nest deeper: what could just be parsed may not be compared, printed or sent."""
-    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
+    level, depth = [value], 0
     while level and depth <= limit:
-        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
-        level, depth = [inner for inner in inside if isinstance(inner, (dict, list))], depth + 1
-    return bool(level)
+        objects = chain.from_iterable(inner.values() for inner in level if type(inner) is dict)  # no subclass: parsed
+        lists = chain.from_iterable(inner for inner in level if type(inner) is list)
+        level, depth = [*objects, *lists], depth + 1
+    return any(type(inner) in (dict, list) for inner in level)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, 
 from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
 
-CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is about ten bytes for each
+CHUNK = 1 << 18  # elements dequantized at a time, few enough to stay in cache; ten bytes of temporary memory for each
 
 Located = tuple[TensorFile, TensorEntry]
 

@@ -4,7 +4,9 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
+import functools
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -214,7 +216,8 @@ def model_type_of(values: Mapping[str, Any]) -> Any:
 def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
     owners: dict[str, str] = {}
     for package in packages:
-        for name in _modules(package, tuple(importlib.import_module(package).__path__)):
+        folders = tuple(importlib.import_module(package).__path__)
+        for name in _modules(package, folders, tuple(os.stat(folder).st_mtime_ns for folder in folders)):
             if naming and name not in sys.modules and not _names(name, naming):
                 continue
             for model_type in model_types(importlib.import_module(name)):
@@ -222,8 +225,9 @@ def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
     return dict(sorted(owners.items()))
 
 
-def _modules(package: str, folders: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the modules in the package's folders."""
+@functools.lru_cache(maxsize=32)
+def _modules(package: str, folders: tuple[str, ...], changed: tuple[int, ...]) -> tuple[str, ...]:
+    """The names of the modules in the package's folders, which last changed at these times (ns)."""
     return tuple(info.name for info in pkgutil.iter_modules(folders, f"{package}.") if not info.ispkg)
 
 
