@@ -65,11 +65,19 @@ class ForwardKwargs(TypedDict, total=False):
     """The keywords of public functions that run layers: the fields of `ForwardOptions`."""
 
     kernel: Kernel
+    """The attention kernel: "math", "sdpa", "blocks", "flex", "varlen", "invariant" (batch-invariant), or a function;
+    "auto" chooses by device, dtype, mask and layout. Or a `PerLayer` of them."""
     layout: Layout | None
+    """`fnmodels.layout(masks)`, with which kernels skip blocks that are masked out; None: not known."""
     layer_fn: LayerFn | None
+    """Called once per kind of layer with the bound block; returns the wrapped block (rematerialised, compiled,
+    gathered). None: the block itself."""
     experts: str | Experts
+    """How the expert MLPs are computed, see `fnmodels.ops.moe.experts`."""
     context: Callable[..., Any] | None
+    """A subclass of `fnmodels.models.common.context.Context`, which extends blocks; None: Context itself."""
     edits: Mapping[str, Edit] | None
+    """{name of a tap: (value, name) -> value, or the tensor that replaces it}; None: no edits."""
 
 
 @dataclass(frozen=True)

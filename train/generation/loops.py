@@ -34,11 +34,18 @@ class ServeKwargs(ForwardKwargs, total=False):
     """Keywords of `serve` that `generate` and `stream` pass on."""
 
     tokenizer: Decodes | None
+    """A tokenizer of the tokenizers library, for texts and stop texts; None: neither."""
     logits_fn: Hook | None
+    """(logits [B, V], tokens) -> logits edited before the draw, such as -inf for what a grammar forbids; tokens are
+    the ids of each slot's answer so far, empty for a slot without a request. None: no edit."""
     chunk: int
+    """Tokens of prompts computed between two steps of the others."""
     dtype: torch.dtype | None
+    """The dtype of the activations; None: that of the parameters."""
     kv_dtype: torch.dtype | None
+    """torch.int8 for a cache of half the size, see `fnmodels.init_cache`; None: `dtype`."""
     compile: str | DecodingStep
+    """How steps run: "none", "step", "graph" or "auto", see `serve`."""
 
 
 @dataclass
