@@ -28,6 +28,20 @@ PAGES = {name: name.upper().replace(".MD", ".md") for name in ("security.md", "c
 PAGES["index.md"] = "README.md"
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 THUMBNAIL = (480, 300)  # pixels, twice what a card shows
+# Words under which the search of the site puts a page first. Pages that are not named have the titles and text alone.
+SEARCH_WORDS = {
+    "adding-a-family.md": ["model", "family"],
+    "adding-a-loss.md": ["write", "custom", "loss"],
+    "adding-an-optimizer.md": ["write", "custom", "optimizer"],
+    "checkpoints.md": ["load", "save", "resume", "checkpoint", "export", "hugging", "face", "quantized", "gguf"],
+    "generation.md": ["generate", "sample", "sampling", "text", "cache"],
+    "models.md": ["models", "supported"],
+    "parallel.md": ["train", "two", "gpus", "distributed", "mesh", "fsdp"],
+    "positions-and-masks.md": ["pack", "packing", "documents", "mask"],
+    "training.md": ["train", "lora", "finetune", "fine-tune"],
+}
+# Factors of the scores of pages in the search: guides come before the many short entries of the reference.
+SEARCH_BOOSTS = {"api/tinker.md": 0.02, "api/": 0.2, "examples/": 0.3}
 SOURCE_PAGE = """---
 title: {name}
 search:
@@ -65,17 +79,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """The text with links that hold on the site: README.md lies a folder above docs/, and examples/ beside it."""
-    if page.file.src_uri.startswith("source/"):
+    name = page.file.src_uri
+    if name.startswith("source/"):
         return markdown
-    if page.file.src_uri in PAGES:
+    if name in SEARCH_WORDS:
+        page.meta["tags"] = SEARCH_WORDS[name]
+    for beginning, boost in SEARCH_BOOSTS.items():
+        if name.startswith(beginning):
+            page.meta.setdefault("search", {"boost": boost})
+    if name in PAGES:
         markdown = re.sub(r'(\]\(|src=")docs/', r"\1", markdown)
         markdown = re.sub(
             r"\[([^]]+)\]\((?:tests/README.md|CITATION.cff|benchmarks/results/\w+\.md)\)", r"`\1`", markdown
         )
-    for address, name in PAGES.items():
-        markdown = re.sub(rf"\]\((\.\./)?{name}", f"]({address}", markdown)
+    for address, file in PAGES.items():
+        markdown = re.sub(rf"\]\((\.\./)?{file}", f"]({address}", markdown)
     markdown = re.sub(r"\[[^]]+\]\(\.\./(benchmarks/[\w/]+\.md)\)", r"`\1`", markdown)  # no pages of the site
-    if page.file.src_uri == "gallery.md":
+    if name == "gallery.md":
         markdown = cards(markdown, files)
     return markdown.replace("](../examples/", "](examples/")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fnmodels
 from tests.support.docstrings import PACKAGES, reference, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -58,16 +59,64 @@ def test_stored_outputs_are_those_of_one_run_without_warnings_or_paths(path: Pat
     assert path.stat().st_size < 600_000
 
 
-@pytest.mark.slow
-def test_the_site_builds_strictly_and_shows_every_name_and_picture(tmp_path: Path) -> None:
+QUESTIONS = {
+    "how to resume": "checkpoints",
+    "load a checkpoint": "checkpoints",
+    "generate text": "generation",
+    "pack documents": "positions-and-masks",
+    "train on two GPUs": "parallel",
+    "add a model": "adding-a-family",
+    "write a loss": "adding-a-loss",
+    "LoRA": "training",
+    "quantized": "checkpoints",
+    "export to Hugging Face": "checkpoints",
+    "make_step": "api/train",
+    "load_pretrained": "api/params",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python", "mkdocs_jupyter"):
         pytest.importorskip(module)
+    folder = tmp_path_factory.mktemp("site")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    pages = "".join(page.read_text() for page in (tmp_path / "api").rglob("index.html"))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_shows_every_name_and_picture(site: Path) -> None:
+    pages = "".join(page.read_text() for page in (site / "api").rglob("index.html"))
     assert not [name for name in reference() if f'id="{name}"' not in pages]
     for path in NOTEBOOKS:
-        text = (tmp_path / "examples" / path.stem / "index.html").read_text()
+        text = (site / "examples" / path.stem / "index.html").read_text()
         assert path.name in WITHOUT_PICTURES or "data:image/png;base64," in text
+        assert (
+            path.name in WITHOUT_PICTURES or (site / "assets" / "gallery" / f"{path.stem}.png").stat().st_size < 99_000
+        )
+    assert f"fnmodels {fnmodels.__version__}" in (site / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_entries_of_the_reference_have_rows_with_real_defaults_and_links_to_their_lines(site: Path) -> None:
+    pages = [page.read_text() for page in (site / "api").rglob("index.html")]
+    assert sum(page.count('<span class="doc-section-title">Parameters:</span>') for page in pages) > 300
+    assert sum(page.count('<span class="doc-section-title">Returns:</span>') for page in pages) > 250
+    assert not [page for page in pages if '<span class="o">=</span> <span class="o">...</span>' in page]
+    links = {link for page in pages for link in re.findall(r'href="\.\./\.\./(source/[^"]+)"', page)}
+    assert len(links) > 300
+    sources = {link.partition("#")[0] for link in links}
+    lines = {source: (site / source / "index.html").read_text() for source in sources}
+    assert not [link for link in links if f'id="{link.partition("#")[2]}"' not in lines[link.partition("#")[0]]]
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_right_page_first(site: Path) -> None:
+    pytest.importorskip("lunr")
+    from tests.support.site_search import SiteSearch
+
+    search = SiteSearch(site)
+    assert {question: search.pages(question)[0].strip("/") for question in QUESTIONS} == QUESTIONS
