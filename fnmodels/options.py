@@ -65,8 +65,8 @@ class ForwardKwargs(TypedDict, total=False):
     """The keywords of public functions that run layers: the fields of `ForwardOptions`."""
 
     kernel: Kernel
-    """The attention kernel: "math", "sdpa", "blocks", "flex", "varlen", "invariant" (batch-invariant), or a function;
-    "auto" chooses by device, dtype, mask and layout. Or a `PerLayer` of them."""
+    """The attention kernel: "math", "sdpa", "blocks", "flex", "varlen", "sparse", "invariant" (batch-invariant), or a
+    function; "auto" chooses by device, dtype, mask and layout. Or a `PerLayer` of them."""
     layout: Layout | None
     """`fnmodels.layout(masks)`, with which kernels skip blocks that are masked out; None: not known."""
     layer_fn: LayerFn | None
