@@ -20,11 +20,11 @@ from fnmodels.preparation import (
     per_token,
     positions_of_images,
     prepare,
-    prepare_text,
     with_image_masks,
 )
 
 from .known_rows import KnownRows, note_step, rows_of
+from .next_steps import next_step
 from .value import Cache, Slots
 
 
@@ -74,8 +74,7 @@ def prepare_step(
     known = rows_of(cache) if tokens.shape[1] == 1 and positions is None and segment_ids is None else None
     if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
         length = cache.length if length is None else length
-        tokens, next_rows = check_tokens(tokens), (known.positions(), known.segment_ids())
-        inputs, masks, tables = prepare_text(config, tokens, *next_rows, length, count=max(known.lengths) + 1)
+        inputs, masks, tables = next_step(config, check_tokens(tokens), cache, known, length)
         return inputs, _on_cache(inputs, masks, cache, known), tables
     held = _fullest(cache)
     if segment_ids is None:
@@ -142,12 +141,9 @@ def with_slots(mask: Mask, slots: Slots) -> Mask:
         spans = torch.where(spans > 0, spans + held.amax(dim=1, keepdim=True), 0)
         mask = replace(mask, q_spans=spans)
         spans = torch.cat((held, spans), dim=1)
-    return replace(
-        mask,
-        kv_positions=torch.cat((slots.positions, mask.kv_positions), dim=1),
-        kv_segments=torch.cat((slots.segments, mask.kv_segments), dim=1),
-        kv_spans=spans,
-    )
+    positions = torch.cat((slots.positions, mask.kv_positions), dim=1)
+    segments = torch.cat((slots.segments, mask.kv_segments), dim=1)
+    return Mask(mask.q_positions, mask.q_segments, positions, segments, mask.q_spans, spans, mask.rule)
 
 
 def _mask_of(kind: str, masks: Mapping[str, MaskLike]) -> Mask:

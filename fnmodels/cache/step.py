@@ -25,6 +25,7 @@ from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
 
 from .known_rows import KnownRows, stepping, with_rows
+from .next_steps import laid_out_tables, pass_on
 from .prepare import check_values, with_slots
 from .value import Cache, Slots, consume, is_clean, known_clean
 
@@ -161,6 +162,8 @@ def step_on(
         (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
         assert isinstance(read, Mask)
         inputs = {**inputs, "key_positions": read.kv_positions}
+    if planned.rows is not None:
+        freqs_cis = laid_out_tables(cache, planned.rows, freqs_cis)
     x, _, entries = hidden_states(params, inputs, planned.masks, freqs_cis, config, options, (), planned.step)
     return x, planned.after(cache, entries)
 
@@ -179,7 +182,7 @@ class PlannedStep:
         """The cache after the call, from the layers' new entries."""
         layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
         after = known_clean(Cache(layers, self.slots, cache.kinds, cache.length, cache.memory))
-        return with_rows(after, None if self.rows is None else self.rows.next())
+        return after if self.rows is None else pass_on(cache, with_rows(after, self.rows.next()))
 
 
 def plan_step(
@@ -321,7 +324,8 @@ def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, mul
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
     at = rows.slots(room, slots.ring)
-    index, first = torch.tensor(at)[:, None], at[0] if rows.equal else None
+    index, first = mask.q_positions.expand(batch, 1), at[0] if rows.equal else None
+    index = index % room if slots.ring else index
     positions, segments = (
         _put(held, new.expand(batch, 1), index=index, first=first)
         for held, new in ((slots.positions, mask.q_positions), (slots.segments, mask.q_segments))

@@ -15,7 +15,8 @@ def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> t
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """Split the last dimension into heads: [B, S, N H] -> [B, S, N, H]."""
-    return x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
+    *rows, width = x.shape
+    return x.view(*rows, width // head_dim, head_dim)
 
 
 def project_out(weights: Mapping[str, Tensor], heads: Tensor) -> Tensor:

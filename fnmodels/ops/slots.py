@@ -56,6 +56,9 @@ def extended(
                 f"The cache holds {name!r} as {list(entry[name].shape)} [B, C, ...], and the new tokens' are "
                 f"{list(value.shape)} [B, S, ...]: both must have the same rows, heads and widths."
             )
+    if occupied is None and use.inplace and use.keys == "slots" and all(t.dtype is entry[n].dtype for n, t in new.items()):
+        written = {n: write_(entry[n], t, index, full=use.full, first=use.first) for n, t in new.items()}
+        return {n: t[:, : use.length] for n, t in written.items()}, written
     added = {part: t for name, value in new.items() for part, t in stored(name, value, entry[name].dtype).items()}
     held = {name: entry[name] if occupied is None else _zeroed(entry[name], occupied, use.inplace) for name in added}
     read = added

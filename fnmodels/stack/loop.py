@@ -18,7 +18,7 @@ from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.dropout import Noise
-from fnmodels.ops.rotary import Rotation, laid_out
+from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.stack.checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
@@ -221,7 +221,7 @@ def _tables(freqs_cis: Mapping[str, Tensor], used: Sequence[str], options: Forwa
     made: dict[int, Rotation] = {}  # by the identity of the table
     for kind in used:
         table = tables[kind] = freqs_cis[kind]
-        if isinstance(table, Tensor) and table.ndim == 4 and table.shape[-2]:
+        if is_rotating(table):
             if id(table) not in made:
                 made[id(table)] = laid_out(table)
             tables[kind] = made[id(table)]

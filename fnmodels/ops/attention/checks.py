@@ -22,19 +22,22 @@ from .sdpa import ByIndex
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any, form: Any) -> None:
     """ValueError for shapes that a kernel would silently broadcast or truncate. form: the mask as it is read."""
-    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or of_k[:3] != of_v[:3] or of_q[0] != of_k[0]:
         raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: these are [B, Q, N, H], [B, K, G, H] and "
+            f"q is {list(of_q)}, k {list(of_k)}, v {list(of_v)}: these are [B, Q, N, H], [B, K, G, H] and "
             "[B, K, G, Hv]."
         )
-    (batch, queries, heads, _), (_, keys, groups, _) = q.shape, k.shape
+    (batch, queries, heads, _), (_, keys, groups, _) = of_q, of_k
     if heads % groups:
         raise ValueError(
             f"q has {heads} heads and k has {groups}: groups of queries share a head of keys, so that their "
             "number must divide."
         )
-    if isinstance(mask, ByIndex) and queries != keys and mask.rule != Everything():
-        raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
+    if isinstance(mask, ByIndex):
+        if queries != keys and mask.rule != Everything():
+            raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
+        return
     if isinstance(mask, FORMS) or isinstance(form, Plan | Tiles):
         return  # a plan is checked where it is used
     rows, per_head, *seen = form.shape if isinstance(form, Tensor) else shape_of(mask)

@@ -55,12 +55,10 @@ def sdpa_attention(
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width, grouped = v.shape[-1], _is_grouped(q, k)
     q, k, v = pad_to_equal_width(q, k, v)
-    folds = grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1)
-    if folds:  # the heads of a group as its queries, so that keys are read once: 5 times as fast in bf16
-        q, grouped = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2), False
-    out = _fused(q, k, v, attn_mask=allowed, is_causal=causal, scale=scale, enable_gqa=grouped)
-    if folds:
-        out = out.transpose(1, 2).flatten(1, 2)[:, None]
+    if grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1):
+        out = _of_groups(q, k, v, allowed, scale)
+    else:
+        out = _fused(q, k, v, attn_mask=allowed, is_causal=causal, scale=scale, enable_gqa=grouped)
     if out.shape[-1] > width:
         out = out[..., :width]
     if allowed is not None and not q.is_cpu:  # CUDA in half precision gives the mean of values to a query without keys
@@ -72,6 +70,16 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's fused attention of [B, S, heads, H], as [B, Q, N, Hv]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return guarded("sdpa", F.scaled_dot_product_attention, q, k, v, **options).transpose(1, 2)
+
+
+def _of_groups(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    """`_fused` of one query per head, with the heads of a group as its queries: keys are read once, which is 5 times as
+    fast in bf16."""
+    batch, _, heads, width = q.shape
+    groups = k.shape[2]
+    q, k, v = q.reshape(batch, groups, heads // groups, width), k.transpose(1, 2), v.transpose(1, 2)
+    out = guarded("sdpa", F.scaled_dot_product_attention, q, k, v, attn_mask=allowed, scale=scale)
+    return out.reshape(batch, 1, heads, v.shape[-1])
 
 
 def _biased(

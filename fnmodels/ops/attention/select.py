@@ -72,15 +72,22 @@ def attention(
     if callable(kernel):
         more = {} if bias is None else {"bias": bias}
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
-    name: str = kernel
     if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, bias))):
         mask = mask.dense()
-    if kernel == "auto":
-        plain = softcap is None and sinks is None and bias is None
-        asks = _PLAIN if plain else Asks(softcap is not None, sinks is not None, bias is not None)
-        name, _ = _choose(mask, layout, q.device.type, q.dtype, asks, torch.compiler.is_compiling())
-    form, scoring = materialize(mask, name, layout, device=q.device), Scoring(scale, softcap, sinks, bias, tap)
-    check_scoring(name, scoring)
+    asks = _PLAIN
+    if softcap is not None or sinks is not None or bias is not None:
+        asks = Asks(softcap is not None, sinks is not None, bias is not None)
+    ready = BY_FORM.get(type(mask)) if kernel == "auto" else None  # the kernel that the mask was made ready for
+    if ready is not None:
+        name, form = ready, mask
+    else:
+        name = kernel
+        if kernel == "auto":
+            name, _ = _choose(mask, layout, q.device.type, q.dtype, asks, torch.compiler.is_compiling())
+        form = materialize(mask, name, layout, device=q.device)
+    scoring = Scoring(scale, softcap, sinks, bias, tap)
+    if asks is not _PLAIN:
+        check_scoring(name, scoring)
     check_shapes(q, k, v, mask, form)
     check_device(name, q)
     chosen = KERNELS[name]
