@@ -60,22 +60,20 @@ def rows_of(cache: Cache) -> KnownRows | None:
     """The rows of a cache on the CPU, if all are plain; None also where values cannot be read."""
     if torch.compiler.is_compiling() or host_is_away() or not cache.slots:
         return None
-    tensors = [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
-    if not all(has_values(tensor) and tensor.is_cpu for tensor in tensors):
-        return None
-    known = vars(cache).get("_rows")
-    if known is None or known[0] != (versions := _versions(tensors)) or None in versions:
-        known = (_versions(tensors), _read(cache.slots.values()))
+    tensors, known = _tensors_of(cache), vars(cache).get("_rows")
+    versions = _versions(tensors)
+    if known is None or known[0] != versions or None in versions:
+        if not all(has_values(tensor) and tensor.is_cpu for tensor in tensors):
+            return None
+        known = (versions, _read(cache.slots.values()))
         object.__setattr__(cache, "_rows", known)
     rows: KnownRows | None = known[1]
     return rows
 
 
-def with_rows(cache: Cache, rows: KnownRows | None) -> Cache:
+def with_rows(cache: Cache, rows: KnownRows) -> Cache:
     """Notes on a new cache what the step that made it knows."""
-    if rows is not None:
-        tensors = [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
-        object.__setattr__(cache, "_rows", (_versions(tensors), rows))
+    object.__setattr__(cache, "_rows", (_versions(_tensors_of(cache)), rows))
     return cache
 
 
@@ -100,6 +98,10 @@ def stepping(cache: Cache, masks: Mapping[str, MaskLike]) -> KnownRows | None:
 
 def _versions(tensors: Iterable[Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else version(tensor) for tensor in tensors]
+
+
+def _tensors_of(cache: Cache) -> list[Tensor]:
+    return [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
 
 
 def _tensors(mask: Mask) -> tuple[Tensor, ...]:

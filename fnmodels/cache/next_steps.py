@@ -8,7 +8,7 @@ written into any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -46,6 +46,11 @@ class NextSteps:
     steps: tuple[tuple[Prepared, dict[str, Any]], ...]
     written: tuple[tuple[Tensor, int | None], ...]
 
+    def are_of(self, config: DecoderConfig, tokens: Tensor, length: int | Tensor | None) -> bool:
+        """Whether they were made of these."""
+        same = length is self.length or (isinstance(length, int) and length == self.length)
+        return same and config is self.config and tokens.is_floating_point() is self.vectors
+
     def number(self, rows: KnownRows) -> int | None:
         """Which of the steps is the next one of these rows; None: it is another, or what it reads was written to."""
         count = rows.lengths[0] - self.rows[0].lengths[0]
@@ -58,14 +63,15 @@ def next_step(
     config: DecoderConfig, tokens: Tensor, cache: Cache, rows: KnownRows, length: int | Tensor | None
 ) -> Prepared:
     """`prepare` of the next tokens [B, 1] of a cache of plain rows, which need not be read."""
-    steps, count, vectors = _noted(cache), max(rows.lengths) + 1, tokens.is_floating_point()
-    same = steps is not None and steps.config is config and steps.length is length and steps.vectors is vectors
-    number = steps.number(rows) if steps is not None and same else None
+    steps, count = _noted(cache), max(rows.lengths) + 1
+    number = steps.number(rows) if steps is not None and steps.are_of(config, tokens, length) else None
     if steps is None or number is None:
-        steps, number = _ahead(config, tokens, rows, length), 0
+        fresh = (
+            steps is not None and isinstance(length, Tensor) and steps.length is not length
+        )  # in every call, perhaps
+        steps, number = None if fresh else _ahead(config, tokens, rows, length), 0
         if steps is None:
-            given = rows.positions(), rows.segment_ids(), length
-            return prepare_text(config, tokens, *given, count=count)
+            return prepare_text(config, tokens, rows.positions(), rows.segment_ids(), length, count=count)
         object.__setattr__(cache, "_next", steps)
     elif (most := position_range(config)) is not None and count > most:
         check_count(config, steps.steps[number][0][2], count)
@@ -97,7 +103,7 @@ def _noted(cache: Cache) -> NextSteps | None:
 
 def _ahead(config: DecoderConfig, tokens: Tensor, rows: KnownRows, length: int | Tensor | None) -> NextSteps | None:
     """The next steps of these rows; None where a model's tensors are not [B, S, ...], or writes are not counted."""
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() or (isinstance(length, Tensor) and length.is_inference()):
         return None
     later = [rows]
     while len(later) < AHEAD:
@@ -106,12 +112,12 @@ def _ahead(config: DecoderConfig, tokens: Tensor, rows: KnownRows, length: int |
     many = tokens.expand(-1, AHEAD, *tokens.shape[2:])
     made = prepare_text(config, many, positions, ids, length, count=max(rows.lengths) + 1)
     ready = _laid_out(made[2])
-    leaves = {id(leaf): leaf for leaf in tree.leaves((made, ready))}
-    if not all(isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[1] == AHEAD for leaf in leaves.values()):
+    leaves = {id(leaf): leaf for leaf in tree.leaves((made, ready))}.values()
+    if not all(isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[1] == AHEAD for leaf in leaves):
         return None
-    views = {key: leaf.split(1, 1) for key, leaf in leaves.items()}
-    steps = tuple((_of_step(made, views, count), _of_step(ready, views, count)) for count in range(AHEAD))
-    written = tuple((leaf, version(leaf)) for leaf in leaves.values())
+    steps = tuple(_of_each((made, ready), {}))
+    read = (*leaves, length) if isinstance(length, Tensor) else tuple(leaves)
+    written = tuple((tensor, version(tensor)) for tensor in read)
     return NextSteps(config, length, tokens.is_floating_point(), tuple(later), steps, written)
 
 
@@ -124,17 +130,23 @@ def _laid_out(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: rotations.get(id(table), table) for kind, table in tables.items()}
 
 
-def _of_step(made: Any, views: Mapping[int, Sequence[Tensor]], count: int) -> Any:
-    """The tree of one step, in which what is one object in `made` is one object too: kinds share masks and tables."""
-    shared: dict[int, Any] = {}
-
-    def of(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(of, value))
-        if isinstance(value, dict):
-            return {name: of(entry) for name, entry in value.items()}
-        if id(value) not in shared:
-            shared[id(value)] = tree.map(lambda leaf: views[id(leaf)][count], value)
-        return shared[id(value)]
-
-    return of(made)
+def _of_each(made: Any, shared: dict[int, Sequence[Any]]) -> Sequence[Any]:
+    """The trees of each step. shared: those of the nodes that were seen, by their identity: kinds share masks."""
+    if id(made) in shared:
+        return shared[id(made)]
+    found: Sequence[Any]
+    if isinstance(made, Tensor):
+        found = made.split(1, 1)
+    elif isinstance(made, dict | tuple | list):
+        values = made.values() if isinstance(made, dict) else made
+        entries = zip(*(_of_each(value, shared) for value in values), strict=True) if made else [()] * AHEAD
+        found = [dict(zip(made, of, strict=True)) if isinstance(made, dict) else type(made)(of) for of in entries]
+    elif is_dataclass(made):
+        static = {field.name: bool(field.metadata.get("static")) for field in fields(made)}
+        values = [getattr(made, name) for name in static]
+        parts = [[v] * AHEAD if s else _of_each(v, shared) for v, s in zip(values, static.values(), strict=True)]
+        found = [type(made)(*of) for of in zip(*parts, strict=True)]
+    else:  # an absent child
+        found = [made] * AHEAD
+    shared[id(made)] = found
+    return found

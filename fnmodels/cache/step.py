@@ -206,25 +206,22 @@ def plan_step(
     clean = is_clean(cache) if clean is None else clean
     rows = stepping(cache, prepared[1]) if free else None
     masks = prepared[1] if rows is not None else _with_images(prepared[1], cache)
-    how: dict[str, Any] = {"highest": _highest_of(prepared[2], cache), "filled": filled}
+    maskless = options.kernel in ("auto", "sdpa") and not _reads_mask(config, cache)
+    multiple = TILE if options.invariant else 1
+    highest = _highest_of(prepared[2], cache) if rows is None else None
+    how: dict[str, Any] = {"highest": highest, "filled": filled, "maskless": maskless, "multiple": multiple}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
         mask = _mask_of_step(kind, masks, slots)
         key = id(mask), slots.ring
         if key not in plans:
-            needs_mask = field_of(config, "attention_softcap") is not None or any(
-                LayerKind.parse(kind).indexed for kind in cache.slots
-            )
-            needs_mask = needs_mask or traits_of(family_of(config)).biased
-            maskless = not needs_mask and options.kernel in ("auto", "sdpa")
-            multiple = TILE if options.invariant else 1
             if rows is not None:
                 plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple)
             else:
-                plans[key] = _plan(mask, slots, free, **how, maskless=maskless, multiple=multiple)
+                plans[key] = _plan(mask, slots, free, **how)
         of_kind[kind] = plans[key]
-    if free and options.kernel == "auto" and options.layout is None:
+    if rows is None and free and options.kernel == "auto" and options.layout is None:
         layout = _new_layout(list(plans.values()))
         options = options if layout is None else replace(options, layout=layout)
     step = CacheStep(
@@ -239,6 +236,12 @@ def plan_step(
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
     return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()}, rows)
+
+
+def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
+    """Whether attention reads the mask of a query that sees every key."""
+    softcap = field_of(config, "attention_softcap") is not None
+    return softcap or traits_of(family_of(config)).biased or any(LayerKind.parse(k).indexed for k in cache.slots)
 
 
 def logits_at(
@@ -324,12 +327,10 @@ def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, mul
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
     at = rows.slots(room, slots.ring)
-    index, first = mask.q_positions.expand(batch, 1), at[0] if rows.equal else None
-    index = index % room if slots.ring else index
-    positions, segments = (
-        _put(held, new.expand(batch, 1), index=index, first=first)
-        for held, new in ((slots.positions, mask.q_positions), (slots.segments, mask.q_segments))
-    )
+    positions, segments = (t if len(t) == batch else t.expand(batch, 1) for t in (mask.q_positions, mask.q_segments))
+    index, first = positions % room if slots.ring else positions, at[0] if rows.equal else None
+    positions = _put(slots.positions, positions, index=index, first=first)
+    segments = _put(slots.segments, segments, index=index, first=first)
     after = Slots(positions, segments, None, slots.ring)
     filled = min(max(rows.lengths) + 1, room)
     length = min(-(-filled // multiple) * multiple, room)

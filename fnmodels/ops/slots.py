@@ -50,15 +50,12 @@ def extended(
 
     occupied: bool [B, C]; the other slots, which may hold NaN, are set to zero first. None: they are finite.
     """
+    at = use.first if occupied is None and use.inplace and use.keys == "slots" else None
+    if at is not None and all(value.dtype is entry[name].dtype for name, value in new.items()):
+        return _extended_at(entry, new, at, use.length)
     for name, value in new.items():  # a write would broadcast
         if value.shape[2:] != entry[name].shape[2:] or value.shape[0] != entry[name].shape[0]:
-            raise ValueError(
-                f"The cache holds {name!r} as {list(entry[name].shape)} [B, C, ...], and the new tokens' are "
-                f"{list(value.shape)} [B, S, ...]: both must have the same rows, heads and widths."
-            )
-    if occupied is None and use.inplace and use.keys == "slots" and all(t.dtype is entry[n].dtype for n, t in new.items()):
-        written = {n: write_(entry[n], t, index, full=use.full, first=use.first) for n, t in new.items()}
-        return {n: t[:, : use.length] for n, t in written.items()}, written
+            raise _misfit(name, entry[name], value)
     added = {part: t for name, value in new.items() for part, t in stored(name, value, entry[name].dtype).items()}
     held = {name: entry[name] if occupied is None else _zeroed(entry[name], occupied, use.inplace) for name in added}
     read = added
@@ -69,6 +66,28 @@ def extended(
     if use.keys == "slots":
         read = {name: t[:, : use.length] for name, t in written.items()}
     return {name: loaded(name, read, value.dtype) for name, value in new.items()}, written
+
+
+def _extended_at(
+    entry: Mapping[str, Tensor], new: Mapping[str, Tensor], first: int, length: int | None
+) -> tuple[Entry, Entry]:
+    """`extended` in place by tokens in the slots from `first` on, in the entry's dtypes."""
+    read, written = {}, {}
+    for name, value in new.items():
+        held = written[name] = entry[name]
+        place = held[:, first : first + value.shape[1]]
+        if place.shape != value.shape:
+            raise _misfit(name, held, value)
+        place.copy_(value)
+        read[name] = held[:, :length]
+    return read, written
+
+
+def _misfit(name: str, held: Tensor, value: Tensor) -> ValueError:
+    return ValueError(
+        f"The cache holds {name!r} as {list(held.shape)} [B, C, ...], and the new tokens' are "
+        f"{list(value.shape)} [B, S, ...]: both must have the same rows, heads and widths."
+    )
 
 
 def stored(name: str, value: Tensor, dtype: torch.dtype) -> Entry:
@@ -104,7 +123,7 @@ def write(entry: Tensor, new: Tensor, index: Tensor, *, first: int | None = None
     All tokens that are not written go to one slot more, which the result does not have. first: see `SlotUse`.
     """
     if first is not None:
-        return torch.cat((entry[:, :first], new, entry[:, first + new.shape[1] :]), dim=1)
+        return torch.slice_scatter(entry, new, 1, first, first + new.shape[1])
     rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
     wide = torch.cat((entry, entry[:, :1]), dim=1)
     return torch.index_put(wide, (rows, index), new)[:, : entry.shape[1]]

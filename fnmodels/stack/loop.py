@@ -28,6 +28,7 @@ from fnmodels.tree import Tree
 
 LayerEdits = Mapping[str, tuple[BoundEdit, dict[str, Tensor]]]  # by tap of one layer
 _NO_EDITS: LayerEdits = {}
+_USUAL = SlotUse()
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,16 @@ class CacheStep:
 
     def tensors(self, index: int, kind: str) -> dict[str, Any]:
         """The keyword tensors of a layer's call."""
-        per_kind = {"slots": self.slots, "occupied": self.occupied}
-        return {"cache": self.entries[index], **{name: of[kind] for name, of in per_kind.items() if kind in of}}
+        tensors: dict[str, Any] = {"cache": self.entries[index]}
+        if kind in self.slots:
+            tensors["slots"] = self.slots[kind]
+        if kind in self.occupied:
+            tensors["occupied"] = self.occupied[kind]
+        return tensors
 
     def use(self, kind: str) -> SlotUse:
         """How the layers of a kind read their entries."""
-        return self.uses.get(kind, SlotUse())
+        return self.uses.get(kind, _USUAL)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def run_stack(
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside else None
     run = range(plan.first, plan.first + len(plan.layers))
     edits = edits_of_layers(options.edits, ends, len(plan.kinds), run) if options.edits else {}
-    bind = _Binding(cache) if edits or cache is not None or options.layer_fn is not None else None
+    bind = _Binding(cache) if edits or options.layer_fn is not None else None
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
     applied: set[tuple[int, str]] = set()
@@ -117,6 +122,8 @@ def run_stack(
         x = before = _around("input", x, own) if own else x
         if bind is not None:
             block = bind(layer, options.layer_fn, own, tensors)
+        elif cache is not None:
+            tensors["use"] = cache.use(kind)
         result = block(layers[index], x, masks[layer.choice][kind], tables[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.cache import known_rows, prepare
+from fnmodels.cache import known_rows, next_steps, prepare
 from fnmodels.cache.known_rows import KnownRows, rows_of
+from fnmodels.cache.next_steps import NextSteps
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.family import field_of
 from tests.contract.test_cache import FAMILIES, has_ring
@@ -89,6 +90,43 @@ def test_a_step_counts_on_without_reading(monkeypatch: pytest.MonkeyPatch) -> No
         prepared = fnmodels.prepare_step(LLAMA.config, token, cache)
         _, cache = fnmodels.decode_(params, *prepared, cache, config=LLAMA.config)
         assert rows_of(cache) == KnownRows(tuple(n + count for n in RAGGED), (1, 1))
+
+
+def test_steps_are_prepared_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = next_steps.prepare_text
+    monkeypatch.setattr(next_steps, "AHEAD", 3)
+    monkeypatch.setattr(next_steps, "prepare_text", lambda *a, **k: made.append(a[1].shape) or real(*a, **k))
+    known, _ = decoded(SLIDING, RAGGED, fnmodels.decode_, named=False)
+    assert made == [(2, 3)] * 3  # for 8 steps
+    read, _ = decoded(SLIDING, RAGGED, fnmodels.decode_, named=True)
+    assert all(torch.equal(a, b) for a, b in zip(known, read, strict=True))
+
+
+@pytest.mark.parametrize("what", ["table", "positions", "valid"])
+def test_steps_that_were_written_into_are_prepared_anew(what: str) -> None:
+    params, cache, token = prompted(LLAMA, RAGGED)
+    run = functools.partial(fnmodels.decode, config=LLAMA.config)
+    inputs, masks, tables = fnmodels.prepare_step(LLAMA.config, token, cache)
+    (tables["full"] if what == "table" else inputs[what]).zero_()
+    changed = {kind: table.clone() for kind, table in tables.items()}
+    assert torch.equal(run(params, inputs, masks, tables, cache)[0], run(params, inputs, masks, changed, cache)[0])
+    again = fnmodels.prepare_step(LLAMA.config, token, cache)
+    ones, positions = torch.ones_like(token), torch.tensor(RAGGED)[:, None]
+    wanted = fnmodels.prepare_step(LLAMA.config, token, cache, positions=positions, segment_ids=ones)
+    for have, want in zip(fnmodels.tree.leaves(again), fnmodels.tree.leaves(wanted), strict=True):
+        assert torch.equal(have, want)
+
+
+def test_steps_of_another_length_or_config_are_prepared_anew() -> None:
+    _, cache, token = prompted(LLAMA, EQUAL)
+    _, _, tables = fnmodels.prepare_step(LLAMA.config, token, cache)
+    other = replace(LLAMA.config, rope=replace(LLAMA.config.rope, theta=77.0))
+    assert not torch.equal(fnmodels.prepare_step(other, token, cache)[2]["full"], tables["full"])
+    same, lengths = functools.partial(fnmodels.prepare_step, LLAMA.config, token, cache), [1000, 500 * 2]
+    made = [same(length=length) and vars(cache)["_next"] for length in lengths]
+    assert made[0] is made[1]
+    assert torch.equal(same(length=torch.tensor([99, 99]))[2]["full"], tables["full"])
 
 
 def _shifted(cache: Any) -> Any:
@@ -187,12 +225,14 @@ def test_rows_of_later_documents_are_known() -> None:
     assert all(slots.segments[:, 3].tolist() == [2, 3] for slots in cache.slots.values())
 
 
-@pytest.mark.parametrize("bug", ["slot", "mask", "window"])
+@pytest.mark.parametrize("bug", ["slot", "mask", "window", "step"])
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "slot":
         monkeypatch.setattr(KnownRows, "slots", lambda self, room, ring: [min(n, room - 1) for n in self.lengths])
     elif bug == "mask":
         monkeypatch.setattr(KnownRows, "equal", property(lambda self: True))
+    elif bug == "step":
+        monkeypatch.setattr(NextSteps, "number", lambda self, rows: 0)
     else:
         monkeypatch.setattr(known_rows, "simplify", lambda rule, q, kv: Everything())
     case = SLIDING

@@ -150,7 +150,9 @@ class Context:
         cache keeps the places of the keys.
         """
         q, k, v = self._tapped(q, k, v)
-        read = {"k": k, "v": v} | ({} if alibi is None else {"places": places_of(alibi["positions"], k.dtype)})
+        read = {"k": k, "v": v}
+        if alibi is not None:
+            read["places"] = places_of(alibi["positions"], k.dtype)
         if "cache" in self.tensors:
             read = self._extend(read)
             k, v = read["k"], read["v"]
@@ -353,7 +355,7 @@ class Context:
         return read
 
     def _put(self, entry: Entry) -> None:
-        self.aux["cache"] = self.aux.get("cache", {}) | entry
+        self.aux["cache"] = self.aux["cache"] | entry if "cache" in self.aux else entry
 
     def moe(
         self,
