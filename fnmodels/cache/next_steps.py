@@ -145,7 +145,8 @@ def _of_each(made: Any, shared: dict[int, Sequence[Any]]) -> Sequence[Any]:
         static = {field.name: bool(field.metadata.get("static")) for field in fields(made)}
         values = [getattr(made, name) for name in static]
         parts = [[v] * AHEAD if s else _of_each(v, shared) for v, s in zip(values, static.values(), strict=True)]
-        found = [type(made)(*of) for of in zip(*parts, strict=True)]
+        node: Any = type(made)
+        found = [node(*of) for of in zip(*parts, strict=True)]
     else:  # an absent child
         found = [made] * AHEAD
     shared[id(made)] = found
