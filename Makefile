@@ -47,7 +47,7 @@ notebooks: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/short.py
 
 # The tests that `make test` skips: other libraries, trackers, and the site, which is built strictly.
 bridges: .venv/bridges

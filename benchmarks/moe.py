@@ -17,7 +17,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,8 +188,8 @@ def take_turns(contenders: Contenders, rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def report(title: str, contenders: Contenders, dtype: str, rounds: int) -> str:
-    """A Markdown table of medians and their ratios, printed too."""
+def report(title: str, contenders: Contenders, dtype: str, rounds: int) -> None:
+    """Prints a Markdown table of medians and their ratios."""
     check(contenders, dtype)
     medians = take_turns(contenders, rounds)
     lines = [f"{title}, {dtype}: target 1.00 x grouped and 2.00 x eager", ""]
@@ -199,7 +198,6 @@ def report(title: str, contenders: Contenders, dtype: str, rounds: int) -> str:
         ratios = (f"{medians[other] / seconds:.2f}" for other in REFERENCES)
         lines.append(f"| {name} | {seconds * 1e3:.1f} ms | " + " | ".join(ratios) + " |")
     print("\n" + "\n".join(lines), flush=True)
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -209,11 +207,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, help="file to write (default results/moe.md; nothing with --quick)")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    texts = [f"torch {torch.__version__}, transformers {transformers.__version__}, {given.threads} threads"]
-    print(texts[0])
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {given.threads} threads")
     rounds, sizes, model, batch = given.rounds, BLOCK, MODEL, BATCH
     if given.quick:
         small = {"hidden_size": 64, "num_experts": 8, "moe_intermediate_size": 64}
@@ -221,14 +217,10 @@ def main() -> None:
         model = MODEL | small | {"num_hidden_layers": 1, "vocab_size": 256, "num_experts_per_tok": 2}
     for dtype in given.dtype:
         if "block" in given.part:
-            texts.append(report("One block, forward and backward", block(getattr(torch, dtype), sizes), dtype, rounds))
+            report("One block, forward and backward", block(getattr(torch, dtype), sizes), dtype, rounds)
         if "step" in given.part:
             contenders = step(getattr(torch, dtype), model, batch)
-            texts.append(report("Training step of a small qwen3_moe", contenders, dtype, rounds))
-    out = given.out or (None if given.quick else Path(__file__).parent / "results" / "moe.md")
-    if out is not None:
-        out.write_text("\n\n".join(texts) + "\n")
-        print(f"written to {out}")
+            report("Training step of a small qwen3_moe", contenders, dtype, rounds)
 
 
 if __name__ == "__main__":

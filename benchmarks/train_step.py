@@ -3,7 +3,7 @@
     python benchmarks/train_step.py                      all contenders, fp32 and bf16
     python benchmarks/train_step.py --quick              a tiny model, one step, to check that everything runs
     python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
-    python benchmarks/train_step.py --readme             also updates the README's table of ratios and its chart
+    python benchmarks/train_step.py --out FOLDER         also draws the chart; --readme updates the README's table
 
 Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
 ..., so that a slow minute of the machine hits all of them. The report has medians over all timed steps and ratios of
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -330,14 +329,6 @@ def chart(results: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -363,9 +354,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round of one step; nothing written")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for train_step.json, .md and .png")
+    parser.add_argument("--out", type=Path, help="folder for the picture train_step.png")
     parser.add_argument(
-        "--readme", action="store_true", help="also put the ratios and the chart between the README's markers"
+        "--readme", action="store_true", help="with --out: also writes the README's table of ratios and its chart"
     )
     for library in ("litgpt", "jax"):
         default = os.environ.get(f"FNMODELS_BENCH_{library.upper()}", sys.executable)
@@ -382,22 +373,11 @@ def main(argv: list[str] | None = None) -> None:
     pythons = {library: sys.executable for library, _ in CONTENDERS.values()}
     pythons |= {"litgpt": options.litgpt_python, "jax": options.jax_python}
     results = [run(options.contenders, pythons, dtype, options) for dtype in options.dtype]
-    machine = {"processor": processor(), "threads": options.threads, "system": platform.system()}
     text = table(results)
     print("\n" + text)
-    if not options.quick:
+    if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        record = {
-            "config": CONFIG,
-            "machine": machine,
-            "rounds": options.rounds,
-            "steps": options.steps,
-            "results": results,
-        }
-        (options.out / "train_step.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.out / "train_step.md").write_text(text + "\n")
         chart(results, options.out / "train_step.png")
-        print(f"\nwritten to {options.out}: train_step.json, train_step.md, train_step.png")
         if options.readme:
             into_readme(text.partition("\n\n")[2], options.out / "train_step.png", HERE.resolve().parent / "README.md")
 

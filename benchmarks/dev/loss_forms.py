@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import platform
 import statistics
 from typing import Any
 
@@ -32,7 +31,8 @@ from attention import packed_rows
 from contenders import BETAS, DECAY, EPS, LR, our_llama, torch_step, transformers_llama
 from parallel import TINY, Step, in_turns, stepping
 from ranks import together
-from train_step import CONFIG, draw, processor
+from record import cpu_flags
+from train_step import CONFIG, draw
 
 import fnmodels
 import params as P
@@ -142,7 +142,7 @@ def main() -> None:
     lengths = tuple(n // 16 for n in LENGTHS) if given.quick else LENGTHS
     config = {**CONFIG, **(TINY if given.quick else {}), "batch": 1, "sequence": sum(lengths)}
     rounds, number = (1, 1) if given.quick else (given.rounds, given.steps)
-    print(f"{processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores")
+    print(f"{cpu_flags()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores")
     for world in given.worlds:
         tokens = world * sum(lengths)
         print(f"\n{world} processes of {given.threads} threads, {tokens} tokens in {len(lengths)} documents per row")

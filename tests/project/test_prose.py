@@ -16,9 +16,7 @@ GUIDES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / n for n in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
 ]
-RESULTS = sorted((ROOT / "benchmarks").glob("**/*.md"))
 LONGEST = 40  # words of a sentence
-MOST = 300  # words of a page of results, outside of tables and code
 
 # A kernel's requirement is the name of an instruction set or a compute capability, and no machine's.
 MACHINE = (
