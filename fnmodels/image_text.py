@@ -48,7 +48,7 @@ def check_reads_images(config: Any) -> None:
     """TypeError for a model that reads no images among its tokens."""
     if text_config(config) is config:
         raise TypeError(
-            f"{type(config).__module__}.{type(config).__name__} reads no images: pass config and params of a whole "
+            f"{type(config).__module__}.{type(config).__name__} reads no images: pass config and params of a full "
             "model of fnmodels.models.vision_language, as params.load_pretrained returns them."
         )
 

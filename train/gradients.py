@@ -108,7 +108,7 @@ def fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
 
     fresh = tree.map(leaf, params)
     if not leaves:
-        raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
+        raise ValueError("No parameter is trainable: every floating-point parameter is frozen by the optimizer's spec.")
     return fresh, leaves
 
 
@@ -127,7 +127,7 @@ def _gradients(
     missing = [index for index, grad in enumerate(found) if grad is None]
     if len(missing) == len(leaves) and count > 0:  # with no valid tokens the loss may be constant
         raise ValueError(
-            "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
+            "The loss does not depend on any trainable parameter: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
         )
     unreached = frozenset[str]()

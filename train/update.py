@@ -155,7 +155,7 @@ def check_reached(sums: Sums) -> None:
     if sums.unreached and sums.count > 0:
         some = ", ".join(sorted(sums.unreached)[:3])
         raise ValueError(
-            f"The loss does not reach {len(sums.unreached)} of the leaves that train: {some}"
+            f"The loss does not reach {len(sums.unreached)} of the trainable parameters: {some}"
             f"{', ...' if len(sums.unreached) > 3 else ''}. Take a loss that depends on them (train.mtp_loss for heads "
             'under "mtp"), leave them out (params.load_pretrained(drop=("mtp",))), or freeze them: by '
             "train.partition({pattern: None, ...}), or trainable=False of their Leaf in the optimizer's spec."

@@ -80,7 +80,7 @@ def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_
             )
     embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
-        raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which tells the size of the vocabulary.")
+        raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which gives the size of the vocabulary.")
     fields = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,

@@ -3,6 +3,7 @@
 A planted sentence for each rule shows that it finds what it is for.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,3 +112,29 @@ def test_sentences_end_at_full_stops_and_not_at_abbreviations_or_items() -> None
         "item two",
         "Last",
     ]
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each message that a file raises; what is put in at run time counts as one word."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield from ((node.lineno, text) for text in map(_text, node.exc.args) if text)
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) if isinstance(value, ast.Constant) else "X" for value in node.values)
+    return ""
+
+
+@pytest.mark.parametrize("package", ["params", "train"])
+def test_messages_of_errors_have_short_sentences_and_the_terms_of_the_field(package: str) -> None:
+    found = {path: list(messages(path)) for path in sorted((ROOT / package).rglob("*.py"))}
+    assert sum(map(len, found.values())) > 200
+    for path, texts in found.items():
+        for line, text in texts:
+            where = f"{path.relative_to(ROOT)}:{line}"
+            assert all(sentence.words <= LONGEST for sentence in sentences(text)), f"{where}: {text}"
+            assert not list(words_that_house_replaces(text)), f"{where}: {text}"

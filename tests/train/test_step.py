@@ -630,7 +630,7 @@ def test_sums_beside_the_loss_are_tensors():
 def test_a_loss_without_parameters_is_named(detached):
     other = torch.ones((), requires_grad=not detached)
     step = make_step(lambda params, batch: (other * 2, torch.tensor(1)), sgd(1.0))
-    with pytest.raises(ValueError, match="does not depend on any leaf that trains"):
+    with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
         step(init_state(toy_params(), sgd(1.0)), toy_batch())
 
 
@@ -647,7 +647,7 @@ def test_leaves_that_no_part_reaches_are_refused_before_they_decay():
 
     optimizer = adamw(0.1, weight_decay=0.5)
     step, state = make_step(loss, optimizer), init_state(params, optimizer)
-    with pytest.raises(ValueError, match=r"does not reach 2 of the leaves that train: b, heads_0\. Take"):
+    with pytest.raises(ValueError, match=r"does not reach 2 of the trainable parameters: b, heads_0\. Take"):
         step(state, [part("a")] * 2)
     assert same_bits(state.params, params) and int(state.step) == 0
     state, _ = step(state, [part("b"), part("heads_0")])
@@ -657,13 +657,13 @@ def test_leaves_that_no_part_reaches_are_refused_before_they_decay():
     engine.forward_backward([part("heads_0")], loss)
     assert engine.optim_step()["finite"]
     engine.forward_backward([part("b")], loss)
-    with pytest.raises(ValueError, match=r"does not reach 1 of the leaves that train: heads_0\. Take"):
+    with pytest.raises(ValueError, match=r"does not reach 1 of the trainable parameters: heads_0\. Take"):
         engine.optim_step()
 
 
 def test_nothing_that_trains_is_named():
     optimizer = sgd(1.0, spec=spec_of(toy_params(), lambda p: False))
-    with pytest.raises(ValueError, match="No leaf trains"):
+    with pytest.raises(ValueError, match="No parameter is trainable"):
         make_step(toy_loss, optimizer)(init_state(toy_params(), optimizer), toy_batch())
 
 

@@ -232,7 +232,7 @@ def test_a_schedule_that_reads_the_step_on_the_host_is_named(graphs):
 
 def test_what_a_graph_would_pass_over_is_found_outside_of_it(graphs):
     optimizer, start = train.adamw(0.1), params() | {"three": torch.ones(3)}
-    with pytest.raises(ValueError, match="does not reach 1 of the leaves that train: three"):
+    with pytest.raises(ValueError, match="does not reach 1 of the trainable parameters: three"):
         make_step(loss, optimizer, compile="step")(init_state(start, optimizer), BATCHES[0])
     with pytest.raises(ValueError, match=r"must return \(sum, count\)"):
         make_step(lambda p, b: loss(p, b)[0], optimizer, compile="step")(init_state(params(), optimizer), BATCHES[0])

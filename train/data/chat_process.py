@@ -76,7 +76,7 @@ class _Renderer:
         if source != self.source:
             self.source, self.left = source, ALL_SECONDS
         if self.left < 0:
-            raise UserError("the chat template is not rendered any more: it took too long for the conversations before")
+            raise UserError("the chat template is not rendered any more: it was too slow for earlier conversations")
         began = time.monotonic()
         try:
             yield

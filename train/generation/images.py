@@ -27,7 +27,7 @@ def text_model(params: Tree, config: Any) -> tuple[Tree, Any]:
         return params, config
     if "text" not in params:
         raise ValueError(
-            f"config is that of a whole {config.model_type}, and params has no 'text': pass the params of the whole "
+            f"config is that of a full {config.model_type}, and params has no 'text': pass the params of the full "
             "model, or config.text for those of its text."
         )
     return params["text"], text

@@ -55,8 +55,8 @@ def ready_with_same(batch: Batches, prepare: Callable[[], T], devices: DeviceMes
         names = {path for (_, path), _ in its.items() ^ theirs.items()}
         raise ValueError(
             f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. "
-            f"Over the mesh {mesh_of(devices)} each is given the whole batch, the same in all, of which it takes its "
-            'part; for rows that each has for itself there is Strategy(rows="own").'
+            f"Over the mesh {mesh_of(devices)} each takes the full batch, the same in all, and computes its "
+            'shard of it; for rows that each process has for itself pass Strategy(rows="own").'
         ) from failure
     _raise_fault(failure, [(rank, fault) for rank, _, fault in reports])
     raise AssertionError("Ranks differ, and none says in what.")

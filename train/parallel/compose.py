@@ -127,7 +127,7 @@ def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
         )
     if function_of(family, "shared") is not None and (mesh.cp > 1 or sequence):
         raise ValueError(
-            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, such as the "
+            f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, such as the "
             f"distances of tokens, so the mesh {mesh} must not have cp above 1, nor sequence=True; fsdp, dp, tp and pp "
             "work."
         )

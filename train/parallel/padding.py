@@ -71,7 +71,7 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
     if size[0] != larger[0] and x.ndim and x.shape[0] == larger[0]:
         raise ValueError(
             f"A microbatch of {size[0]} rows was padded to {larger[0]} for a pipeline, and the function returns "
-            f"{list(x.shape)}, where only [B, S, ...], here {list(larger)}, tells tokens from padding: give "
+            f"{list(x.shape)}, where only [B, S, ...], here {list(larger)}, distinguishes tokens from padding: pass "
             "microbatches of as many rows each."
         )
     return x

@@ -174,8 +174,8 @@ def _with_a_graph(function: Callable[..., Any]) -> LossFn:
         total, *_ = checked_loss(found)
         if not total.requires_grad:
             raise ValueError(
-                "The loss does not depend on any leaf that trains; over a mesh it must do so in every process, of rows "
-                "without a token too: a sum of nothing, rather than a constant."
+                "The loss does not depend on any trainable parameter; over a mesh it must do so in every process, of "
+                "rows without a token too: a sum of nothing, rather than a constant."
             )
         return tuple(found)
 

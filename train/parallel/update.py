@@ -147,7 +147,7 @@ def check_whole(shards: Tree) -> None:
         sharded = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
         if sharded:
             raise ValueError(
-                f"The optimizer needs whole leaves, and {path} is sharded over {sharded[0]}: take one whose update is "
+                f"The optimizer needs full leaves, and {path} is sharded over {sharded[0]}: take one whose update is "
                 "elementwise (adamw, sgd, lion), muon, or a mesh that only copies parameters (dp)."
             )
 

@@ -159,7 +159,7 @@ def test_render_of_a_slow_template_ends_for_all_conversations(monkeypatch: pytes
         with pytest.raises(UserError) as error:
             render(slow, CHAT)
         said.append(str(error.value))
-    last = "the chat template is not rendered any more: it took too long for the conversations before"
+    last = "the chat template is not rendered any more: it was too slow for earlier conversations"
     assert 0 < sum(LATE in one for one in said) < 10 and said[-1] == last
     for _ in range(50):  # another one has its own time, to which each conversation adds
         assert render(Template("{{ messages[0].content }}", {}), CHAT) == "Hi"

@@ -309,14 +309,14 @@ def test_errors_name_the_request() -> None:
         ),
     ):
         with pytest.raises(
-            ValueError, match=r"params has no 'text': pass the params of the whole model, or config.text"
+            ValueError, match=r"params has no 'text': pass the params of the full model, or config.text"
         ):
             run()
     with pytest.raises(ValueError, match="images has 1 lists; it must have one for each of 2 prompts"):
         train.generate(params, case.config, prompts[:2], images=images[:1], **known)
     with pytest.raises(ValueError, match=r"Request 1: An image is floats \[3, H, W\] with H and W multiples of 8"):
         train.generate(params, case.config, prompts[:2], images=[images[0], [torch.zeros(3, 20, 24)]], **known)
-    with pytest.raises(TypeError, match="reads no images: pass config and params of a whole model"):
+    with pytest.raises(TypeError, match="reads no images: pass config and params of a full model"):
         train.generate(params["text"], case.config.text, prompts[:1], images=images[:1], **known)
     with pytest.raises(ValueError, match="Prompt 0 ends with an image"):
         train.generation.beam_search(params, case.config, prompts[3], beams=1, max_new=2, images=images[3])

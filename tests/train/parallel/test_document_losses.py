@@ -26,8 +26,8 @@ from train.parallel.placement import rules_of
         (pair_setting, "cp=2", "A t5 has two stacks of layers with rows of different lengths"),
         (image_setting, "cp=2", "A clip has two stacks of layers"),
         (image_setting, "pp=2", r"A clip has towers \(text and vision\) that run beside each other.*leave pp out"),
-        (shared_setting, "cp=2", "The layers of a mpnet read tensors of whole rows beside the residual stream"),
-        (flow_setting, "cp=2", "The layers of a FluxTransformer2DModel read tensors of whole rows"),
+        (shared_setting, "cp=2", "The layers of a mpnet read tensors of full rows beside the residual stream"),
+        (flow_setting, "cp=2", "The layers of a FluxTransformer2DModel read tensors of full rows"),
     ],
 )
 def test_meshes_that_do_not_divide_a_model(setting: Any, over: str, words: str) -> None:

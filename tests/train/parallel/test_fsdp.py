@@ -342,7 +342,7 @@ def refusals() -> None:
         refuse(said, state, batch(), compile="block", mesh=other, strategy=how)
     refuse("so the loss must run the model", state, batch(), loss=lambda params, batch: None)
     whole = adafactor(spec=spec_of(name))
-    refuse("needs whole leaves, and embed_tokens is sharded over fsdp", init_state(params, whole), batch(), whole)
+    refuse("needs full leaves, and embed_tokens is sharded over fsdp", init_state(params, whole), batch(), whole)
     other = init_state(placed(name, mesh, Rules(spread="fsdp")), sgd(0.1))
     refuse("opt_state is not of this step's optimizer", other, batch())
     with pytest.raises(ValueError, match="needs a mesh"):

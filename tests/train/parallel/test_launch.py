@@ -397,7 +397,7 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
     whole = ("--mesh", "fsdp=2", "--optimizer", "adafactor", "--ema", "0.9")
     (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), *whole)
     assert code == other == 2 and nothing == ["", ""]
-    assert said.startswith("python -m train: --mesh fsdp=2: The optimizer needs whole leaves, and embed_tokens is")
+    assert said.startswith("python -m train: --mesh fsdp=2: The optimizer needs full leaves, and embed_tokens is")
 
 
 def test_a_failed_rendezvous_is_reported_and_ends_the_processes(

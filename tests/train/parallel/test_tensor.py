@@ -191,14 +191,14 @@ def modes() -> list[tuple[Case, bool]]:
 
 
 def reads_whole_rows(case: Case) -> bool:
-    """Whether its layers read tensors of whole rows, which sequence=True refuses."""
+    """Whether its layers read tensors of full rows, which sequence=True refuses."""
     return function_of(fnmodels.family_of(case.config), "shared") is not None
 
 
 def test_layers_that_read_whole_rows_raise() -> None:
     config = variant("mpnet")
     placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), {"tp": 2})
-    with pytest.raises(ValueError, match=r"of a mpnet read tensors of whole rows .* use sequence=False"):
+    with pytest.raises(ValueError, match=r"of a mpnet read tensors of full rows .* use sequence=False"):
         tensor_parallel(config, placements, sequence=True)
 
 

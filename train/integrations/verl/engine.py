@@ -367,7 +367,7 @@ def _jagged(outputs: Outputs, micro: Any) -> dict[str, Tensor]:
 def _check_supported(data: Any) -> None:
     for name in ("distillation_use_topk", "calculate_sum_pi_squared", "enable_routing_replay"):
         if entry(data, name, False):
-            raise NotImplementedError(f"The batch asks for {name}, which train.integrations.verl does not have.")
+            raise NotImplementedError(f"The batch requests {name}, which train.integrations.verl does not have.")
 
 
 def _device_type() -> str:

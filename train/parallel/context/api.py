@@ -110,7 +110,7 @@ def resolved_order(order: Order | Tensor, config: DecoderConfig | None) -> Order
         raise ValueError(f'order is {order!r}: it is "auto", "mask", "head_tail", a tensor or None.')
     if config is None:
         if isinstance(order, str) and order != "head_tail":
-            raise ValueError(f'order="{order}" asks what layers let tokens see: pass config= too.')
+            raise ValueError(f'order="{order}" depends on what layers let tokens see: pass config= too.')
         return order
     ordered = ordered_kinds(config)
     if isinstance(order, str) and order == "auto":

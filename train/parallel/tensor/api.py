@@ -219,7 +219,7 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     family = family_of(config)
     if sequence and function_of(family, "shared") is not None:
         raise ValueError(
-            f"The layers of a {config.model_type} read tensors of whole rows beside the residual stream, of which "
+            f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, of which "
             "sequence=True has pieces: use sequence=False."
         )
     spec, plans = tree.flatten(family.spec(config)), _by_weight(lora.weights(placements))
