@@ -1,6 +1,7 @@
 """The benchmark scripts run at their smallest settings: nothing else calls them, so nothing else would see them rot."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.support.forks import ROOT, Forks
 THRESHOLDS = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "8388608")  # spares them a restart
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_START": "fork", **THRESHOLDS}
 Output = Callable[..., str]
+Ratio = Callable[[str, str], float]
 
 
 def _command(script: str, *flags: str) -> list[str | Path]:
@@ -20,6 +22,18 @@ def _command(script: str, *flags: str) -> list[str | Path]:
 def _said(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def ratio() -> Ratio:
+    """ratio(script, what it printed): its bar in the picture of `make bench`."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import record
+        import short
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return lambda name, out: short.FIGURES[name].ratio(record.joined(record.tables(out)))
 
 
 @pytest.fixture
@@ -42,8 +56,9 @@ def test_attention(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_encoders(output: Output) -> None:
+def test_encoders(output: Output, ratio: Ratio) -> None:
     out = output("encoders.py", "--quick")
+    assert ratio("encoders", out) > 0
     assert out.count("\n| fnmodels |") == 5 and out.count(" x the others)") == 5, out
     assert out.count("\n| transformers |") == 3, out
 
@@ -59,8 +74,9 @@ def test_per_sample(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_moe(output: Output) -> None:
+def test_moe(output: Output, ratio: Ratio) -> None:
     out = output("moe.py", "--quick")
+    assert ratio("moe", out) > 0
     assert out.count(": target 1.00 x grouped and 2.00 x eager\n") == 4, out
     assert out.count("\n| fnmodels |") == 4, out
 
@@ -104,8 +120,9 @@ def test_load(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_parallel(output: Output) -> None:
+def test_parallel(output: Output, ratio: Ratio) -> None:
     out = output("parallel.py", "--quick", "--worlds", "2")
+    assert ratio("parallel", out) > 0
     assert "losses: plain " in out, out
     for name in ("plain", "functional", "wrapper", "transformers FSDP2"):
         assert out.count(f"\n| {name} | ") == 1, out
@@ -185,9 +202,10 @@ def test_damaged(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_recurrent(output: Output) -> None:
+def test_recurrent(output: Output, ratio: Ratio) -> None:
     layers = ("gdn",)
     out = output("recurrent.py", "--quick", "--dtypes", "float32", "--layers", *layers)
+    assert ratio("recurrent", out) > 0
     for layer in layers:
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 8, out
     step = output("recurrent_step.py", "--quick", "--dtypes", "float32")
@@ -195,8 +213,9 @@ def test_recurrent(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_generate(output: Output) -> None:
+def test_generate(output: Output, ratio: Ratio) -> None:
     out = output("generate.py", "--quick")
+    assert ratio("generate", out) > 0
     for who in ("fnmodels packed", "fnmodels int8", "fnmodels compiled int4", "transformers static"):
         assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out
 
@@ -216,8 +235,9 @@ def test_serve_and_grpo(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_research(output: Output) -> None:
+def test_research(output: Output, ratio: Ratio) -> None:
     out = output("research.py", "--quick")
+    assert ratio("research", out) > 0
     for section in (
         "cache",
         "all",
@@ -245,6 +265,7 @@ def test_programs_restart_themselves_to_give_memory_back(forks: Forks, tmp_path:
 
 
 @pytest.mark.slow
-def test_small(output: Output) -> None:
+def test_small(output: Output, ratio: Ratio) -> None:
     out = output("small.py", "--quick")
+    assert ratio("small", out) > 0
     assert out.count("\n| fnmodels | ") == 5 and out.count("| hand-written | ") == 5, out

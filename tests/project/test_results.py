@@ -99,6 +99,21 @@ def test_tables_are_read_of_what_a_script_prints_and_those_alike_are_joined(reco
     assert memory.rows == (("ours", "5"),)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("train_step", 1.72), ("load", 304 / 183), ("parallel", 1 / 0.84)])
+def test_a_bar_of_the_short_set_is_read_from_the_tables_of_its_script(
+    record: ModuleType, name: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import short
+
+    run = record.read(BENCHMARKS / "results" / f"{name}.json")
+    tables = list(run.tables)
+    if name == "parallel":  # the page has both numbers of processes, the short set one
+        (table,) = tables
+        tables = [record.Table("", table.columns, tuple(row for row in table.rows if row[0] == "two processes"))]
+    assert round(short.FIGURES[name].ratio(tables), 6) == round(expected, 6)
+
+
 def test_a_new_run_keeps_the_notes_of_the_page(record: ModuleType, tmp_path: Path) -> None:
     old = record.read(BENCHMARKS / "results" / "moe.json")
     record.write(old, tmp_path)
