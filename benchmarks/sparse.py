@@ -2,7 +2,6 @@
 
     python benchmarks/sparse.py                 k = 2,048 of 4,096, 16,384 and 65,536 keys
     python benchmarks/sparse.py --quick         small sizes and one round, to check that everything runs
-    python benchmarks/sparse.py --write         also writes the table into benchmarks/results/sparse.md
 
 64 query heads share one head of keys and values of width 64, as chosen latents are shared; fp32, on the CPU. Queries
 choose among all keys at random, so that neighbours share no more than chance gives. 1,024 queries are timed, since
@@ -14,14 +13,12 @@ scores of 64 heads of width 128 over all keys and the choice of the best k, whos
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +32,6 @@ from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, choose, keys_of
 
 HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, HIDDEN = 64, 64, 64, 128, 256
-RESULTS = Path(__file__).parent / "results" / "sparse.md"
 CONTENDERS = ("sparse", "dense", "indexer")
 
 
@@ -88,12 +84,11 @@ def in_process(*args: Any) -> dict[str, float]:
     return found
 
 
-def table(sizes: list[int], count: int, queries: int, rounds: int) -> list[str]:
-    lines = ["| keys | pass | kernel | ms per token | x of dense | peak MiB | of dense |", f"|{'---|' * 7}"]
+def table(sizes: list[int], count: int, queries: int, rounds: int) -> None:
+    print(f"| keys | pass | kernel | ms per token | x of dense | peak MiB | of dense |\n|{'---|' * 7}")
 
     def add(*cells: str) -> None:
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
+        print(f"| {' | '.join(cells)} |", flush=True)
 
     for keys in sizes:
         for backward in (False, True):
@@ -108,26 +103,11 @@ def table(sizes: list[int], count: int, queries: int, rounds: int) -> list[str]:
                 add(f"{keys:,}", name, who, f"{found['ms']:.3f}", time_ratio, f"{found['mib']:.0f}", memory_ratio)
         found = in_process("indexer", keys, count, min(queries, 256), False, 1)
         add(f"{keys:,}", "forward", "indexer: scores and choice", f"{found['ms']:.3f}", "", f"{found['mib']:.0f}", "")
-    return lines
-
-
-def write(lines: list[str], command: str) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
-    RESULTS.write_text(
-        "# Attention over chosen keys beside a dense mask\n\n"
-        f"{datetime.date.today()}, commit {commit.strip()}, torch {torch.__version__}, fp32, one thread:\n\n"
-        f"    {command}\n\n"
-        "`benchmarks/sparse.py` says what is computed. Times are CPU time of one query; the peak is that of 1,024\n"
-        "queries above their inputs. The indexer scores every key, so that its time grows with their number.\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--write", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -135,9 +115,7 @@ def main() -> None:
         print(json.dumps(measured(*json.loads(args.one))))
         return
     sizes, count, queries = ([128, 256], 32, 64) if args.quick else ([4096, 16384, 65536], 2048, 1024)
-    lines = table(sizes, count, queries, 1 if args.quick else args.rounds)
-    if args.write:
-        write(lines, "python benchmarks/sparse.py --write")
+    table(sizes, count, queries, 1 if args.quick else args.rounds)
 
 
 if __name__ == "__main__":
