@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import packed_rows
 from gpu_torchtitan import folder, torchtitan_step
 from gpu_twin import Step, transformers_step, twin_step
+from packed_rows import packed_rows
 from torch import Tensor
 
 import params as P

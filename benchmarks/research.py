@@ -43,9 +43,8 @@ from typing import Any
 
 import research_without
 import torch
-from per_sample import opacus_module
 from research_activations import FEW, MANY, cache, grid, missing
-from research_setting import FULL, QUICK, Contenders, Setting, summed
+from research_setting import FULL, QUICK, Contenders, Setting, opacus_module, summed
 from torch import Tensor
 
 import fnmodels

@@ -65,3 +65,17 @@ class Setting:
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def opacus_module(model: Any) -> Any:
+    """A Llama of transformers that computes a gradient for each sample, for losses that are sums."""
+    from opacus.grad_sample import GradSampleModule, register_grad_sampler
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    # Without a sampler of its own Opacus would run the norms through torch.func, which is slower.
+    @register_grad_sampler(LlamaRMSNorm)
+    def norm_sampler(layer: Any, inputs: list[Tensor], grad_outputs: Tensor) -> dict[Any, Tensor]:
+        normed = F.rms_norm(inputs[0], inputs[0].shape[-1:], None, layer.variance_epsilon)
+        return {layer.weight: torch.einsum("bsd,bsd->bd", normed, grad_outputs)}
+
+    return GradSampleModule(model, batch_first=True, loss_reduction="sum")

@@ -27,8 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.nn.functional as F
+from packed_rows import packed_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -252,18 +254,6 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
                 f"    {kernel:10s}{rate:12.0f} tokens/s{ratio:8.2f} x sdpa, gradients off by {worst[kernel]:.1e} "
                 f"(math in bf16: {max(noise):.1e})"
             )
-
-
-def packed_rows(lengths: Sequence[int], rows: int, vocab_size: int, device: str = "cpu") -> dict[str, Tensor]:
-    """A batch; each row has the same documents in another order."""
-    rolled = [[*lengths[row:], *lengths[:row]] for row in range(rows)]
-    segment_ids = fnmodels.segments_from_lengths(rolled).to(device)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, segment_ids.shape, generator=generator).to(device)
-    labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
-    labels[:, -1] = -100
-    positions = fnmodels.positions_from_segments(segment_ids)
-    return {"tokens": tokens, "positions": positions, "segment_ids": segment_ids, "labels": labels}
 
 
 def gradients_of(

@@ -27,8 +27,8 @@ import above  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from attention import packed_rows
 from contenders import BETAS, DECAY, EPS, LR, our_llama, torch_step, transformers_llama
+from packed_rows import packed_rows
 from parallel import TINY, Step, in_turns, stepping
 from ranks import together
 from record import cpu_flags

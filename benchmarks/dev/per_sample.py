@@ -29,9 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.nn.functional as F
 import transformers
+from research_setting import opacus_module
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
@@ -157,20 +159,6 @@ def transformers_contenders(
         return dict(zip(named, of(tokens, labels), strict=True))
 
     return {"transformers vmap(grad)": per_sample, "transformers loop": loop, HF_BATCH: plain}
-
-
-def opacus_module(model: Any) -> Any:
-    """A Llama of transformers that computes a gradient for each sample, for losses that are sums."""
-    from opacus.grad_sample import GradSampleModule, register_grad_sampler
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    # Without a sampler of its own Opacus would run the norms through torch.func, which is slower.
-    @register_grad_sampler(LlamaRMSNorm)
-    def norm_sampler(layer: Any, inputs: list[Tensor], grad_outputs: Tensor) -> dict[Any, Tensor]:
-        normed = F.rms_norm(inputs[0], inputs[0].shape[-1:], None, layer.variance_epsilon)
-        return {layer.weight: torch.einsum("bsd,bsd->bd", normed, grad_outputs)}
-
-    return GradSampleModule(model, batch_first=True, loss_reduction="sum")
 
 
 def opacus_contenders(
