@@ -89,9 +89,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             page.meta.setdefault("search", {"boost": boost})
     if name in PAGES:
         markdown = re.sub(r'(\]\(|src=")docs/', r"\1", markdown)
-        markdown = re.sub(
-            r"\[([^]]+)\]\((?:tests/README.md|CITATION.cff|benchmarks/[\w/]+\.md)\)", r"`\1`", markdown
-        )
+        markdown = re.sub(r"\[([^]]+)\]\((?:tests/README.md|CITATION.cff|benchmarks/[\w/]+\.md)\)", r"`\1`", markdown)
     for address, file in PAGES.items():
         markdown = re.sub(rf"\]\((\.\./)?{file}", f"]({address}", markdown)
     markdown = re.sub(r"\[[^]]+\]\(\.\./(benchmarks/[\w/]+\.md)\)", r"`\1`", markdown)  # no pages of the site
