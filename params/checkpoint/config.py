@@ -15,7 +15,15 @@ from typing import Any
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import IGNORED_FIELDS, ConfigJson, IgnoreFields, shown
 from fnmodels.models.common.family import field_of, traits_of
-from fnmodels.models.common.registry import config_class, families, family_of, family_reading, model_type_of, to_hf
+from fnmodels.models.common.registry import (
+    config_class,
+    families,
+    family_of,
+    family_reading,
+    model_type_of,
+    text_config,
+    to_hf,
+)
 from params.io.files import read_json
 
 from .hub import local_folder
@@ -133,8 +141,16 @@ def with_lm_head(config: Any) -> Any:
     """The decoder with a head for tokens of its own, if only its files say whether it has one; else unchanged."""
     if field_of(config, "head_by_file"):
         return replace(config, tie_word_embeddings=False)
-    headless = traits_of(family_of(config)).causal and field_of(config, "head") == "none"
-    return replace(config, head="lm") if headless else config
+    if field_of(decoder := text_config(config), "head") == "none" and traits_of(family_of(decoder)).causal:
+        return with_head(config, "lm")
+    return config
+
+
+def with_head(config: Any, head: str) -> Any:
+    """The config with a head, "none" or "lm": of a model that reads images or speech, that of its text."""
+    if (decoder := text_config(config)) is config:
+        return replace(config, head=head, num_labels=0)
+    return replace(config, text=with_head(decoder, head))
 
 
 def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:

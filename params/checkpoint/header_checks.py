@@ -21,7 +21,7 @@ from params.quantized.methods import read_quantization
 from params.quantized.weight import Found, QuantizedWeight, is_zero_bias, pair
 
 from . import tensor_map, wrapped_text
-from .config import part_of, read_config, with_lm_head
+from .config import part_of, read_config, with_head, with_lm_head
 from .shard_index import as_lines, open_folder
 from .tensor_map import Piece, StoredLeaf, dtype_class
 
@@ -66,7 +66,7 @@ def check_folder(
     complete = with_lm_head(declared)
     if complete is not declared and _head_names(complete) & found.keys():  # an older file, whose class has no head
         declared = complete
-    config = declared if head is None else replace(declared, head=head, num_labels=0)
+    config = declared if head is None else with_head(declared, head)
     parameters = tensor_map.stored_leaves(config)
     prefix = tensor_map.missing_prefix(parameters, found)
     smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
@@ -114,7 +114,7 @@ def _paired(
 def _head_names(config: Any) -> set[str]:
     """The names on disk of a head that is not tied."""
     leaves = tensor_map.stored_leaves(config)
-    return {name for one in leaves if one.path == "lm_head" for name in disk_names(one.stored)}
+    return {name for one in leaves if one.path in ("lm_head", "text.lm_head") for name in disk_names(one.stored)}
 
 
 def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:

@@ -77,7 +77,8 @@ def missing_prefix(parameters: Iterable[StoredLeaf], on_disk: Container[str]) ->
     Names in OpenAI's GPT-2 and in models saved without a head begin with `wte` or `layers`, not `transformer` or
     `model`.
     """
-    bodies = [parameter.stored for parameter in parameters if parameter.path not in ("lm_head", "score", "score_bias")]
+    heads = ("lm_head", "score", "score_bias")
+    bodies = [one.stored for one in parameters if one.path.rpartition(".")[2] not in heads]
     if any(name in on_disk for stored in bodies for name in disk_names(stored)):  # usually the first one
         return ""
     names = [name for stored in bodies for name in disk_names(stored)]

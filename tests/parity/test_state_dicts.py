@@ -1,5 +1,7 @@
 """State dicts of transformers' models in memory, both ways, in every family: its converter knows the names of files."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from tests.fnmodels.models import test_vision
 from tests.support import wrappers
 from tests.support.cases import Case, is_routed, richest
 from tests.support.image_texts import ImageCase, image_cases
-from tests.support.oracle import model_of, params_of
+from tests.support.oracle import assert_close, model_of, params_of
 
 # Published files have other tensors than transformers writes: see `as_published` of their variants.
 OTHERS = ("kimi_linear", "olmo_hybrid")
@@ -50,6 +52,30 @@ def test_wrappers_in_memory(case: ImageCase) -> None:
         params = tree.flatten(P.from_tensors(case.config, state.items()))
         assert params.keys() == wanted.keys()
         assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())
+
+
+@pytest.mark.parametrize("case", image_cases(), ids=str)
+def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path: Path) -> None:
+    """A folder that transformers' class without a head (Gemma3Model) wrote is read and written as one of that class."""
+    model, wanted = case.reference(), tree.flatten(case.params())
+    if not hasattr(model, "model"):
+        pytest.skip("transformers has no class without a head")
+    if case.config.model_type == "qwen3_vl_moe":
+        pytest.skip("transformers 5.24 saves its experts in another layout than that of published files")
+    model.model.save_pretrained(tmp_path / "theirs")
+    config, params = P.load_pretrained(tmp_path / "theirs")
+    assert config.text.head == "none"
+    leaves = tree.flatten(params)
+    assert wanted.keys() - leaves.keys() <= {"text.lm_head"}
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in leaves.items())
+    tokens = torch.randint(1, 50, (1, 7), generator=torch.Generator().manual_seed(0))
+    inputs, masks, freqs = fnmodels.prepare(config.text, tokens)
+    ours = fnmodels.forward(params["text"], inputs, masks, freqs, config=config.text)
+    theirs = model.model.language_model(input_ids=tokens).last_hidden_state
+    assert_close(ours, theirs.detach())
+    P.save_pretrained(tmp_path / "ours", config, params)
+    assert json.loads((tmp_path / "ours/config.json").read_text())["architectures"] == [type(model.model).__name__]
+    assert P.load_pretrained(tmp_path / "ours")[0] == config
 
 
 @pytest.mark.parametrize("name", test_vision.EVERY)

@@ -46,7 +46,7 @@ _TYPES: dict[str, tuple[str, Any]] = {
 MODEL_TYPES = tuple(_TYPES)
 # Names that transformers has in memory, and files that were saved from there.
 TRAITS = Traits(
-    resaved={r"model\.language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"},
+    resaved={r"(?:model\.)?language_model\.(.*)": r"model.\1", r"model\.visual\.(.*)": r"visual.\1"},
     in_memory={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
 )
 _TEXT: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}

@@ -77,7 +77,9 @@ def text_config(
         given = [own.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
         return family_for(plain).Config.from_hf(own | {"rope_parameters": rope | dict(given[0] or given[1] or {})})
 
-    return read(values) if outer.take("text_config", None) is None else vision_language.read_once(outer, values, read)
+    flat = outer.take("text_config", None) is None
+    text = read(values) if flat else vision_language.read_once(outer, values, read)
+    return vision_language.with_outer_head(outer, text)
 
 
 def text_to_hf(config: Any, text_type: str, *unwritten: str) -> ConfigJson:

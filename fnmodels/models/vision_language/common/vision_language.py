@@ -4,6 +4,7 @@ The parameters are {"text", "vision"} of the parts (`two_towers.towers`), and wh
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,17 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
     known = defaults if model_type == default else {}
     family = family_for(model_type)
-    return read_once(outer, values, lambda own: family.Config.from_hf({**known, "model_type": model_type, **own}))
+    read = read_once(outer, values, lambda own: family.Config.from_hf({**known, "model_type": model_type, **own}))
+    return with_outer_head(outer, read)
+
+
+def with_outer_head(outer: Fields, text: Any) -> Any:
+    """The text's Config, without a head where the model's class has none (Gemma3Model): hidden states are returned."""
+    declared = outer.values.get("architectures")
+    names = [str(name) for name in declared] if isinstance(declared, list) else []
+    if names and all(name.endswith("Model") for name in names):
+        object.__setattr__(text, "head", "none")
+    return text
 
 
 def read_once(outer: Fields, values: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -98,7 +109,8 @@ def to_hf(config: Any, architecture: str, **own: Any) -> ConfigJson:
     parts = {f"{name}_config": part.to_hf() for name, part in towers(config).items()}
     for part in parts.values():
         part.pop("architectures", None)
-    named = {"architectures": [architecture], "model_type": config.model_type}
+    declared = re.sub("For[A-Z].*", "Model", architecture) if config.text.head == "none" else architecture
+    named = {"architectures": [declared], "model_type": config.model_type}
     return expressible(config, {name: json.loads(value) for name, value in config.extra} | named | parts | own)
 
 
