@@ -15,7 +15,7 @@ from tests.support.docstrings import PACKAGES, reference, resolve
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-WITHOUT_PICTURES = {"quickstart.ipynb", "chat.ipynb"}
+WITHOUT_PICTURES = {"chat.ipynb"}
 
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:
@@ -73,6 +73,13 @@ QUESTIONS = {
     "make_step": "api/train",
     "load_pretrained": "api/params",
 }
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_end_with_a_cell_for_the_readers_checkpoint(path: Path) -> None:
+    *_, heading, last = json.loads(path.read_text())["cells"]
+    assert "## Your own checkpoint" in "".join(heading["source"])
+    assert re.search(r"^checkpoint = None  # such as .+\nif checkpoint:\n", "".join(last["source"]), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
