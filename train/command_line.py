@@ -40,6 +40,7 @@ EXTRA_OF = {
     "PIL": "log",
     "rich": "log",
     "pyarrow": "data",
+    "fsspec": "data",
     "lm_eval": "eval",
     "mlflow": "mlflow",
     "wandb": "wandb",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import open_regular
@@ -19,6 +19,7 @@ from train.command_line import check_installed
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 LONE_SURROGATE = "holds half a character, a lone surrogate"
 PARQUET_BATCH = 64  # records of a Parquet file in memory at a time
+PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at a time
 PARQUET_TEXT, PARQUET_FACTOR = 1 << 28, 1000  # bytes of text, and bytes for each one of the file, that are read of it
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -48,10 +49,11 @@ def _json_lines(path: Path) -> Iterator[Record]:
     with os.fdopen(open_regular(path, follow=True), "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _parse_line(f"line {number}", line)
+                yield parse_record(f"line {number}", line)
 
 
-def _parse_line(place: str, line: bytes) -> Record:
+def parse_record(place: str, line: bytes) -> Record:
+    """The record of a line of JSON."""
     try:
         value = parse_line(line)
     except UnicodeDecodeError:
@@ -66,30 +68,39 @@ def _parse_line(place: str, line: bytes) -> Record:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
+    with os.fdopen(open_regular(path, follow=True), "rb") as opened:
+        yield from read_parquet(opened, os.fstat(opened.fileno()).st_size)
+
+
+def read_parquet(opened: IO[bytes], size: int, *, first: int = 0) -> Iterator[Record]:
+    """The records of an open Parquet file of `size` bytes, from row `first` (counted from 0) on."""
     check_installed(("pyarrow",))
     import pyarrow
     from pyarrow import parquet
 
-    with os.fdopen(open_regular(path, follow=True), "rb") as opened:
-        number, left = 0, PARQUET_TEXT + PARQUET_FACTOR * os.fstat(opened.fileno()).st_size
-        try:
-            file = parquet.ParquetFile(opened)
-            names = file.schema_arrow.names
-            columns = [TEXT] if TEXT in names else [name for name in (MESSAGES, TOOLS) if name in names]
-            if not columns or columns == [TOOLS]:
-                yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
+    number, left = 0, PARQUET_TEXT + PARQUET_FACTOR * size
+    try:
+        file = parquet.ParquetFile(opened, buffer_size=PARQUET_BUFFER)
+        names = file.schema_arrow.names
+        columns = [TEXT] if TEXT in names else [name for name in (MESSAGES, TOOLS) if name in names]
+        if not columns or columns == [TOOLS]:
+            yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
+            return
+        groups = list(range(file.metadata.num_row_groups))
+        while groups and number + file.metadata.row_group(groups[0]).num_rows <= first:
+            number += file.metadata.row_group(groups.pop(0)).num_rows
+        for batch in file.iter_batches(PARQUET_BATCH, row_groups=groups, columns=columns):
+            left -= batch.nbytes  # of one text, which the file has once, there may be a billion
+            if left < 0:
+                yield Record(f"after row {number}", fault="the file has more text than its size can stand for")
                 return
-            for batch in file.iter_batches(PARQUET_BATCH, columns=columns):
-                left -= batch.nbytes  # of one text, which the file has once, there may be a billion
-                if left < 0:
-                    yield Record(f"after row {number}", fault="the file has more text than its size can stand for")
-                    return
-                for value in batch.to_pylist():
-                    number += 1
-                    yield _record_of_row(f"row {number}", value)
-        except (pyarrow.ArrowException, OSError) as error:  # damage may surface only while reading, as either
-            where = f"after row {number}" if number else "the file"
-            yield Record(where, fault=f"not Parquet: {error}")
+            for value in batch.to_pylist():
+                number += 1
+                if number > first:
+                    yield record_of_row(f"row {number}", value)
+    except (pyarrow.ArrowException, OSError) as error:  # damage may surface only while reading, as either
+        where = f"after row {number}" if number else "the file"
+        yield Record(where, fault=f"not Parquet: {error}")
 
 
 def read_dataset(dataset: Any) -> Iterator[Record]:
@@ -107,12 +118,12 @@ def read_dataset(dataset: Any) -> Iterator[Record]:
             raise UserError(f"the dataset is a {type(dataset).__name__} of named splits: give one of them") from error
         place = f"item {number}"
         if isinstance(value, Mapping):
-            yield _record_of_row(place, value)
+            yield record_of_row(place, value)
         else:
             yield Record(place, fault=f"{value!r:.40} is no dict of columns")
 
 
-def _record_of_row(place: str, value: Mapping[str, Any]) -> Record:
+def record_of_row(place: str, value: Mapping[str, Any]) -> Record:
     """The record of a table's row, in which absent fields of nested objects are null."""
     chat = {name: value[name] for name in (MESSAGES, TOOLS) if name in value}
     if is_deep(chat, LINE_DEPTH_LIMIT):

@@ -26,6 +26,21 @@ def draw_source(sample: int, weights: Sequence[int]) -> tuple[int, int]:
     raise ValueError(f"the weights are {list(weights)}: at least one must be positive, and none negative")
 
 
+def drawn_samples(samples: int, weights: Sequence[int]) -> list[int]:
+    """How many of the run's first `samples` samples each source has, by `draw_source`."""
+    remaining, counts = sum(weights), []
+    for weight in weights:
+        counts.append(_round(samples * weight, remaining))
+        samples, remaining = samples - counts[-1], remaining - weight
+    return counts
+
+
+def place_samples(weights: Sequence[int], seed: int, step: int, batch_rows: int) -> list[tuple[int, int]]:
+    """(source, number of the sample among that source's) of each row of the batch of `step`, in the batch's order."""
+    shuffled = permute(np.arange(batch_rows), batch_rows, seed, -1, step)
+    return [draw_source(step * batch_rows + number, weights) for number in shuffled.tolist()]
+
+
 def _round(numerator: int, denominator: int) -> int:
     """The nearest integer to the fraction, half rounded up; 0 where the denominator is 0."""
     return (2 * numerator + denominator) // (2 * denominator) if denominator else 0
@@ -64,8 +79,7 @@ def sample_rows(
     Each source is reshuffled when it is exhausted, independently of the others: a batch may span epochs. The rows of a
     batch are shuffled too, so that no rank always gets the rows of the same source.
     """
-    shuffled = permute(np.arange(batch_rows), batch_rows, seed, -1, step)
-    drawn = [draw_source(step * batch_rows + number, weights) for number in shuffled.tolist()]
+    drawn = place_samples(weights, seed, step, batch_rows)
     places = [(source, *divmod(nth, counts[source])) for source, nth in drawn]
     rows = np.zeros(batch_rows, np.int64)
     for source, epoch in {place[:2] for place in places}:

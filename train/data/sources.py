@@ -3,11 +3,13 @@
 notes/                     the text files, .jsonl and .parquet files of a folder (train.data.records)
 chats.jsonl:3,books/:1     three of every four rows from the first source
 tokenized/                 a folder of .npy shards of token ids (train.data.token_shards), made by --init's tokenizer
+s3://bucket/notes          files behind a URL, which are streamed (train.data.stream)
+mine.py:texts              a function that makes an iterable of texts, which is streamed
 """
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
+from train.imported import absolute, is_import_path
 
 from . import corpus, records, token_shards
 from .corpus import Corpus
 
 LIBRARY = "the Python standard library"
 # "3", "0.25", "5e-1", "1/3": the exponent and the digits are bounded, as Fraction computes with any number of them.
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::).")
 _WEIGHT = re.compile(r"([0-9]{1,9}\.?[0-9]{0,9}|\.[0-9]{1,9})([eE][+-]?[0-9])?|[0-9]{1,20}/[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?(?=\.?[0-9])[0-9_]*(\.[0-9_]*)?([eE][+-]?[0-9_]+|/[0-9_]+)?")  # what is meant as a weight
 
@@ -66,9 +70,12 @@ class DataSources:
     @property
     def weights(self) -> tuple[int, ...]:
         """The weights as the smallest integers in the same proportions."""
-        weights = [source.weight for source in self.sources]
-        unit = Fraction(gcd(*(w.numerator for w in weights)), lcm(*(w.denominator for w in weights)))
-        return tuple(int(weight / unit) for weight in weights)
+        return integer_weights([source.weight for source in self.sources])
+
+    @property
+    def train_texts(self) -> Iterator[str]:
+        """The texts from which a new tokenizer is trained."""
+        return (document.text for document in self.train)
 
     @property
     def chat_sources(self) -> tuple[str, ...]:
@@ -84,9 +91,20 @@ class DataSources:
         return ((source, source.text) for source in self.sources if source.text is not None)
 
 
+def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """The weights as the smallest integers in the same proportions."""
+    unit = Fraction(gcd(*(w.numerator for w in weights)), lcm(*(w.denominator for w in weights)))
+    return tuple(int(weight / unit) for weight in weights)
+
+
 def read_sources(data: str | None, *, without: Path | None = None, strict: bool = False) -> DataSources:
     """Reads the sources that `data` names (train.data.corpus.read_corpus); token ids are opened later. UserError."""
-    found = [(None, Fraction(1))] if data is None else parse_sources(data)
+    if data is None:
+        found: list[tuple[Path | None, Fraction]] = [(None, Fraction(1))]
+    else:
+        if items := streamed(data):
+            raise UserError(f"--data {items[0]} is not read into memory: it is a stream")
+        found = [(Path(item), weight) for item, weight in parse_sources(data)]
     return DataSources(
         exclude_heldout(
             Source(
@@ -132,21 +150,40 @@ def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 
     return Source(name, Fraction(weight), corpus.corpus_from_records(named, f"the {name}", strict=strict))
 
 
-def parse_sources(data: str) -> list[tuple[Path | None, Fraction]]:
-    """[(path, weight)] of "a.jsonl:3,b/:0.5", default weight 1. An existing path is taken as one, whatever is in it."""
+def parse_sources(data: str) -> list[tuple[Path | str, Fraction]]:
+    """[(path, weight)] of "a.jsonl:3,b/:0.5", default weight 1. An existing path is taken as one, whatever is in it.
+
+    A URL and an import path are given as texts.
+    """
     if _exists(Path(data)):
         return [(Path(data), Fraction(1))]
-    found: list[tuple[Path | None, Fraction]] = []
+    found: list[tuple[Path | str, Fraction]] = []
     for item in data.split(","):
         name, _, number = item.rpartition(":")
         weight = _weight(number) if name and _NUMBER.fullmatch(number) else None
-        path = Path(item if weight is None else name)
+        name = item if weight is None else name
+        path = name if is_streamed(name) else Path(name)
         if not item or weight == 0:
             raise UserError(
                 f"--data {data:.200}: {item!r:.80} is not PATH or PATH:WEIGHT with a weight above 0 of at most 9 digits"
             )
         found.append((path, Fraction(1) if weight is None else weight))
     return found
+
+
+def is_url(value: object) -> bool:
+    """Whether a source is named by a URL."""
+    return type(value) is str and _URL.match(value) is not None
+
+
+def is_streamed(name: str) -> bool:
+    """Whether a source is of the kind that is never read into memory: a URL, or a function by its import path."""
+    return is_url(name) or (is_import_path(name) and not _exists(Path(name)))
+
+
+def streamed(data: str | None) -> tuple[str, ...]:
+    """The sources of --data that are never read into memory."""
+    return tuple(item for item, _ in parse_sources(data or os.curdir) if isinstance(item, str))
 
 
 def _weight(number: str) -> Fraction:
@@ -161,8 +198,14 @@ def absolute_paths(data: str, base: Path = Path()) -> str:
     """`data` with absolute paths; relative ones are resolved against `base`."""
     if _exists(base / data):
         return os.path.realpath(base / data)
-    found = [(os.path.realpath(base / path), weight) for path, weight in parse_sources(data) if path]
+    found = [(_absolute(item, base), weight) for item, weight in parse_sources(data)]
     return ",".join(path if weight == 1 else f"{path}:{weight}" for path, weight in found)
+
+
+def _absolute(item: Path | str, base: Path) -> str:
+    if isinstance(item, Path):
+        return os.path.realpath(base / item)
+    return item if is_url(item) else absolute(item, base)
 
 
 def _exists(path: Path) -> bool:

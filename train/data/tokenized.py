@@ -3,7 +3,7 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -137,7 +137,11 @@ def make_mixture(dataset: Dataset, length: int) -> Mixture:
 
 def heldout_batch(dataset: Dataset, length: int) -> Entries:
     """All held-out rows of all sources as one batch, [R, S]."""
-    batches = [all_rows(pack_rows(tokens, length)) for tokens in dataset.heldout.sources]
+    return joined([all_rows(pack_rows(tokens, length)) for tokens in dataset.heldout.sources])
+
+
+def joined(batches: Sequence[Entries]) -> Entries:
+    """The rows of all batches, in their order."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 

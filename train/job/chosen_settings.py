@@ -13,7 +13,6 @@ from params.io.files import plain_file
 from train.checkpoint import saved_steps
 from train.checkpoint.saved_steps import Checkpoint
 from train.command_line import check_installed
-from train.imported import is_import_path
 
 from . import run_folder
 from .recipe import resolved, unused_settings
@@ -21,11 +20,11 @@ from .settings import (
     RunSettings,
     absolute_paths,
     changeable,
+    code_in,
     fixed_settings,
     flag,
     from_json,
     imports,
-    is_importable,
     read_toml,
     types_of,
 )
@@ -156,7 +155,7 @@ def check_given_again(
 ) -> None:
     """UserError where the run in the folder names code that the command line does not."""
     for name, value in before.items():
-        if name not in overrides and is_importable(types_of(kind)[name]) and is_import_path(value):
+        if name not in overrides and code_in(types_of(kind)[name], value):
             code = f"{flag(name)} {value}"
             raise UserError(f"the run in {path} was trained with {code}, code that a folder may not run: give it again")
 

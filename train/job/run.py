@@ -97,7 +97,8 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
         tasks.preflight(settings, None if saved else mesh_setup)
         print(f"reading the {tasks.DATA}", flush=True)
         began = time.monotonic()
-        task = tasks.prepare(options.run, settings, recorded if saved else None, mesh_setup)
+        known = recorded | {"data_position": saved.progress.get("data_position")} if saved and recorded else None
+        task = tasks.prepare(options.run, settings, known, mesh_setup)
         report.settings(options.run, settings, with_derived(defaults, settings))
         task.report(time.monotonic() - began)
         config = WorkerConfig(mesh_setup, settings, task.blueprint, options.limit)
@@ -203,7 +204,8 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
                 sample = task.sample(weights_of(controller))
                 log.sample(index + 1, sample)
                 print(f"step {index + 1} says: {terminal_text(sample)}", flush=True)
-            end = End(replace(position, step=index + 1, tokens=tokens), watch.ends, on_step(state, row))
+            data = task.data_position(index + 1 + position.skipped)
+            end = End(replace(position, step=index + 1, tokens=tokens, data=data), watch.ends, on_step(state, row))
             if end.bad:
                 break
             stopping = stop_requested() or end.reason is not None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fnmodels.files import check_folder
 from fnmodels.tree import Tree
@@ -18,18 +19,20 @@ from .task import Json, Task
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run: steps made and target tokens trained on. The data order needs no other state."""
+    """The progress of a run: steps made, target tokens trained on, and the position of streamed data."""
 
     step: int
     tokens: int
     skipped: int = 0  # batches that were passed over at returns to a save (train.job.rewind)
     rewinds: int = 0  # such returns
+    data: Any = None  # of a stream, see `Task.data_position`
 
 
 def progress_of(task: Task, position: Position) -> Json:
     """What is saved beside the state."""
     returns = {"skipped": position.skipped, "rewinds": position.rewinds} if position.rewinds else {}
-    return {"tokens": position.tokens, "run": task.identity} | returns
+    place = {} if position.data is None else {"data_position": position.data}
+    return {"tokens": position.tokens, "run": task.identity} | returns | place
 
 
 def position_of(saved: Checkpoint | None) -> Position:

@@ -63,6 +63,9 @@ class Task(Protocol):
         """MFU for each token per second; None: not known."""
 
     def batch(self, step: int) -> Entries: ...
+    def data_position(self, steps: int) -> Any:
+        """What a saved step needs, as JSON, to find the batch after `steps` steps; None: their number is enough."""
+
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         """The columns of metrics.jsonl after `steps` steps on `tokens` targets, from what the step measured."""
 
@@ -99,7 +102,7 @@ class TaskModule(Protocol):
         """UserError for what cannot work, before data are read. mesh_setup None: a resumed run."""
 
     def prepare(self, path: Path, settings: Any, recorded: Json | None, mesh_setup: MeshSetup) -> Task:
-        """Data and model. recorded: the identity of the run that is resumed."""
+        """Data and model. recorded: the identity of the run that is resumed, and its `data_position`."""
 
     def is_complete(self, summary: Json | None) -> bool:
         """Whether summary.json, which has no checksum, is complete and valid."""

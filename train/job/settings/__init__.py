@@ -9,7 +9,7 @@ access, toml     flags, JSON and TOML of settings
 mesh             the flags of parallelism beside --mesh
 """
 
-from .access import absolute_paths, as_flag, fixed_settings, flag, from_json, imports, is_importable
+from .access import absolute_paths, as_flag, code_in, fixed_settings, flag, from_json, imports, is_importable
 from .language import DEFAULT, MODEL_SIZES, SETTING_TYPES, SIZES, Settings
 from .mesh import MESH_FLAGS
 from .runs import GROUPS, RunSettings, changeable, types_of
@@ -27,6 +27,7 @@ __all__ = [
     "absolute_paths",
     "as_flag",
     "changeable",
+    "code_in",
     "fixed_settings",
     "flag",
     "from_json",

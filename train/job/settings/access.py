@@ -60,8 +60,15 @@ def is_importable(setting_type: SettingType) -> bool:
     return setting_type.accepts("module:name") and not setting_type.accepts("a text")
 
 
+def code_in(setting_type: SettingType, value: Any) -> tuple[str, ...]:
+    """The import paths of functions of the user's own in a setting's value."""
+    if setting_type is DATA:
+        return tuple(item for item in sources.streamed(value) if not sources.is_url(item))
+    return (value,) if is_importable(setting_type) and is_import_path(value) else ()
+
+
 def imports(settings: RunSettings) -> dict[str, Imported]:
-    """{setting: the function of the user's own that it names}."""
+    """{setting: the function of the user's own that it names}, without those of --data."""
     types = types_of(type(settings))
     values = {name: getattr(settings, name) for name, kind in types.items() if is_importable(kind)}
     return {name: Imported(value, flag(name)) for name, value in values.items() if is_import_path(value)}

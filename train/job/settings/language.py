@@ -33,7 +33,14 @@ class Settings(RunSettings):
         None,
         DATA,
         "a text file, a folder of them (without hidden ones), .jsonl, .parquet, or a folder of .npy shards of token "
-        "ids; or several, each with a weight",
+        "ids; a URL that fsspec reads, or your own f() -> iterable of texts, which are streamed; or several, each with "
+        "a weight",
+    )
+    stream: int | None = text(
+        None,
+        integer(1),
+        "read the data while training, for text that does not fit in memory, and shuffle it within windows of this "
+        "many rows (1024 for a URL and your own function)",
     )
     broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
     init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")

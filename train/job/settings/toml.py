@@ -9,9 +9,8 @@ from fnmodels.errors import UserError
 from fnmodels.files import read_text
 from params.io.files import is_deep
 from train.command_line import suggestion
-from train.imported import is_import_path
 
-from .access import FLAG_ONLY, absolute_paths, flag, imports, is_importable, sorted_by_group
+from .access import FLAG_ONLY, absolute_paths, code_in, flag, sorted_by_group
 from .language import Settings
 from .runs import RunSettings, types_of
 
@@ -44,9 +43,9 @@ def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
             values[name] = types[name].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r:.80}, which is not {error}") from error
-        if is_importable(types[name]) and is_import_path(value):
+        if code := code_in(types[name], values[name]):
             raise UserError(
-                f"{path}: {name} names code, {value}, which no file may run: remove it there, and give {flag(name)} "
+                f"{path}: {name} names code, {code[0]}, which no file may run: remove it there, and give {flag(name)} "
                 f"{value} if it is meant"
             )
         values[name] = absolute_paths(name, values[name], path.parent, kind)
@@ -55,10 +54,10 @@ def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
 
 def to_toml(settings: RunSettings) -> str:
     """All settings in the form that `read_toml` reads; one without a value or effect is a comment."""
-    kind, lines = type(settings), []
+    kind, lines, types = type(settings), [], types_of(type(settings))
     for name in sorted_by_group(kind):
         value = getattr(settings, name)
-        unused = value is None or name in FLAG_ONLY or name in settings.replaced[1] or name in imports(settings)
+        unused = value is None or name in FLAG_ONLY or name in settings.replaced[1] or code_in(types[name], value)
         # JSON of these values is valid TOML, but for one character that only TOML must escape.
         text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")

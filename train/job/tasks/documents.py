@@ -63,6 +63,9 @@ class DocumentTask:
         some = chosen(self.examples, settings.seed, step, settings.batch)
         return self.encoder.batch(some, common.generator_of(settings.seed, step), self.rows)
 
+    def data_position(self, steps: int) -> None:
+        return None
+
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         return common.columns(self.settings, len(self.examples), steps, measured)
 

@@ -71,6 +71,9 @@ class FlowTask:
             noised["guidance"] = torch.full_like(noised["time"], self.settings.guidance)
         return noised
 
+    def data_position(self, steps: int) -> None:
+        return None
+
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         return common.columns(self.settings, len(self.images["latents"]), steps, measured)
 

@@ -23,13 +23,13 @@ from fnmodels.tree import Tree
 from params.checkpoint.header_checks import check_folder
 from params.checkpoint.manifest import digest, manifests
 from train.comm.dtensor import map_local
-from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.eval import pretrained
 from train.job.settings import Settings, lora_flag
 
 from .new_model import new_config
+from .text_data import Texts
 
 Json = dict[str, Any]
 
@@ -53,7 +53,7 @@ class InitialModel:
     weights: Json | None = None
 
 
-def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool = False) -> InitialModel:
+def for_new_run(settings: Settings, texts: Texts, *, on_meta: bool = False) -> InitialModel:
     """The model of a new run. UserError where the settings name none that can be trained."""
     if settings.init is None:
         model = from_scratch(settings, texts, on_meta=on_meta)
@@ -74,7 +74,7 @@ def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Initia
     return InitialModel(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
 
 
-def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: bool) -> InitialModel:
+def from_scratch(settings: Settings, texts: Texts, *, on_meta: bool) -> InitialModel:
     """A Llama of the settings' sizes, with a tokenizer trained on the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
@@ -192,7 +192,7 @@ def check_unchanged(source: Path) -> None:
         raise UserError(text) from error
 
 
-def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
+def new_tokenizer(texts: Texts, vocab_size: int) -> Tokenizer:
     """A tokenizer trained on the train documents, cached by their hash."""
     for name in texts.token_sources:
         raise UserError(f"--data {name} holds token ids: name with --init the checkpoint whose tokenizer made them")
@@ -201,8 +201,6 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
     key = hashlib.sha256(f"{SPLIT_PATTERN} {texts.fingerprint} {vocab_size}".encode()).hexdigest()
     return cached(
         f"tokenizer-{key[:32]}.json",
-        lambda path: path.write_text(
-            train_tokenizer((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"
-        ),
+        lambda path: path.write_text(train_tokenizer(texts.train_texts, vocab_size).to_str(), encoding="utf-8"),
         lambda path: Tokenizer.from_str(read_text(path)),
     )

@@ -30,8 +30,9 @@ from params.checkpoint.save import config_text
 from params.io.files import plain_file
 from train.batch import Entries
 from train.checkpoint import saved_steps as checkpoint
-from train.data import mixture, sources, tokenized
+from train.data import tokenized
 from train.data.chat import Template, render
+from train.data.stream.sources import StreamedSources
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
 from train.generation.text import complete
@@ -43,7 +44,6 @@ from train.job.mesh_flags import MeshSetup, check_shards
 from train.job.metrics_log import Row, six_digits, step_metrics
 from train.job.model_card import name_of
 from train.job.pictures import RunRows
-from train.job.progress import tokenizing
 from train.job.settings import Settings, fixed_settings, flag, imports, to_toml
 from train.job.task import Card, Json, Weights
 from train.loss import LossFn
@@ -51,9 +51,10 @@ from train.losses.next_token import next_token_loss
 from train.parallel.context.api import resolved_order
 from train.run_options import Balance
 
-from . import initial_model
+from . import initial_model, text_data
 from .initial_model import InitialModel
 from .new_model import new_config
+from .text_data import TextData
 
 DATA = "text"
 PROMPT_TOKENS, PROMPT_LETTERS = 8, 48  # at most, of the beginning of a document that samples continue
@@ -67,11 +68,9 @@ class LanguageModel:
     identity: Json
     settings: Settings
     model: InitialModel
-    texts: sources.DataSources
     template: Template | None
-    dataset: tokenized.Dataset
-    mixture: mixture.Mixture
-    heldout: Entries
+    text: TextData
+    row_length: int
     blueprint: Blueprint
     flops_per_token: float
 
@@ -90,30 +89,32 @@ class LanguageModel:
 
     @property
     def heldout_targets(self) -> int:
-        return int((self.heldout["labels"] >= 0).sum())
+        return int((self.text.heldout["labels"] >= 0).sum())
+
+    def data_position(self, steps: int) -> Any:
+        return self.text.position(steps)
 
     def batch(self, step: int) -> Entries:
-        settings = self.settings
-        batch = mixture.batch(self.mixture, settings.seed, step, settings.batch_rows)
+        settings, batch = self.settings, self.text.batch(step)
         if settings.dropout == "off":
             return batch
         rng = noise_keys((settings.seed << 32) + step, batch["positions"], batch["segment_ids"])
         return {**batch, "rng": rng}
 
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
-        passes = mixture.epochs(self.mixture, steps, self.settings.batch_rows)
-        epochs = {str(number): six_digits(times) for number, times in enumerate(passes.values())}  # by source
+        epochs = {str(number): six_digits(times) for number, times in enumerate(self.text.epochs(steps).values())}
         bits_per_byte = self._train_bits_per_byte if is_cross_entropy(self.settings) else None
         return {"tokens": tokens, "epochs": epochs} | step_metrics(measured, bits_per_byte, moe_balance(self.settings))
 
     def _train_bits_per_byte(self, loss: float) -> float:
-        """Converts a train loss in nats, with the bytes per target averaged over all train text, not the batch."""
-        return heldout.bits_per_byte(loss, self.dataset.train.target_count, self.dataset.train.bytes)
+        """Converts a train loss in nats, with the bytes per target averaged over all text, not the batch."""
+        return heldout.bits_per_byte(loss, self.text.targets, self.text.target_bytes)
 
     def evaluated(self, loss: SumOf, *, full: bool) -> Row:
-        sample = self.heldout if full else heldout.evenly_spaced_rows(self.heldout, self.settings.eval_rows)
+        rows = self.text.heldout
+        sample = rows if full else heldout.evenly_spaced_rows(rows, self.settings.eval_rows)
         mean = heldout.mean_loss(loss, heldout.in_batches(sample))
-        bits = heldout.bits_per_byte(mean, self.heldout_targets, self.dataset.heldout.bytes)
+        bits = heldout.bits_per_byte(mean, self.heldout_targets, self.text.heldout_bytes)
         return {"heldout_loss": mean, "heldout_bits_per_byte": bits}
 
     def sample(self, weights: Weights) -> str:
@@ -128,14 +129,14 @@ class LanguageModel:
             return self.settings.prompt
         if self.settings.data is None:
             return "def "  # the default text is Python
-        documents = self.texts.train
-        if not documents:  # token ids alone
-            return str(self.model.tokenizer.decode(self.heldout["tokens"][0, :PROMPT_TOKENS].tolist()))
-        if documents[0].messages is not None and self.template is not None:
-            turns = list(takewhile(lambda message: message.get("role") != "assistant", documents[0].messages))
+        first = self.text.first
+        if first is None:  # token ids alone
+            return str(self.model.tokenizer.decode(self.text.heldout["tokens"][0, :PROMPT_TOKENS].tolist()))
+        if first.messages is not None and self.template is not None:
+            turns = list(takewhile(lambda message: message.get("role") != "assistant", first.messages))
             return render(self.template, turns, prompt=True)
-        words = re.match(r"\s*(\S+\s+){0,3}\S+", documents[0].text)
-        return (words[0] if words else documents[0].text)[:PROMPT_LETTERS]
+        words = re.match(r"\s*(\S+\s+){0,3}\S+", first.text)
+        return (words[0] if words else first.text)[:PROMPT_LETTERS]
 
     def write(self, folder: Path, params: Tree) -> None:
         initial_model.write_checkpoint(folder, self.model.config, params, self.settings.init)
@@ -144,37 +145,37 @@ class LanguageModel:
             pretrained.copy_companions(self.path, folder)
 
     def finish(self, evaluation: Row, weights: Weights) -> Json:
-        size = self.dataset.heldout.bytes
+        size = self.text.heldout_bytes
         return {
             "steps": self.settings.steps,
             "ema": self.settings.ema,
             "heldout_loss": evaluation["heldout_loss"],
             "heldout_bytes": size,
             "heldout_bits_per_byte": evaluation["heldout_bits_per_byte"],
-            "zlib_bits_per_byte": 8 * self.dataset.zlib_bytes / size,
+            "zlib_bits_per_byte": 8 * self.text.zlib_bytes / size,
             "sample": self.sample(weights),
         }
 
     def report(self, seconds: float) -> None:
         what = self.settings.data or "the Python standard library"
-        sizes = self.dataset.train.bytes / 1e6, self.dataset.heldout.bytes / 1e6
-        report.data(f"text: {what}, {sizes[0]:.2f} MB to train on and {sizes[1]:.2f} MB held out", seconds)
+        held = self.text.heldout_bytes / 1e6
+        report.data(f"text: {what}, {self.text.size} and {held:.2f} MB held out", seconds)
         for part in self.model.dropped:
             print(f"left out: {part}, a part of the checkpoint that next-token prediction does not use")
         report.model(
             self.blueprint,
-            f"{self.settings.steps} steps of {self.settings.batch_rows} rows of {self.mixture.length} tokens, "
-            f"{self.mixture.fill:.1%} of them text",
+            f"{self.settings.steps} steps of {self.settings.batch_rows} rows of {self.row_length} tokens, "
+            f"{self.text.fill:.1%} of them text",
         )
         report.mfu(self.settings.peak_flops, self.flops_per_token)
 
     def draw(self, rows: list[Row], costs: list[Row], summary: Json | None) -> None:
-        text, settings = self.dataset.heldout, self.settings
+        text, settings = self.text, self.settings
         report.draw_run(
             self.path / run_folder.PICTURE,
             RunRows(rows, costs),
-            bytes_per_token=text.bytes / self.heldout_targets,
-            zlib_bits=8 * self.dataset.zlib_bytes / text.bytes,
+            bytes_per_token=text.heldout_bytes / self.heldout_targets,
+            zlib_bits=8 * text.zlib_bytes / text.heldout_bytes,
             final_loss=None if summary is None else summary["heldout_loss"],
             train="train" if is_cross_entropy(settings) else "train (smoothed, or with z-loss)",
             heldout="held out" if settings.ema is None else "held out, average of the weights",
@@ -183,7 +184,7 @@ class LanguageModel:
     def card(self, step: int, summary: Json | None) -> Card:
         settings, data = self.settings, self.settings.data or "the Python standard library"
         names = [name_of(name) for name in data.split(",")]
-        train, held = self.dataset.train.bytes / 1e6, self.dataset.heldout.bytes / 1e6
+        held = self.text.heldout_bytes / 1e6
         front: Json = {"pipeline_tag": "text-generation", "library_name": "transformers"}
         results = {}
         if summary is not None:
@@ -200,8 +201,8 @@ class LanguageModel:
         return Card(
             "fnmodels-train",
             "language model",
-            f"{settings.batch_rows} rows of {self.mixture.length} tokens, {self.mixture.fill:.1%} of them text, on "
-            f"{', '.join(names)}\n({train:.2f} MB to train on and {held:.2f} MB held out)",
+            f"{settings.batch_rows} rows of {self.row_length} tokens, {self.text.fill:.1%} of them text, on "
+            f"{', '.join(names)}\n({self.text.size} and {held:.2f} MB held out)",
             results,
             front,
             "# transformers' AutoModelForCausalLM reads this folder too\n"
@@ -224,9 +225,7 @@ def check_settings(settings: Settings) -> None:
 
 def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
     """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
-    for path, _ in [] if settings.data is None else sources.parse_sources(settings.data):
-        if path is not None and not path.exists():
-            raise UserError(f"--data {path}: there is no such file or folder")
+    text_data.check_settings(settings)
     if mesh_setup is None:
         return
     if settings.init is None:
@@ -251,8 +250,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
     Over a mesh the parameters have no values: each of the processes makes its shard. UserError for settings or text
     that cannot be trained on, that differ from the recorded run, or for a model that the mesh cannot shard.
     """
-    strict, several = settings.broken == "stop", mesh_setup.mesh.world > 1
-    texts = sources.read_sources(settings.data, without=path, strict=strict)
+    several, texts = mesh_setup.mesh.world > 1, text_data.read_texts(path, settings)
     if recorded:
         model = initial_model.from_run(path, settings, on_meta=several)
     else:
@@ -262,15 +260,17 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
     length = min(settings.row_length, config.max_position_embeddings)
     if settings.prompt is not None and not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
-    template = tokenized.template_for(texts, model.source or path, (recorded or {}).get("day"))
-    with tokenizing() as show:
-        end = model.end_ids[0] if model.end_ids else None
-        dataset = tokenized.tokenize(
-            texts, tokenizer, end, config.vocab_size, length=length, template=template, strict=strict, show=show
-        )
+    end = model.end_ids[0] if model.end_ids else None
+    template = None
+    if isinstance(texts, StreamedSources):
+        position = (recorded or {}).get("data_position")
+        text = text_data.as_stream(path, texts, tokenizer, end, settings, length, position)
+    else:
+        template = tokenized.template_for(texts, model.source or path, (recorded or {}).get("day"))
+        text = text_data.in_memory(texts, tokenizer, end, config.vocab_size, template, settings, length)
     identity = {
         "settings": fixed_settings(settings),
-        "corpus": dataset.fingerprint,
+        "corpus": text.fingerprint,
         "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
         "config": strict_json(config.to_hf()),
         "weights": model.weights,
@@ -279,21 +279,18 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, mesh_setup: M
         identity["day"] = template.day  # the chat template's date, which a resumed run must reuse
     if recorded:
         check_agreement(recorded, identity, path)
-    check_heldout_length(dataset, length, settings.data)
     if not recorded:
         init_run_folder(path, identity, model, length)
     write_text(path / run_folder.SETTINGS, to_toml(settings))
-    report.skipped(path, texts.skipped + dataset.skipped, texts.duplicates)
+    report.skipped(path, text.skipped, text.duplicates)
     return LanguageModel(
         path=path,
         identity=identity,
         settings=settings,
         model=model,
-        texts=texts,
         template=template,
-        dataset=dataset,
-        mixture=tokenized.make_mixture(dataset, length),
-        heldout=tokenized.heldout_batch(dataset, length),
+        text=text,
+        row_length=length,
         blueprint=blueprint(config, settings, None if several else model),
         flops_per_token=flops_per_token(config, model.spec, length),
     )
@@ -428,15 +425,3 @@ def check_model_settings(config: DecoderConfig, spec: Tree, settings: Settings) 
                 f"--balance-rate {settings.balance_rate} moves parameters outside of the adapters, and --lora saves "
                 "only these: leave one of the two out"
             )
-
-
-def check_heldout_length(dataset: tokenized.Dataset, length: int, source: str | None) -> None:
-    """UserError where the held-out text does not fill one row: its bits per byte would be meaningless."""
-    tokens, size = dataset.heldout.total, dataset.train.bytes + dataset.heldout.bytes
-    if tokens < length:
-        kilobytes = -(-size * length // (tokens * 1000))
-        raise UserError(
-            f"too little text in {source or 'the standard library'}: of its {size:,} bytes "
-            f"{dataset.heldout.bytes:,} are held out, which are {tokens} tokens and not the {length} of one row: "
-            f"give about {kilobytes} kB or more"
-        )
