@@ -22,6 +22,7 @@ import params as P
 import params.inspect
 from fnmodels.cache import saved
 from fnmodels.embedding import DenseLayer, Embedder
+from fnmodels.errors import UserError
 from fnmodels.ops.cpu import product_table
 from fnmodels.ops.torch_compilation import compile_to_file
 from params import lora
@@ -36,10 +37,14 @@ from train.data.examples import read_examples
 from train.data.image_prompts import ImagePrompts
 from train.data.latents import read_latents
 from train.data.pictures import Pixels, read_picture
+from train.data.stream.files import stream_files
+from train.data.stream.readers import read_from
 from train.eval import pretrained
 from train.job import chosen_settings, metrics_log, run_folder, settings
 from train.job.tasks import initial_model
 from train.job.tasks.captions import with_files
+from train.recipe.stages import read_recipe
+from train.rl import prompts as reward_prompts
 
 from .writers import PARAMS, SMALL, cache_in
 
@@ -228,6 +233,14 @@ def _inspected(folder: Path) -> Any:
     return params.inspect.main([str(folder), "--verify"]) == 0 or None
 
 
+def _read_stream(folder: Path) -> list[str | None]:
+    (file,) = stream_files(str(folder / "it.jsonl"))
+    records = [record for _, record in read_from(file)]
+    if faults := [f"it.jsonl, {record.place} ({record.fault})" for record in records if record.fault]:
+        raise UserError(faults[0])
+    return [record.text for record in records]
+
+
 _STEP = "step-00000001"
 _WEIGHTS = ("config.json", "model.safetensors")
 _INDEX = "model.safetensors.index.json"
@@ -352,6 +365,29 @@ READERS = (
         lambda folder: read_examples(folder / "it.jsonl", "masked"),
         named=True,
         whole=True,
+    ),
+    Reader(
+        "a stream",
+        _lines(*({"text": f"{word} {number} " * 9} for number in range(4) for word in WORDS)),
+        ("it.jsonl",),
+        _read_stream,
+        named=True,
+        whole=True,
+    ),
+    Reader(
+        "prompts of rewards",
+        _lines(*({"messages": [{"role": "user", "content": word}], "answer": word} for word in WORDS)),
+        ("it.jsonl",),
+        lambda folder: reward_prompts.read_prompts(folder / "it.jsonl", "equal"),
+        named=True,
+        whole=True,
+    ),
+    Reader(
+        "a recipe",
+        lambda folder: (folder / "it.toml").write_text("folder = 'made'\n[first]\ncommand = 'train'\nsteps = 3\n"),
+        ("it.toml",),
+        lambda folder: read_recipe(folder / "it.toml"),
+        named=True,
     ),
     Reader(
         "prompts",

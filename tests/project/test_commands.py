@@ -16,6 +16,8 @@ import train.cache
 import train.cli
 import train.compare
 import train.plot
+import train.recipe.run
+import train.rl.command
 import train.sample
 import train.simulate
 from params.command_line import Parser, run_command
@@ -27,6 +29,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train.plot": train.plot.main,
     "train.cache": train.cache.main,
     "train.compare": train.compare.main,
+    "train.recipe": train.recipe.run.main,
+    "train.rl": train.rl.command.main,
     "train.sample": train.sample.main,
     "train.simulate": train.simulate.main,
     "params.inspect": params.inspect.main,
@@ -38,6 +42,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 MISTAKES = [
     ("train.cache", "--clean", "no flag --clean; the nearest is --clear"),
     ("train.cache", "{}/nowhere", "{}/nowhere"),
+    ("train.recipe", "{}/nowhere.toml", "{}/nowhere.toml: the recipe cannot be read"),
+    ("train.recipe", "{}/wrong.toml", "{}/wrong.toml: "),
+    ("train.rl", "--run {}/new --init {}/odd --data {}/nowhere --checker equal", "--data {}/nowhere"),
     ("train", "", "the following arguments are required: --run"),
     ("train", "--run {}/new --stepz 3", "no flag --stepz; the nearest is --steps"),
     ("train", "--run {}/new --steps 0", "--steps: '0' is not a whole number from 1"),

@@ -14,6 +14,14 @@ SPLIT_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\r?\n[\r\n]* *(?! ))?|\s*[\r\n]+ *|\s+(?!\S)|\s+"
 )
 
+# Turns as "User: ..." and "Assistant: ...", which end at a line's end and at the end-of-text token: markers in plain
+# text are tokens that the tokenizer has already.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
+    "{{ eos_token }}\n{% else %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
 MAX_WORD = 10_000  # characters; the trainer's time is quadratic in a word's length: hours for 5 MB without a space
 
 
@@ -58,5 +66,6 @@ def tokenizer_config(*, context: int) -> dict[str, Any]:
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "model_max_length": context,
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }

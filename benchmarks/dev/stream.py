@@ -1,6 +1,6 @@
 """Memory and speed of training on a stream against text in memory.
 
-    python benchmarks/stream.py --megabytes 2000 --steps 60
+    python benchmarks/dev/stream.py --megabytes 2000 --steps 60
 
 A corpus of random words is written to a temporary folder, which is deleted at the end. Each run is a process of the
 main job: 20 MB in memory, the same 20 MB as a stream, and all of it as a stream, in turns. The table has the peak of

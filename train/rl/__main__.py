@@ -1,0 +1,8 @@
+"""`python -m train.rl`: see train/rl/command.py."""
+
+import sys
+
+from .command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""GRPO (arXiv 2402.03300): answers in groups, rewards relative to the group's mean, and clipped updates.
+
+All that is drawn is a function of the seed and the update, so that a resumed run has the bits of an uninterrupted one.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.tree import Tree
+from train.data.chat import Template, render_prompt
+from train.data.sampling import sample_rows
+from train.data.token_budget import token_budget
+from train.engine import Engine
+from train.generation.loops import generate
+from train.generation.requests import Generations
+from train.generation.sampling import Sampling
+from train.losses.logprobs import token_logprobs
+from train.losses.policy import group_advantages, policy_loss
+
+from .prompts import Checker, Record
+
+BUDGET = 8192  # tokens of a microbatch at most
+PASSES = 2  # updates on the same answers; the second is off-policy, which is what the clip is for
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change during a run.
+
+    Attributes:
+        config: Of the model.
+        tokenizer: Its tokenizer.
+        template: Its chat template.
+        ends: Tokens that end an answer.
+        checker: Judges answers.
+        prompts: Prompts of an update.
+        answers: Answers to each.
+        tokens: Tokens of an answer, at most.
+        seed: Of all draws.
+    """
+
+    config: Any
+    tokenizer: Any
+    template: Template
+    ends: tuple[int, ...]
+    checker: Checker
+    prompts: int
+    answers: int
+    tokens: int
+    seed: int
+
+
+def update(setup: Setup, engine: Engine, records: Sequence[Record], number: int) -> dict[str, Any]:
+    """Update `number` (from 0): draws answers, judges them, and trains on them; returns its row of metrics."""
+    places = sample_rows([len(records)], [1], setup.seed, number, setup.prompts)
+    chosen = [records[row] for _, row, _ in places for _ in range(setup.answers)]
+    prompts = prompt_ids(setup, chosen)
+    found = draw(setup, engine.params, prompts, seed=setup.seed * 1_000_003 + number)
+    rewards = torch.tensor(rewards_of(setup, chosen, found))
+    gains = group_advantages(rewards.reshape(setup.prompts, setup.answers)).flatten()
+    batches = microbatches(prompts, found.tokens, gains)
+    old = engine.infer(batches, functools.partial(token_logprobs, config=setup.config))
+    batches = [batch | {"old_logp": logp} for batch, (logp, _, _) in zip(batches, old, strict=True)]
+    loss_fn = functools.partial(loss, config=setup.config)
+    row: dict[str, Any] = {}
+    for _ in range(PASSES):
+        engine.forward_backward(batches, loss_fn)
+        row = {name: float(value) for name, value in engine.optim_step().items() if name in ("grad_norm", "lr")}
+    lengths = [len(tokens) for tokens in found.tokens]
+    return {"reward": float(rewards.mean()), "answer_tokens": sum(lengths) / len(lengths), **row}
+
+
+def judged(setup: Setup, params: Tree, records: Sequence[Record]) -> tuple[float, list[str]]:
+    """(mean reward, answers) of the likeliest answers to the records."""
+    found = draw(setup, params, prompt_ids(setup, records), seed=0, greedy=True)
+    rewards = rewards_of(setup, records, found)
+    return sum(rewards) / len(rewards), found.texts
+
+
+def prompt_ids(setup: Setup, records: Sequence[Record]) -> list[list[int]]:
+    """The token ids of the prompts, rendered by the chat template."""
+    setup.tokenizer.encode_special_tokens = False  # the template writes special tokens as text
+    texts = [render_prompt(setup.template, record["messages"]) for record in records]
+    return [setup.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def draw(
+    setup: Setup, params: Tree, prompts: Sequence[Sequence[int]], *, seed: int, greedy: bool = False
+) -> Generations:
+    """Answers to the prompts, at temperature 1 or the likeliest."""
+    options: dict[str, Any] = {"tokenizer": setup.tokenizer, "stop_ids": setup.ends, "max_new": setup.tokens}
+    sampling = Sampling(temperature=0.0) if greedy else Sampling()
+    return generate(
+        params, setup.config, prompts, seeds=seed, slots=min(len(prompts), 128), sampling=sampling, **options
+    )
+
+
+def rewards_of(setup: Setup, records: Sequence[Record], found: Generations) -> list[float]:
+    return [float(setup.checker(text, record)) for text, record in zip(found.texts, records, strict=True)]
+
+
+def microbatches(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], gains: Tensor
+) -> list[dict[str, Tensor]]:
+    """Packed rows under a token budget, with the advantage of each token that the policy chose."""
+    tokens = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    drawn = [torch.arange(1, len(row) + 1) for row in tokens]  # the place of each label, which is the next token
+    learnt = [
+        (places >= len(prompt)) & (places < len(row))
+        for places, prompt, row in zip(drawn, prompts, tokens, strict=True)
+    ]
+    advantages = [gain * chosen for gain, chosen in zip(gains, learnt, strict=True)]
+    (rows,) = token_budget({"tokens": tokens, "learnt": learnt, "advantages": advantages}, BUDGET)
+    return [row.batch for row in rows]
+
+
+def loss(
+    params: Tree, batch: dict[str, Tensor], *, config: Any, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The clipped policy loss. options: keywords that the engine passes to losses."""
+    logp, entropy, _ = token_logprobs(params, batch, config=config, **options)
+    return policy_loss(logp, batch["old_logp"], batch["advantages"], batch["learnt"], clip=(0.2, 0.28), entropy=entropy)

@@ -1,0 +1,97 @@
+"""Prompts of reinforcement learning, lines of JSON, and the checkers that judge the answers to them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import UserError
+from fnmodels.files import read_bytes
+from params.io.files import parse_line
+from train.imported import Imported, is_import_path
+
+Record = Mapping[str, Any]
+Checker = Callable[[str, Record], float]  # (answer, its prompt's record) -> reward
+HELDOUT = 0.1  # of the prompts
+
+
+def equal(answer: str, record: Record) -> float:
+    """1 where the answer is the record's `answer`, apart from white space around it."""
+    return float(answer.strip() == str(record["answer"]).strip())
+
+
+def contains(answer: str, record: Record) -> float:
+    """1 where the record's `answer` is in the answer."""
+    return float(str(record["answer"]).strip() in answer)
+
+
+def number(answer: str, record: Record) -> float:
+    """1 where the last number of the answer equals the record's `answer`."""
+    found = re.findall(r"-?\d+(?:\.\d+)?", answer)
+    return float(bool(found) and float(found[-1]) == float(record["answer"]))
+
+
+CHECKERS: dict[str, Checker] = {"equal": equal, "contains": contains, "number": number}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Records with `messages`, the last of which the model answers, and what else their checker reads."""
+
+    train: tuple[Record, ...]
+    heldout: tuple[Record, ...]
+    fingerprint: str
+
+
+def read_prompts(path: Path, checker: str) -> Prompts:
+    """The prompts of a file of JSON lines; one in ten, by a hash of its text, is held out.
+
+    Args:
+        path: The file.
+        checker: The checker's name, for what it needs of a record.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        UserError: A line is no prompt, or there are too few.
+    """
+    try:
+        data = read_bytes(path, follow=True)
+    except OSError as error:
+        raise UserError(f"--data {path}: the file cannot be read ({error.strerror})") from error
+    found: dict[str, Record] = {}
+    for place, line in enumerate(data.splitlines(), 1):
+        if line.strip():
+            record = _record(f"{path}, line {place}", line, checker)
+            found[hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()] = record
+    ordered = [found[key] for key in sorted(found)]
+    count = max(1, round(len(ordered) * HELDOUT))
+    if len(ordered) < 2:
+        raise UserError(f"--data {path} has {len(ordered)} prompts: one must be held out, and others trained on")
+    return Prompts(tuple(ordered[count:]), tuple(ordered[:count]), hashlib.sha256(data).hexdigest())
+
+
+def _record(place: str, line: bytes, checker: str) -> Record:
+    try:
+        value = parse_line(line)
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f"{place} has no list of `messages`, each with a role")
+    if checker in CHECKERS and "answer" not in value:
+        raise UserError(f"{place} has no `answer`, with which --checker {checker} compares")
+    return dict(value)
+
+
+def checker_of(name: str) -> Checker:
+    """A checker by its name, or a function f(answer, record) -> reward by its import path. UserError."""
+    if name in CHECKERS:
+        return CHECKERS[name]
+    if not is_import_path(name):
+        raise UserError(f"--checker {name}: it is none of {', '.join(CHECKERS)}, and no function as module:name")
+    return Imported(name, "--checker").function
