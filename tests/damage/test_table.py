@@ -181,6 +181,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.job.tasks.text_data.fault_log": ("texts",),
     "train.job.tasks.text_data.fault_log.report": ("the logs of a run",),
     "train.recipe.report._section": ("texts",),
+    "train.recipe.report._vocabulary": ("JSON of a run",),
     "train.recipe.run.cook": ("JSON of a run",),
     "train.recipe.run.run_stage": ("JSON of a run",),
     "train.recipe.stages._read": ("a recipe",),

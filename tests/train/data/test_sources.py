@@ -295,6 +295,8 @@ def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: py
     capsys.readouterr()
     assert train(tmp_path / "run", talks) == 2
     assert "holds conversations: name with --init a checkpoint with a chat template" in capsys.readouterr().err
+    settings = tmp_path / "first" / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("chat_template", "another_template"))
     assert train(tmp_path / "run", talks, "--init", tmp_path / "first") == 2
     assert "has no chat template" in capsys.readouterr().err
     (tmp_path / "first" / "chat_template.jinja").write_text(TEMPLATE)
