@@ -101,7 +101,7 @@ def picture(ratios: dict[str, float], path: Path) -> None:
     axis.bar_label(bars, [f"{ratio:.2f}x" for ratio in list(ratios.values())[::-1]], padding=3, fontsize=8.5)
     axis.axvline(1, color="#444444", linewidth=0.8)
     axis.set_xlim(0, max(ratios.values()) * 1.15)
-    axis.set_title("times as fast as", fontsize=10)
+    axis.set_title("fnmodels: times as fast as the other library", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
