@@ -54,7 +54,8 @@ bench: $(INSTALLED)
 # The tests that `make test` skips: other libraries, trackers, and the site, which is built strictly.
 bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
-	  tests/project/test_site.py tests/project/test_real_weights.py tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
+	  tests/project/test_site.py tests/project/test_real_weights.py tests/project/test_workflows.py \
+	  tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
 	  tests/params/gguf/test_published_gguf.py tests/fnmodels/models/test_flux.py \
 	  tests/train/test_idioms.py tests/params/test_interchange.py
 
