@@ -40,7 +40,7 @@ def init_cache(
         batch: The number of rows.
         capacity: The number of tokens of each row, prompt and answer.
         dtype: Of the model's activations.
-        device: Of the tensors; None: the CPU.
+        device: Of the tensors; None: torch's default device.
         rings: Whether kinds of layers that see only the last tokens (a window, a chunk) hold no more than these, which
             needs one document per row.
         length: What length-dependent rotary scalings read for the entire generation; None: the capacity.
