@@ -31,8 +31,7 @@ LeafWrites = list[tuple[Tensor, Write]]
 def per_sample_gradients(
     loss_fn: Callable[[Tree, Tree], Tensor], params: Tree, batch: Tree, *, out: Tree | None = None
 ) -> tuple[Tree, Tensor]:
-    """The gradient of every row's loss in one pass, such as for differential privacy (the idea is that of arXiv
-    2009.03106).
+    """The gradient of every row's loss in one pass, such as for differential privacy.
 
     For adapters alone (DP-LoRA), params are `params.lora.adapters(...)` and the loss attaches them to the weights.
 

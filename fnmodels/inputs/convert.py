@@ -70,7 +70,7 @@ def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -
 
     Args:
         layout: The document ranges of a batch.
-        device: Of the tensors; None: the CPU.
+        device: Of the tensors; None: torch's default device.
 
     Returns:
         The cumulative sequence lengths, the indices of the tokens, and the longest length.
