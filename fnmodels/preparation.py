@@ -59,7 +59,7 @@ def prepare(
             never.
 
     Returns:
-        (inputs, masks, freqs_cis): {name: tensor}, {kind of layer: mask} and {kind of layer: fp32 table}.
+        The triple inputs, masks, freqs_cis: {name: tensor}, {kind of layer: mask} and {kind of layer: fp32 table}.
 
     Raises:
         ValueError: Tensors do not fit each other or the config.

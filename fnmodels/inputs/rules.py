@@ -42,7 +42,7 @@ class Rule:
             q: The first and the last position of the queries.
 
         Returns:
-            (low, high): no query at these positions sees a key at a position below low or above high.
+            A pair low, high: no query at these positions sees a key at a position below low or above high.
         """
         return -math.inf, math.inf
 

@@ -65,6 +65,20 @@ def test_docstrings_of_the_reference_have_a_row_for_every_argument(package: str)
     assert [fault for name, value in values.items() for fault in faults(name, value)] == []
 
 
+def test_griffe_reads_the_same_rows_as_the_site_does() -> None:
+    griffe = pytest.importorskip("griffe")
+    options = {"returns_multiple_items": False, "returns_named_value": True, "warnings": False}
+    for name, value in DOCUMENTED.items():
+        sections = griffe.Docstring(inspect.getdoc(value) or "").parse("google", **options)
+        rows = {section.kind.value: section.value for section in sections if section.kind.value != "text"}
+        own = parsed(value).rows
+        assert [row.name for row in rows.get("parameters", ())] == list(own.get("Args", {})), name
+        assert [str(row.annotation) for row in rows.get("raises", ())] == list(own.get("Raises", {})), name
+        results = [row for kind in ("returns", "yields") for row in rows.get(kind, ())]
+        assert [(row.name, row.annotation) for row in results if row.name or row.annotation] == [], name
+        assert len(results) == len({"Returns", "Yields"} & set(own)), name
+
+
 def test_faults_of_a_docstring_are_found() -> None:
     def bare(x: int) -> int:
         """`parsed`."""

@@ -92,8 +92,8 @@ def routed_logprobs(
         **options: Keywords of `fnmodels.forward`.
 
     Returns:
-        (logp, entropy, valid, added, sums): the first three as of `token_logprobs`; added: the balance terms for the
-        loss's sum, 0-d with a gradient; sums: router statistics, as the aux of `next_token_loss`.
+        logp, entropy and valid as of `token_logprobs`, [B, S] each; the balance terms for the loss's sum, 0-d with a
+        gradient; and router statistics, as the aux of `next_token_loss`.
 
     Raises:
         ValueError: The temperature is not above 0, or the model has no experts.
