@@ -38,6 +38,7 @@ from params.lora.adapter_config import read_config as read_adapter_config
 from params.quantized.methods import read_quantization
 
 from .command_line import Parser, program_name, run_command
+from .imported import add_family_flag, imported_family
 from .initialize import count
 
 Lines = Iterator[tuple[str, str]]  # (label, value)
@@ -63,18 +64,22 @@ def _parser() -> Parser:
         metavar="NAME,...",
         help="fields of config.json that no family knows, without which it is read",
     )
+    add_family_flag(parser)
     return parser
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     arguments.folder = local_folder(arguments.folder)
+    family = None if arguments.family is None else imported_family(arguments.family)
     if not is_gguf(arguments.folder) and not os.path.isdir(
         arguments.folder
     ):  # False too where the system refuses even to look
-        read_config(arguments.folder)  # raises, and there is nothing else to report
+        read_config(arguments.folder, family)  # raises, and there is nothing else to report
     problems = []
     print(printable(str(arguments.folder)))
-    for label, text in report(arguments.folder, verified=arguments.verify, ignore_fields=arguments.ignore_fields):
+    for label, text in report(
+        arguments.folder, verified=arguments.verify, family=family, ignore_fields=arguments.ignore_fields
+    ):
         lines = text if label == "problem" else text.replace("\n", "\\n")
         print(f"  {label:<12}{printable(lines)}")
         problems += [text] if label == "problem" else []
@@ -84,10 +89,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[str] = ()) -> Lines:
+def report(folder: Path, *, verified: bool = False, family: Any = None, ignore_fields: Collection[str] = ()) -> Lines:
     """(label, value) of each line of the report, and ("problem", sentence) for everything that is wrong.
 
-    verified: read every tensor too, and compare with the checksums. ignore_fields: as in `load_pretrained`.
+    verified: read every tensor too, and compare with the checksums. family, ignore_fields: as in `load_pretrained`.
     """
     if is_gguf(folder):
         try:
@@ -98,7 +103,7 @@ def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[st
     reported = set()
 
     def reading(section: Callable[..., Lines]) -> Callable[[Path], Lines]:
-        return partial(section, ignore_fields=ignore_fields)
+        return partial(section, family=family, ignore_fields=ignore_fields)
 
     sections = [reading(_model), _files, reading(_tensors), _checksums]
     if os.path.lexists(folder / lora.CONFIG) and not os.path.lexists(folder / CONFIG):
@@ -115,9 +120,9 @@ def report(folder: Path, *, verified: bool = False, ignore_fields: Collection[st
             return
 
 
-def _model(folder: Path, ignore_fields: Collection[str]) -> Lines:
+def _model(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines:
     """Family, layers and parameters, from config.json."""
-    config, values = read_config(folder, ignore_fields=ignore_fields)
+    config, values = read_config(folder, family, ignore_fields=ignore_fields)
     yield from _config(config, model_type_of(values))
     if quantization := read_quantization(values, folder):
         yield "quantized", quantization.summary
@@ -168,10 +173,10 @@ def _files(folder: Path) -> Lines:
             yield kind, f"{key}: {_counted(counts[key], 'tensor')}, {_size(sizes[key])}"
 
 
-def _tensors(folder: Path, ignore_fields: Collection[str]) -> Lines:
+def _tensors(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines:
     """How the tensors in the files fit the model that config.json describes."""
     with ExitStack() as stack:
-        checked = check_folder(folder, stack, ignore_fields=ignore_fields)
+        checked = check_folder(folder, stack, family=family, ignore_fields=ignore_fields)
         tied = getattr(checked.config, "tie_word_embeddings", None)
         if tied is not None:
             beside = ", and in the file all the same" if any(name in checked.found for name in checked.tied) else ""
@@ -213,9 +218,9 @@ def _checksums(folder: Path) -> Lines:
         raise FormatError(f"{folder} is not what {manifest} recorded: {'; '.join(faults)}.")
 
 
-def _bytes(folder: Path, ignore_fields: Collection[str]) -> Lines:
+def _bytes(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines:
     """Reads every byte: tied heads must be equal, values finite, and checksums those of the manifest."""
-    load_pretrained(folder, check_finite=True, ignore_fields=ignore_fields)
+    load_pretrained(folder, family=family, check_finite=True, ignore_fields=ignore_fields)
     yield "values", "all finite"
     if os.path.lexists(folder / MANIFEST):
         verify(folder)

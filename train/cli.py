@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from params.imported import imported_family
 from train.comm.torchrun import is_started, rank_and_world_size
 from train.job.cpu_memory import bound_product_caches, keep_freed_memory
 from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, RunSettings, Settings, as_flag, flag
@@ -107,6 +108,12 @@ def parser(program: Program = MAIN, kind: type[RunSettings] = Settings) -> Parse
         metavar="NUMBER",
         help="the number of processes; by default that of the mesh, which it must equal",
     )
+    command.add_argument(
+        "--threads",
+        type=integer(1).parse,
+        metavar="NUMBER",
+        help="threads that compute in each process; by default those that it may use, by affinity and control groups",
+    )
     for name, (dim, setting_type, text) in MESH_FLAGS.items():
         how = (
             {"type": setting_type.parse, "metavar": setting_type.metavar} if setting_type else {"action": "store_true"}
@@ -135,26 +142,32 @@ def parser(program: Program = MAIN, kind: type[RunSettings] = Settings) -> Parse
 
 def run(arguments: argparse.Namespace, program: Program, defaults: RunSettings, argv: Sequence[str]) -> int:
     flags = vars(arguments)
-    nproc = flags.pop("nproc")
+    nproc, threads = flags.pop("nproc"), flags.pop("threads")
     job_flags = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
     mesh_flags = {name: flags.pop(name) for name in MESH_FLAGS}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
-    from train.job.mesh_flags import process_count
+    from train.job.chosen_settings import Options
+    from train.job.mesh_flags import check_before_start, process_count
     from train.job.processes import controller, launch
+    from train.job.processes.threads import set_threads
 
+    set_threads(threads)
+
+    options = Options(program.script, flags=flags, mesh_flags=mesh_flags, **job_flags)
     needed = 1 if nproc is None and is_started() else process_count(job_flags["mesh"], nproc)
     if needed > 1 and not is_started():
         from train.job.processes import spawn
 
+        check_before_start(options, defaults, needed)
         return spawn.start(partial(train, program, defaults), argv, needed)
     rank, processes = rank_and_world_size()
+    if rank and "family" in flags:  # what the first process sends names its classes
+        imported_family(flags["family"])
     if rank:  # without imports for what rank 0 alone does, such as pictures
         with launch.process_group(limit) as timeout:
             return controller.follow(timeout)
-    from train.job.chosen_settings import Options
     from train.job.run import train_run
 
-    options = Options(program.script, flags=flags, mesh_flags=mesh_flags, **job_flags)
     task = import_module(program.task)
     if processes == 1:
         return train_run(options, task, defaults)

@@ -19,6 +19,7 @@ from params.checkpoint.load import load_pretrained
 from params.checkpoint.shard_index import as_lines
 
 from ..command_line import Parser, program_name, run_command
+from ..imported import add_family_flag, imported_family
 from .activations import our_taps, tap_order, their_taps
 from .batches import SHORTEST, Arrangement, batches_of, unreached
 from .leaves import leaf_faults, value_faults
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    return 0 if compare(local_folder(arguments.folder), arguments.against, arguments.length) else 1
+    family = None if arguments.family is None else imported_family(arguments.family)
+    return 0 if compare(local_folder(arguments.folder), arguments.against, arguments.length, family) else 1
 
 
 def _parser() -> Parser:
@@ -76,23 +78,25 @@ def _parser() -> Parser:
         metavar="TOKENS",
         help="length of each of the two rows (default: %(default)s)",
     )
+    add_family_flag(parser)
     return parser
 
 
-def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> bool:
+def compare(folder: Path, against: str | None = None, length: int = LENGTH, family: Any = None) -> bool:
     """Print the comparison of `folder` on two rows of `length` tokens; returns whether everything is equal.
 
     against: a reference that must be installed; None takes transformers if it is installed, else ours runs alone.
+    family: as in `load_pretrained`.
     Raises UserError, CheckpointError or OSError where the models cannot be compared.
     """
     if length < SHORTEST:
         raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
-    config: Any = load_config(folder, part="text")
+    config: Any = load_config(folder, part="text", family=family)
     if field_of(config, "head") not in ("lm", "masked_lm"):
         raise UnsupportedError(f"Only logits of tokens are compared, and this model's head is {config.head!r}.")
     optional = traits_of(family_of(config)).optional  # transformers does not load these
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
-    params, mismatch = _params(folder, optional)
+    params, mismatch = _params(folder, optional, family)
     transformers = transformers_if_installed()
     if transformers is None and (mismatch or against):
         raise mismatch or UnsupportedError(
@@ -126,10 +130,10 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     return not values and all(row.equal for row in rows)
 
 
-def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | None]:
+def _params(folder: Path, drop: Collection[str], family: Any) -> tuple[Tree, MismatchError | None]:
     """(our parameters, None), or ({}, the error that says how the files do not fit our spec)."""
     try:
-        return load_pretrained(folder, dtype=torch.float32, drop=drop, part="text")[1], None
+        return load_pretrained(folder, family=family, dtype=torch.float32, drop=drop, part="text")[1], None
     except MismatchError as error:
         return {}, error
 

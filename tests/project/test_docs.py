@@ -24,6 +24,7 @@ PAGES = [
     "diffusion.md",
     "embeddings.md",
     "first-hour.md",
+    pytest.param("own-model.md", marks=pytest.mark.slow),
     "generation.md",
     "images-and-audio.md",
     "interpretability.md",
@@ -40,6 +41,13 @@ def blocks_of(page: str) -> list[tuple[str, str | None]]:
     found = re.finditer(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL)
     # blank lines before it, so that a traceback gives the page's own line numbers
     return [("\n" * text[: block.start(1)].count("\n") + block[1], block[2]) for block in found]
+
+
+def file_of(page: str, source: str) -> str | None:
+    """The file as which the page says to save the block: `<!-- NAME.py -->` stands before it."""
+    before = (DOCS / page).read_text().splitlines()[source.count("\n") - source.lstrip("\n").count("\n") - 2]
+    named = re.fullmatch(r"<!-- (\w+\.py) -->", before)
+    return named[1] if named else None
 
 
 def run(page: str, source: str, names: dict[str, Any]) -> str:
@@ -61,7 +69,11 @@ def test_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "page", module)
     blocks = blocks_of(page)
     assert len(blocks) == (DOCS / page).read_text().count("```python\n") > 0
+    monkeypatch.syspath_prepend(tmp_path)
     for source, wanted in blocks:
+        if name := file_of(page, source):
+            (tmp_path / name).write_text(source.lstrip("\n"))
+            continue
         printed = run(page, source, module.__dict__)
         assert wanted is None or printed == _without_sizes(wanted)
 

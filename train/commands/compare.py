@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +18,22 @@ from typing import Any
 from fnmodels.errors import UserError
 from train.command_line import NEEDS, Parser, check_installed, program_name, run_command, terminal_text
 from train.job import run_folder
-from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
+from train.job.settings import (
+    DEFAULT,
+    MODEL_SIZES,
+    SETTING_TYPES,
+    absolute_paths,
+    as_flag,
+    code_in,
+    flag,
+    from_json,
+    may_name_code,
+)
 from train.job.settings.types import NUMBER
 
 SHOWN = 20  # rows of the table
+
+CODE = [name for name, kind in SETTING_TYPES.items() if may_name_code(kind)]
 
 Losses = dict[int, float]  # by step
 
@@ -68,11 +80,12 @@ def table(found: list[Difference]) -> str:
     return "\n".join(lines)
 
 
-def run_at(revision: str, like: Path, into: Path) -> Path:
+def run_at(revision: str, like: Path, into: Path, code: Mapping[str, str | None] | None = None) -> Path:
     """Trains the run `like` again at a revision of the repository in the working folder; returns the new run's folder.
 
     Settings at their default are not passed, so that the revision need not have them; `setting_differences` reports
-    where the defaults differ. UserError where git or the run fails.
+    where the defaults differ. code: {setting: the user's own code} of the command line. UserError where git or the run
+    fails, or where the run had other code.
     """
     check_installed(NEEDS)
     from train.job.recipe import resolved
@@ -80,6 +93,11 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     settings = replace(DEFAULT, **settings_of(like))
     defaults = resolved(replace(DEFAULT, init=settings.init))
     changed = {name: value for name, value in asdict(settings).items() if value != getattr(defaults, name)}
+    for name, value in changed.items():
+        if code_in(SETTING_TYPES[name], value) and _absolute(name, (code or {}).get(name)) != value:
+            raise UserError(
+                f"{like} was trained with {flag(name)} {value}, code that a folder may not run: give it too"
+            )
     flags = [(flag(name), as_flag(value)) for name, value in changed.items() if value is not None]
     tree, run = into / "tree", into / "run"
     git("worktree", "add", "--detach", str(tree), revision)
@@ -92,6 +110,10 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     finally:
         git("worktree", "remove", "--force", str(tree))
     return run
+
+
+def _absolute(name: str, value: str | None) -> str | None:
+    return None if value is None else str(absolute_paths(name, value, Path()))
 
 
 def settings_of(run: Path) -> dict[str, Any]:
@@ -147,6 +169,11 @@ def parser() -> Parser:
         metavar="X",
         help="exit with 1 where a difference is larger than X, or the runs made different steps",
     )
+    for name in CODE:
+        kind = SETTING_TYPES[name]
+        flags.add_argument(
+            flag(name), metavar="CODE", type=kind.parse, help="with --ref: that of RUN_A again, if it is code"
+        )
     return flags
 
 
@@ -158,7 +185,9 @@ def compare(arguments: argparse.Namespace) -> int:
 
         check_suffix(arguments.out)  # before training again, which may take hours
     with TemporaryDirectory() as temporary:
-        second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
+        second = arguments.second or run_at(
+            arguments.ref, arguments.first, Path(temporary), {name: getattr(arguments, name) for name in CODE}
+        )
         name = arguments.ref or str(second)
         one, two = all_losses(arguments.first), all_losses(second)
         if not (both := sorted(one.keys() & two.keys())):

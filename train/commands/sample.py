@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
+from params.imported import add_family_flag, imported_family
 from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
 from train.job.settings import flag
 from train.job.settings.types import FRACTION, NUMBER, POSITIVE, SettingType, integer
@@ -96,6 +97,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--seed", type=integer(0).parse, default=0, metavar="N", help="seed of the sampling (default %(default)s)"
     )
+    add_family_flag(flags)
     return flags
 
 
@@ -205,12 +207,13 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     from train.generation.text import READABLE, fitted
 
     folder = local_folder(arguments.checkpoint)
+    family = None if arguments.family is None else imported_family(arguments.family)
     tokenizer = load_tokenizer(folder)
     defaults = generation_defaults(folder)
     if defaults.unused:
         unused = terminal_text(", ".join(defaults.unused))
         print(f"{_name()}: generation_config.json also sets {unused}: not applied", file=sys.stderr)
-    config, params = pretrained.load_image_model(folder) if images else pretrained.load_model(folder)
+    config, params = pretrained.load_image_model(folder) if images else pretrained.load_model(folder, family=family)
     text = text_config(config)
     check_vocabulary(tokenizer, text.vocab_size, folder)
     kv_dtype = None if arguments.kv_dtype is None else torch.int8

@@ -12,6 +12,7 @@ import torch
 
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
+from params.imported import add_family_flag, imported_family
 from train.command_line import Parser, program_name, run_command
 from train.data.corpus import files_of, read_files
 
@@ -39,7 +40,11 @@ def parser() -> Parser:
     flags.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; by default the CPU")
     flags.add_argument("--kernel", choices=KERNELS, default="auto", help="of attention")
     flags.add_argument("--batch-tokens", type=int, default=ROW_TOKENS, metavar="N", help="tokens computed at once")
+    flags.add_argument(
+        "--as-harness", action="store_true", help="count special tokens as the `hf` model of lm-evaluation-harness does"
+    )
     flags.add_argument("--out", type=Path, metavar="FILE", help="write a line of JSON for each document")
+    add_family_flag(flags)
     return flags
 
 
@@ -49,7 +54,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     folder = local_folder(arguments.checkpoint)
-    evaluator = Evaluator(folder, dtype, arguments.device, arguments.batch_tokens, arguments.kernel)
+    family = None if arguments.family is None else imported_family(arguments.family)
+    evaluator = Evaluator(
+        folder,
+        dtype,
+        arguments.device,
+        arguments.batch_tokens,
+        arguments.kernel,
+        family=family,
+        as_harness=arguments.as_harness,
+    )
     root, files, source = files_of(arguments.data)
     skipped: list[str] = []
     texts = islice(texts_of(read_files(files, root), skipped), arguments.limit)

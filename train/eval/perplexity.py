@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,13 +53,18 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A checkpoint with its tokenizer, ready to score texts. batch_tokens, kernel: see `score_continuations`."""
+    """A checkpoint with its tokenizer, ready to score texts. batch_tokens, kernel: see `score_continuations`.
+
+    family: the module that reads it; None: that of its type. as_harness: see `TextIds`.
+    """
 
     folder: Path
     dtype: torch.dtype | None = None
     device: str | None = None
     batch_tokens: int = ROW_TOKENS
     kernel: Kernel = "auto"
+    family: Any = None
+    as_harness: bool = False
 
     def scores(self, texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, TextScore]]:
         """(name, score) of each (name, text), in their order, without texts that have no token.
@@ -66,9 +72,9 @@ class Evaluator:
         A text longer than the model reads is cut into windows: a token has as much context as fits.
         """
         tokenizer = load_tokenizer(self.folder)
-        config, params = load_model(self.folder, merge=True, dtype=self.dtype, device=self.device)
+        config, params = load_model(self.folder, merge=True, family=self.family, dtype=self.dtype, device=self.device)
         check_vocabulary(tokenizer, config.vocab_size, self.folder)
-        ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer))
+        ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer), as_harness=self.as_harness)
         remaining = iter(texts)
         while some := list(islice(remaining, DOCUMENTS)):
             windows = [ids.windows(text, config.max_position_embeddings) for _, text in some]

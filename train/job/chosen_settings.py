@@ -21,6 +21,7 @@ from .settings import (
     absolute_paths,
     changeable,
     code_in,
+    family_module,
     fixed_settings,
     flag,
     from_json,
@@ -28,8 +29,8 @@ from .settings import (
     read_toml,
     types_of,
 )
-from .task import Json
 
+Json = dict[str, Any]
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -186,6 +187,7 @@ def check_machine(settings: RunSettings) -> None:
         )
     for function in imports(settings).values():
         _ = function.function  # before anything is read or written
+    family_module(settings)
     if settings.track is not None:
         check_installed((settings.track,))
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")

@@ -18,6 +18,8 @@ from train.parallel.step import not_compiled
 from train.parallel.update import check_whole
 from train.remat_budget import budget_of
 
+from . import run_folder
+from .chosen_settings import Options, choose_settings, overrides_of
 from .recipe import optimizer_for
 from .settings import MESH_FLAGS, RunSettings, flag
 
@@ -57,15 +59,21 @@ def _how_to_share(processes: int) -> str:
 
 
 def resolve_mesh(
-    text: str | None, settings: RunSettings, *, microbatches: int | None = None, **strategy_flags: Any
+    text: str | None,
+    settings: RunSettings,
+    *,
+    processes: int | None = None,
+    microbatches: int | None = None,
+    **strategy_flags: Any,
 ) -> MeshSetup:
     """The mesh of --mesh (`text`) and the strategy of the flags beside it. microbatches None: one row in each.
 
+    processes: how many there will be; None: those that there are.
     strategy_flags: fields of `Strategy` (sequence, context, order, schedule, virtual); None, False: not given.
     UserError where the number of processes or other settings do not fit.
     """
     mesh_flag, mesh = f"--mesh {text}", parse_mesh(text)
-    _check_processes(text, mesh, settings)
+    _check_processes(text, mesh, settings, processes or rank_and_world_size()[1])
     strategy_flags = {name: value for name, value in strategy_flags.items() if value not in (None, False)}
     if strategy_flags.get("context") == "ulysses":
         # Every rank then has all positions, and some kernels need documents in order.
@@ -95,9 +103,20 @@ def resolve_mesh(
     return MeshSetup(mesh, strategy, microbatches or rows)
 
 
-def _check_processes(text: str | None, mesh: Mesh, settings: RunSettings) -> None:
+def check_before_start(options: Options, defaults: RunSettings, processes: int) -> None:
+    """UserError for settings that the mesh cannot share, before its processes are started.
+
+    Only a resumed run without run.json is not looked at: what is wrong with it is for the first process to say.
+    """
+    recorded = run_folder.read_json(options.run / run_folder.RUN) if options.resume else None
+    if options.resume and recorded is None:
+        return
+    settings = choose_settings(options.run, overrides_of(options, type(defaults)), recorded, defaults, step=None)
+    resolve_mesh(options.mesh, settings, processes=processes, **options.mesh_flags)
+
+
+def _check_processes(text: str | None, mesh: Mesh, settings: RunSettings, processes: int) -> None:
     """UserError unless the mesh is of the processes that run, and its ranks share the rows of a batch evenly."""
-    processes = rank_and_world_size()[1]
     if text is None and processes > 1:
         raise UserError(f"there are {processes} processes: {_how_to_share(processes)}")
     if mesh.world != processes:

@@ -21,7 +21,7 @@ PANELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
-    "peak_memory": "peak memory, bytes",
+    "peak_memory": "peak memory, GiB",
     "mfu": "MFU",
     "expert_load": "busiest expert / mean",
 }
@@ -93,6 +93,9 @@ def save_losses(path: Path, figure: Figure, axes: Axes, title: str, unit: str = 
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
 
 
+UNITS = {"peak_memory": 2.0**30}  # what a panel divides by
+
+
 def running_mean(losses: tuple[float, ...]) -> list[float]:
     """Running mean over the last tenth of the steps so far, at most 50: follows the steep start, smooths the rest."""
     means = []
@@ -113,7 +116,7 @@ def figure_with_panels(runs: Mapping[str, RunRows]) -> tuple[Figure, Axes]:
     for column, name in enumerate(present):
         axes = figure.add_subplot(grid[1, column])
         for number, run in enumerate(runs.values()):
-            if curve := run.curve(name):
+            if curve := [(step, value / UNITS.get(name, 1.0)) for step, value in run.curve(name)]:
                 axes.plot(*zip(*curve, strict=True), color=f"C{number}", linewidth=0.8)
         axes.set_title(PANELS[name], fontsize="x-small")
         axes.tick_params(labelsize="x-small")

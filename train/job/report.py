@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def mfu(peak_flops: float | None, flops_per_token: float) -> None:
         print(f"MFU: tokens per second x {flops} / {peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
     elif torch.cuda.is_available():
         print(f"MFU: not computed: give the device's peak with --peak-flops ({flops})")
+
+
+def expected(step_seconds: float, steps: int) -> None:
+    """One line of how long the steps will take, before the first of them."""
+    length = timedelta(seconds=round(step_seconds * steps))
+    print(f"{steps:,} steps will take about {length}, by the time of a forward pass (evaluations aside)", flush=True)
 
 
 def stopped_after_bad(path: Path, step: int, bad: int) -> int:

@@ -24,6 +24,7 @@ from train.job.processes.worker import WorkerConfig
 
 from . import metrics_log, model_card, report, run_folder
 from .chosen_settings import Options, choose_settings, overrides_of, recorded_identity, with_derived
+from .disk_room import check_room
 from .flops import peak_memory
 from .mesh_flags import resolve_mesh
 from .profile import profiled
@@ -37,6 +38,9 @@ from .trackers import trackers as open_trackers
 from .watch.callback import callback
 from .watch.trouble import Trouble
 from .watch.watch import Watch
+
+FORESEEN = 50  # steps from which on the time that they will take is worth two forward passes
+FORWARD_PASSES = 3.0  # as long as a step takes: the backward pass has twice the work
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
             print(f"the run is finished: {saved.step} steps")
             tasks.report_result(summary, options.run)
             return exit_code(options.run, summary)
-        tasks.preflight(settings, None if saved else mesh_setup)
+        tasks.preflight(settings, None if saved else mesh_setup, overrides.keys())
         print(f"reading the {tasks.DATA}", flush=True)
         began = time.monotonic()
         known = recorded | {"data_position": saved.progress.get("data_position")} if saved and recorded else None
@@ -128,10 +132,14 @@ def train_and_summarize(
         # a kill may have come after the step was saved and before this
         write_checkpoints(task, partial(controller.do, "gather_checkpoint"))
         print(f"resuming at step {position.step} of {settings.steps}")
-    elif settings.on_divergence is not None:
+    check_room(task, controller.state)
+    if saved is None and settings.on_divergence is not None:
         save_now(task, controller, position)  # what a return before the first save returns to
     history = History.of(task.path, position)
     metrics_log.warn_at_resume(history.rows)
+    streams = task.data_position(position.step) is not None  # a batch of a stream is read once
+    if settings.steps - position.step >= FORESEEN and not streams:
+        report.expected(step_seconds(task, controller, position), settings.steps - position.step)
     while (end := train_steps(task, history, position, controller)).bad:
         back = settings.on_divergence and returned(task, controller, end.position, end.bad)
         if not back:
@@ -183,12 +191,13 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
         for index in range(first, total):
             if saver:
                 saver.check()
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.process_time()
             batch = task.batch(index + position.skipped)
             state, measured = controller.do("step", batch)
             tokens += int(measured["count"])  # waits for the step
             real_tokens = int((batch["segment_ids"] > 0).sum())
             cost = speed_row(task, index + 1, real_tokens, time.perf_counter() - began)
+            cost["cpu_seconds"] = metrics_log.six_digits(time.process_time() - computed)
             done()
             row: metrics_log.Row = {"step": index + 1}
             row |= task.row(index + 1 + position.skipped, tokens, measured)
@@ -199,7 +208,7 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
             log.write(row, cost)
             history.append(row, cost)
             show(index + 1, row["loss"], row["lr"], speed)
-            watch.look(row, controller)
+            watch.look(row, cost, controller)
             if task.sample_every and (index + 1) % task.sample_every == 0:
                 sample = task.sample(weights_of(controller))
                 log.sample(index + 1, sample)
@@ -219,6 +228,15 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
             if stopping:
                 break
     return end
+
+
+def step_seconds(task: Task, controller: Controller, position: Position) -> float:
+    """The time that a step will take, from that of a forward pass over its batch, which changes nothing."""
+    batch = task.batch(position.step + position.skipped)
+    controller.do("loss", batch)  # warms up
+    began = time.perf_counter()
+    controller.do("loss", batch)
+    return FORWARD_PASSES * (time.perf_counter() - began)
 
 
 def speed_row(task: Task, step: int, tokens: int, seconds: float) -> metrics_log.Row:

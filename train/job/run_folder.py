@@ -51,11 +51,12 @@ SAMPLES = "samples.jsonl"
 TRACE = "trace.json"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
+TENSORBOARD_HELDOUT = "tensorboard/heldout"
 TRACKED = "tracked.json"
 PICTURE = "loss.png"
 CARD = "README.md"
 MLFLOW = "mlflow.db"
-FOLDERS = (EMA, STEPS, TENSORBOARD, "mlruns", "wandb")
+FOLDERS = (EMA, STEPS, TENSORBOARD, TENSORBOARD_HELDOUT, "mlruns", "wandb")
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")
 
 

@@ -1,6 +1,6 @@
 """What the loop of `train.job.run` asks of a task, before a run (`TaskModule`) and during one (`Task`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,8 +98,11 @@ class TaskModule(Protocol):
     def check_settings(self, settings: Any) -> None:
         """UserError where settings contradict each other."""
 
-    def preflight(self, settings: Any, mesh_setup: MeshSetup | None) -> None:
-        """UserError for what cannot work, before data are read. mesh_setup None: a resumed run."""
+    def preflight(self, settings: Any, mesh_setup: MeshSetup | None, chosen: Collection[str]) -> None:
+        """UserError for what cannot work, before data are read. mesh_setup None: a resumed run.
+
+        chosen: the settings that the command line names.
+        """
 
     def prepare(self, path: Path, settings: Any, recorded: Json | None, mesh_setup: MeshSetup) -> Task:
         """Data and model. recorded: the identity of the run that is resumed, and its `data_position`."""

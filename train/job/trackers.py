@@ -16,8 +16,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fnmodels.errors import UserError
 
-from .run_folder import MLFLOW, TENSORBOARD, TRACKED, read_json, write_json
+from .run_folder import MLFLOW, TENSORBOARD, TENSORBOARD_HELDOUT, TRACKED, read_json, write_json
 
+HELDOUT = "heldout_"  # begins the names of values on held-out data
 PROJECT = "fnmodels"  # of W&B, and the experiment of MLflow, where the environment names none
 
 
@@ -45,17 +46,48 @@ def tracked_by(run: Path) -> str | None:
     return next((name for name in ("mlflow", "wandb") if name in found), None)
 
 
+# {group of charts in TensorBoard: the names in it, without what follows a slash}
+CHARTS = {
+    "loss": ("loss", "perplexity", "bits_per_byte"),
+    "optimizer": ("lr", "lr_of", "grad_norm"),
+    "data": ("tokens", "epochs"),
+    "speed": ("tokens_per_second", "seconds", "cpu_seconds", "peak_memory_gib", "mfu"),
+    "experts": ("expert_load", "sequence_balance", "router_z"),
+}
+GROUP_OF = {name: group for group, names in CHARTS.items() for name in names}
+
+
 class TensorBoard:
+    """The run's event files. Held-out values have the tags of the train values in a folder of their own.
+
+    TensorBoard shows the folders as two runs, and so draws both curves in one chart.
+    """
+
     def __init__(self, run: Path, after: int) -> None:
-        self.writer = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
-        self.flush, self.close = self.writer.flush, self.writer.close
+        folders = run / TENSORBOARD, run / TENSORBOARD_HELDOUT
+        self.train, self.heldout = (SummaryWriter(str(folder), purge_step=after + 1) for folder in folders)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if "peak_memory" in values:
+            values = {name: value for name, value in values.items() if name != "peak_memory"} | {
+                "peak_memory_gib": values["peak_memory"] / 2**30
+            }
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            writer = self.heldout if name.startswith(HELDOUT) else self.train
+            name = name.removeprefix(HELDOUT)
+            group = GROUP_OF.get(name.partition("/")[0])
+            writer.add_scalar(f"{group}/{name}" if group else name, value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        self.writer.add_text(name, text, step)
+        self.train.add_text(name, text, step)
+
+    def flush(self) -> None:
+        self.train.flush()
+        self.heldout.flush()
+
+    def close(self) -> None:
+        self.train.close()
+        self.heldout.close()
 
 
 class MLflow:

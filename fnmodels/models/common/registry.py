@@ -271,5 +271,8 @@ def family_for(model_type: str) -> Family:
     if model_type not in (known := families(naming)):  # models with a tower name the family of their text as well
         known = every_model(naming)
     if model_type not in known and model_type not in (known := every_model()):
-        raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")
+        raise UnsupportedError(
+            f"The model type {model_type!r} is not supported; a module of yours reads it with family= (--family in "
+            f"commands), and supported are {', '.join(known)}."
+        )
     return cast(Family, importlib.import_module(known[model_type]))

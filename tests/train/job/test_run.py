@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import params as P
 from fnmodels.ops.cpu import product_table
@@ -104,12 +105,24 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert rows(path)[0]["lr"] > 0
     assert len({file.stat().st_mode for file in path.glob("*.safetensors")}) == 1
     assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((path / "tensorboard").glob("events.*"))
+    charts = tags_of(path)
+    assert {"loss/loss", "loss/bits_per_byte", "optimizer/lr", "data/epochs/0", "speed/peak_memory_gib"} <= charts[""]
+    assert charts["heldout"] == {"loss/loss", "loss/bits_per_byte"} <= charts[""]  # two curves in each chart
     summary = json.loads((path / "summary.json").read_text())
     assert f"{summary['heldout_bits_per_byte']:.3f} bits per byte" in out
     assert "zlib -9" in out
     assert str(path / "loss.png") in out
     assert summary["sample"].startswith(" ".join(text.read_text().split()[:2]))
+
+
+def tags_of(path):
+    """{run that TensorBoard shows: the tags of its scalars}."""
+    shown = {}
+    for name in ("", "heldout"):
+        events = EventAccumulator(str(path / "tensorboard" / name))
+        events.Reload()
+        shown[name] = set(events.Tags()["scalars"])
+    return shown
 
 
 def costs(path):

@@ -20,8 +20,6 @@ from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
-
 from fnmodels.errors import UserError
 from train.comm.torchrun import STORE, rank_and_world_size
 from train.command_line import BAD_STEPS, DIVERGED, main_job
@@ -133,11 +131,9 @@ def _send(process: BaseProcess, number: signal.Signals) -> None:
 def _process(main: Main, argv: list[str], environment: Mapping[str, str]) -> None:
     """Runs one process, which ends with the code that main(argv) returns."""
     os.environ.update(environment)
-    rank, processes = rank_and_world_size()
+    rank = rank_and_world_size()[0]
     ended = threading.Event()
     threading.Thread(target=_end_with_parent, args=(rank == 0, ended), daemon=True).start()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
         if rank == 0:
             signal.signal(STOP, signal.default_int_handler)

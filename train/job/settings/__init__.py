@@ -9,7 +9,17 @@ access, toml     flags, JSON and TOML of settings
 mesh             the flags of parallelism beside --mesh
 """
 
-from .access import absolute_paths, as_flag, code_in, fixed_settings, flag, from_json, imports, is_importable
+from .access import (
+    absolute_paths,
+    as_flag,
+    code_in,
+    family_module,
+    fixed_settings,
+    flag,
+    from_json,
+    imports,
+    may_name_code,
+)
 from .language import DEFAULT, MODEL_SIZES, SETTING_TYPES, SIZES, Settings
 from .mesh import MESH_FLAGS
 from .runs import GROUPS, RunSettings, changeable, types_of
@@ -28,11 +38,12 @@ __all__ = [
     "as_flag",
     "changeable",
     "code_in",
+    "family_module",
     "fixed_settings",
     "flag",
     "from_json",
     "imports",
-    "is_importable",
+    "may_name_code",
     "read_toml",
     "to_toml",
     "types_of",

@@ -10,12 +10,13 @@ from typing import Any
 from params.checkpoint.gguf_folder import converted
 from params.checkpoint.hub import is_hub_name, local_folder
 from params.checkpoint.load_gguf import is_gguf
+from params.imported import imported_family
 from train.data import sources
 from train.imported import Imported, absolute, is_import_path
 
 from .language import Settings
 from .runs import GROUPS, RunSettings, changeable, types_of
-from .types import CHECKPOINT, DATA, FILE, SettingType
+from .types import CHECKPOINT, DATA, FAMILY, FILE, SettingType
 
 FLAG_ONLY = frozenset({"track"})  # sends data elsewhere, which no file, perhaps a stranger's, may switch on
 
@@ -50,6 +51,8 @@ def absolute_paths(name: str, value: Any, base: Path, kind: type[RunSettings] = 
         return str(local_folder(value))  # with the commit in it: a run that resumes reads the same files
     if is_import_path(value) and is_importable(setting_type):
         return absolute(value, base)
+    if setting_type is FAMILY:
+        return os.path.realpath(base / value) if value.endswith(".py") else value
     if setting_type is CHECKPOINT and is_gguf(base / value) and (base / value).exists():
         return str(converted(Path(os.path.realpath(base / value))))
     return os.path.realpath(base / value) if setting_type in (CHECKPOINT, FILE) else value
@@ -60,10 +63,17 @@ def is_importable(setting_type: SettingType) -> bool:
     return setting_type.accepts("module:name") and not setting_type.accepts("a text")
 
 
+def may_name_code(setting_type: SettingType) -> bool:
+    """Whether the setting may name code of the user's own, a function or a family."""
+    return setting_type in (DATA, FAMILY) or is_importable(setting_type)
+
+
 def code_in(setting_type: SettingType, value: Any) -> tuple[str, ...]:
-    """The import paths of functions of the user's own in a setting's value."""
+    """The paths of the user's own functions and family in a setting's value."""
     if setting_type is DATA:
         return tuple(item for item in sources.streamed(value) if not sources.is_url(item))
+    if setting_type is FAMILY:
+        return () if value is None else (value,)
     return (value,) if is_importable(setting_type) and is_import_path(value) else ()
 
 
@@ -72,6 +82,12 @@ def imports(settings: RunSettings) -> dict[str, Imported]:
     types = types_of(type(settings))
     values = {name: getattr(settings, name) for name, kind in types.items() if is_importable(kind)}
     return {name: Imported(value, flag(name)) for name, value in values.items() if is_import_path(value)}
+
+
+def family_module(settings: RunSettings) -> Any:
+    """The module of --family, None without it. UserError where it is no family."""
+    where = getattr(settings, "family", None)
+    return None if where is None else imported_family(where)
 
 
 def flag(name: str) -> str:

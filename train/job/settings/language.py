@@ -8,6 +8,7 @@ from .runs import RunSettings, logging, model_sizes, new_model, text, training, 
 from .types import (
     CHECKPOINT,
     DATA,
+    FAMILY,
     FIELDS,
     FRACTION_BELOW_1,
     IMPORT,
@@ -41,6 +42,9 @@ class Settings(RunSettings):
         integer(1),
         "read the data while training, for text that does not fit in memory, and shuffle it within windows of this "
         "many rows (1024 for a URL and your own function)",
+    )
+    family: str | None = text(
+        None, FAMILY, "your own module that defines the model, new or of --init: mymodel.py or package.module"
     )
     broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
     init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")

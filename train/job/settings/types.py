@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.imported import is_import_path
+from train.imported import is_import_path, is_module
 from train.remat_budget import budget_of
 
 from .lora_flag import LORA_FORM, is_lora
@@ -134,6 +134,7 @@ REMAT = SettingType(
         and (re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) or budget_of(value)) is not None
     ),
 )
+FAMILY = SettingType("a module or FILE.py", "MODULE", str, is_module)
 IMPORT = SettingType("a function as module:name or FILE.py:name", "MODULE:NAME", str, is_import_path)
 STRING = SettingType("a text", "TEXT", str, _is_text)
 NAMES = SettingType(

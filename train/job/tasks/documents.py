@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def check_settings(settings: DocumentSettings) -> None:
     common.check_files(settings)
 
 
-def preflight(settings: DocumentSettings, mesh_setup: MeshSetup | None) -> None:
+def preflight(settings: DocumentSettings, mesh_setup: MeshSetup | None, chosen: Collection[str]) -> None:
     """Nothing is left to check: the data are small, and are read at once."""
 
 

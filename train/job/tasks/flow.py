@@ -6,7 +6,7 @@ Batches, noise and times are functions of (seed, step).
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def check_settings(settings: FlowSettings) -> None:
         )
 
 
-def preflight(settings: FlowSettings, mesh_setup: MeshSetup | None) -> None:
+def preflight(settings: FlowSettings, mesh_setup: MeshSetup | None, chosen: Collection[str]) -> None:
     """UserError where settings of pictures are given for a file of latents."""
     if not Path(str(settings.data)).is_dir():
         for name in _PICTURES:

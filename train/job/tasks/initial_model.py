@@ -26,7 +26,7 @@ from train.comm.dtensor import map_local
 from train.data.cache import cached
 from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.eval import pretrained
-from train.job.settings import Settings, lora_flag
+from train.job.settings import Settings, family_module, lora_flag
 
 from .new_model import new_config
 from .text_data import Texts
@@ -68,7 +68,7 @@ def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Initia
     tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
     if settings.lora:
         return replace(from_checkpoint(Path(str(settings.init)), settings, on_meta=on_meta), tokenizer=tokenizer)
-    config = P.load_config(path, part="text")
+    config = P.load_config(path, family=family_module(settings), part="text")
     pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
     params = params_without_storage(config, settings)
     return InitialModel(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
@@ -103,7 +103,7 @@ def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
     if settings.lora and folder != source:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
     with ExitStack() as stack:
-        known: Json = {"part": "text", "ignore_fields": settings.ignore_fields or ()}
+        known: Json = {"part": "text", "family": family_module(settings), "ignore_fields": settings.ignore_fields or ()}
         config = check_folder(folder, stack, unused_parts(source, settings), **known).config
     if not traits_of(fnmodels.family_of(config)).causal:
         raise UserError(
@@ -119,7 +119,7 @@ def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) 
     plan: of shardings, loads only the local shards of its parameters.
     """
     options: Json = {"copy": True, "drop": unused_parts(source, settings), "plan": plan}
-    options["ignore_fields"] = settings.ignore_fields or ()
+    options |= {"ignore_fields": settings.ignore_fields or (), "family": family_module(settings)}
     if settings.lora is None:
         return pretrained.load_model(source, merge=True, dtype=torch.float32, **options)
     config, params = P.load_pretrained(source, part="text", dtype=getattr(torch, str(settings.dtype)), **options)
@@ -176,7 +176,8 @@ def run_spec(config: DecoderConfig, settings: Settings) -> Tree:
 def unused_parts(source: Path, settings: Settings) -> tuple[str, ...]:
     """Parts of the checkpoint that the loss does not use: MTP heads."""
     folder = pretrained.weights_folder(source)
-    config = P.load_config(folder, part="text", ignore_fields=settings.ignore_fields or ())
+    known: Json = {"part": "text", "family": family_module(settings), "ignore_fields": settings.ignore_fields or ()}
+    config = P.load_config(folder, **known)
     lengths = traits_of(fnmodels.family_of(config)).optional
     return tuple(part for part, length in lengths.items() if getattr(config, length))
 

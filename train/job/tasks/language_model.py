@@ -7,7 +7,7 @@ where a checksum protects it.
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -215,6 +215,10 @@ def check_settings(settings: Settings) -> None:
     terms = ("label_smoothing", "z_loss", "balance_loss", "router_z_loss")
     if settings.loss is not None and (used := [name for name in terms if getattr(settings, name)]):
         raise UserError(f"{flag(used[0])} is a term of the cross entropy, which --loss {settings.loss} replaces")
+    if settings.family is not None and settings.preset is not None:
+        raise UserError(
+            f"--preset {settings.preset} is a size of a published model, and --family has its own: use --set"
+        )
     if settings.ignore_fields and settings.init is None:
         raise UserError(f"--ignore-fields {','.join(settings.ignore_fields)} is for the checkpoint that --init names")
     if settings.lora is not None and settings.init is None:
@@ -223,7 +227,7 @@ def check_settings(settings: Settings) -> None:
         raise UserError("--optimizer muon is for full matrices: adapters (--lora) need another, such as adamw")
 
 
-def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
+def preflight(settings: Settings, mesh_setup: MeshSetup | None, chosen: Collection[str]) -> None:
     """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
     text_data.check_settings(settings)
     if mesh_setup is None:
@@ -232,6 +236,10 @@ def preflight(settings: Settings, mesh_setup: MeshSetup | None) -> None:
         config = provisional_config(settings, mesh_setup)
     else:
         config = initial_model.config_of_checkpoint(Path(settings.init), settings)
+    positions = config.max_position_embeddings
+    if "row_length" in chosen and settings.row_length > positions:  # the default is at most as many
+        model = f"--init {settings.init}" if settings.init else f"--preset {settings.preset}"
+        raise UserError(f"--row-length {settings.row_length}: {model} has {positions} positions: give no more")
     check_model_settings(config, initial_model.run_spec(config, settings), settings)
     check_model_fits(mesh_setup, settings, config)
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import fnmodels
 from fnmodels.errors import CheckpointError, UserError
-from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.family import DecoderConfig, Family, model_types, traits_of
 from fnmodels.models.common.registry import families, to_hf
 from train.command_line import suggestion
-from train.job.settings import SIZES, Settings
+from train.job.settings import DEFAULT, SIZES, Settings, family_module
 from train.job.settings.types import parse_fields
 
 
@@ -22,8 +22,8 @@ def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int])
     values |= {"vocab_size": -(-vocab_size // 64) * 64, **special_ids}
     changes = parse_fields(settings.set) if settings.set else {}
     values = {name: value for name, value in (values | changes).items() if changes.get(name, value) is not None}
-    what = f"--preset {settings.preset}" if settings.preset else f"--model {settings.model}"
-    family = fnmodels.family_for(values["model_type"])
+    what = f"--preset {settings.preset}" if settings.preset else f"--model {values['model_type']}"
+    family = family_module(settings) or fnmodels.family_for(values["model_type"])
     if not traits_of(family).causal or traits_of(family).inputs != "tokens":
         raise UserError(f"{what}: this job trains next-token prediction of text, which this is no model for")
     try:
@@ -45,13 +45,27 @@ def _published(preset: str) -> dict[str, Any]:
 
 def _sized(settings: Settings) -> dict[str, Any]:
     """config.json of a model type with the sizes of the settings."""
+    sizes = {name: getattr(settings, name) for name in SIZES} | {"max_position_embeddings": settings.row_length}
+    sizes |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    if (own := family_module(settings)) is not None:
+        return {**sizes, "model_type": own_type(own, settings)}
     if settings.model not in families():
         near = suggestion(settings.model, families())
         raise UserError(f"--model {settings.model}: there is no such model type{near}")
-    return {
-        **{name: getattr(settings, name) for name in SIZES},
-        "model_type": settings.model,
-        "max_position_embeddings": settings.row_length,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
+    return {**sizes, "model_type": settings.model}
+
+
+def own_type(family: Family, settings: Settings) -> str:
+    """The model type of a new model of --family: --model, or without it the first of the module's MODEL_TYPES.
+
+    Raises:
+        UserError: --model is none of them, or there are none.
+    """
+    types = model_types(family)
+    if not types:
+        raise UserError(f"--family {settings.family}: it has no MODEL_TYPES, the model types that it reads")
+    if settings.model == DEFAULT.model and settings.model not in types:
+        return str(types[0])
+    if settings.model not in types:
+        raise UserError(f"--model {settings.model}: --family {settings.family} reads {', '.join(types)}")
+    return settings.model

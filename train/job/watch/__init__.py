@@ -2,6 +2,7 @@
 
 trouble       updates that are skipped, jumps of the loss, a loss that does not decrease
 slow_ranks    processes that compute slower than the others
+waiting       steps that wait for processors
 watch         prints them, and says when the run must end
 callback      the user's own function of each step
 """
