@@ -177,8 +177,8 @@ def flow_times(steps: int, *, tokens: int | None = None) -> Tensor:
 
     Args:
         steps: The number of steps.
-        tokens: Of the image, for FLUX.1 dev, which takes more of its steps near the noise the larger an image is: time
-            t becomes e^m / (e^m + 1 / t - 1), m from 0.5 at 256 tokens to 1.15 at 4096 (arXiv 2403.03206, section
+        tokens: Of the image, for FLUX.1 dev, which takes more of its steps near the noise the larger an image is. Time
+            t becomes e^m / (e^m + 1 / t - 1), with m from 0.5 at 256 tokens to 1.15 at 4096 (arXiv 2403.03206, section
             5.3.2). None, for schnell: equal steps.
 
     Returns:

@@ -23,8 +23,8 @@ def explain_invariance() -> dict[str, bool]:
     """Tries whether the bits of a token are independent of its batch on this machine, as kernel="invariant" promises.
 
     It takes some seconds, on the CPU. Cases are the number of rows of a product (fp32 and bf16), an element's place
-    under an activation, the number of rows of a norm and of log-softmax, the form in which attention gets its keys, and
-    the number of threads, for gradients of weights, attention and a router too. Where a case is False,
+    under an activation, and the number of rows of a norm and of log-softmax. So are the form in which attention gets
+    its keys, and the number of threads, for gradients of weights, attention and a router too. Where a case is False,
     kernel="invariant" is not batch-invariant on this machine, and its results are right up to rounding.
 
     Returns:

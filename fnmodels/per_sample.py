@@ -39,8 +39,8 @@ def per_sample_gradients(
     activations, and so may exp, negatives, unflattened forms, slices and concatenations of parameters; any other
     operation raises NotImplementedError (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`). Attention
     sinks therefore need kernel="math". Activations there must have the rows in dimension 0. Only its size can be
-    checked: a size other than B raises too, but another dimension that happens to be B (time-major activations of B
-    tokens, a table of B entries that belongs to no row) is taken for the rows and silently gives wrong gradients.
+    checked: a size other than B raises too. Another dimension that happens to be B is taken for the rows and silently
+    gives wrong gradients: time-major activations of B tokens, or a table of B entries that belongs to no row.
 
     Args:
         loss_fn: (params, batch) -> 0-d tensor, the SUM of the rows' losses, each of which depends on its row alone. It

@@ -60,10 +60,10 @@ def prepare_step(
         (inputs, masks, freqs_cis), for `prefill`, `decode` and `decode_`.
 
     Raises:
-        ValueError: The cache has other rows; or, where values can be read without waiting for a device, a row has no
-            room, its positions go backwards, its document is not known, it has several documents in a cache with rings,
-            or it goes on inside an image whose tokens see each other (such an image is computed in one call). It names
-            the row.
+        ValueError: The cache has other rows. Where values can be read without waiting for a device, a row is named that
+            has no room, whose positions go backwards, whose document is not known, or that has several documents in a
+            cache with rings. So is a row that goes on inside an image whose tokens see each other: such an image is
+            computed in one call.
         TypeError: The arguments are in another order.
     """
     if not isinstance(cache, Cache):

@@ -64,10 +64,9 @@ class Cache:
     """The cache of generation, a value: `decode_` writes into it and returns a new one; every use of the old one
     raises.
 
-    Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R],
-    all of them int8 with scales k_scale [B, C, G] and so on if the cache was made with kv_dtype=torch.int8; recurrent
-    layers hold what their blocks keep, without slots, and layers with cross attention memory_k and memory_v [B, K, G,
-    H].
+    Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R].
+    With kv_dtype=torch.int8 all of these are int8, with scales k_scale [B, C, G] and so on. Recurrent layers hold what
+    their blocks keep, without slots. Layers with cross attention also hold memory_k and memory_v [B, K, G, H].
 
     Args:
         layers: Per layer a dict of tensors, batch first.

@@ -44,8 +44,8 @@ def to_block_mask(mask: MaskLike) -> Any:
     """FlexAttention's BlockMask of a mask.
 
     It equals `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K. On the CPU in eager mode the
-    predicate is evaluated only on tiles that the rule's bounds (`Rule.visible`, `Rule.covers`) leave undecided;
-    elsewhere the values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
+    predicate is evaluated only on tiles that the rule's bounds (`Rule.visible`, `Rule.covers`) leave undecided.
+    Elsewhere the values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
 
     Args:
         mask: A `Mask`; a BlockMask is returned as it is.

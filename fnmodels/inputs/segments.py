@@ -101,8 +101,8 @@ def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, s
             middle. None: padding is guessed.
         strict: Whether only rows are accepted (on the host) that are unambiguous if every document starts at 0 and
             padding has position 0 or less. Ambiguous are, without `valid`, isolated tokens, which are padding or a
-            document of one token ([0,0,0,1,2], and the last of [0,1,0]), and documents that begin at another position,
-            the row's first included: any + 1 after it may be another such beginning, as in [4,5,6,7,8].
+            document of one token ([0,0,0,1,2], and the last of [0,1,0]). So are documents that begin at another
+            position, the row's first included: any + 1 after it may be another such beginning, as in [4,5,6,7,8].
 
     Returns:
         int64 [B, S], documents from 1, 0 at padding.

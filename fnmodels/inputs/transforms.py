@@ -42,8 +42,8 @@ def permute(batch: Tree, order: Tensor) -> Tree:
 
     Raises:
         ValueError: The order is no permutation (checked on the CPU in eager mode only), a tensor has no such sequence
-            dimension, a mask is dense, which holds the sequence twice (permute `fnmodels.inputs.Mask` and make the
-            dense one afterwards), or masks hold `Segments`, of a model whose layers depend on order.
+            dimension, or masks hold `Segments`, of a model whose layers depend on order. So is a dense mask, which
+            holds the sequence twice: permute the `fnmodels.inputs.Mask`, and make the dense one afterwards.
     """
     if tree.contains(batch, Segments):
         raise ValueError(

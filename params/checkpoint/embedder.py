@@ -63,9 +63,11 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
     """Loads a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
 
     The model is read without its head, or of a sparse encoder (SPLADE) with its masked-LM head; the parameters of dense
-    layers are params["dense"]. `embedder.tokenizer` is that of tokenizer.json, made for packing: it does not pad, cuts
-    at the length of the folder's settings, and lowercases if these ask for it. It is None without the file or without
-    the optional package tokenizers.
+    layers are params["dense"].
+
+    `embedder.tokenizer` is that of tokenizer.json, made for packing: it does not pad, cuts at the length of the
+    folder's settings, and lowercases if these say so. It is None without the file or without the optional package
+    tokenizers.
 
     Args:
         path: The folder, or "org/name" as in `load_pretrained`.

@@ -75,7 +75,7 @@ def load_pretrained(
     A leaf of several tensors, such as stacked experts, is always read into new memory; at most one tensor is held in
     addition to the result. A tied head is one leaf. Files without MTP heads are read without them, whatever config.json
     says. A vision-language model is read with its tower. A text model is read out of models that are not read as a
-    whole (InternVL, Voxtral) with part="text", if config.json has it as an object of a type that is read; a head that
+    whole (InternVL, Voxtral) with part="text", if config.json has it as an object of a type that is read. A head that
     such files lack is the embedding.
 
     Args:
@@ -84,7 +84,7 @@ def load_pretrained(
             model of the Hub (the extra `hub`), where nothing on this disk has that name: the files that are needed are
             downloaded into the cache of huggingface_hub, with its settings of the environment.
         family: The module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
-        dtype: The dtype of the leaves, which are cast one by one. None keeps the dtype on disk; quantized weights
+        dtype: The dtype of the leaves, which are cast one by one. None keeps the dtype on disk. Quantized weights
             (`params.quantized`) are then dequantized to the dtype of their scales if it is that of the method's
             weights, else to the half precision that config.json names, and those of a GGUF file to fp32. A Leaf with
             keep_dtype is loaded in no dtype that is narrower than its own.

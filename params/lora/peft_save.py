@@ -282,7 +282,7 @@ def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
     """Writes the adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     Modules are named as transformers has them in memory. Fused weights (phi3's qkv_proj) and stacked experts
-    (target_parameters) have one adapter for all that they hold; rsLoRA is saved as plain LoRA of the same scale, PiSSA
+    (target_parameters) have one adapter for all that they hold. rsLoRA is saved as plain LoRA of the same scale, PiSSA
     and OLoRA as LoRA of twice the rank, and what `unfreeze` named as modules_to_save. All adapters or none are DoRA;
     with it, each expert is a module of its own.
 

@@ -258,9 +258,9 @@ def generate(
         beginnings: For each prompt the token ids with which the decoder begins, of a model with an encoder. None:
             decoder_start_token_id and, where config.json has one, forced_bos_token_id. No answer repeats them.
         **options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V],
-            tokens) -> logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids
-            of each slot's answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see
-            `serve`; keywords of `fnmodels.forward`.
+            tokens) -> logits edited before the draw, such as -inf for what a grammar forbids. Its tokens are the ids of
+            each slot's answer so far, empty for a slot without a request. Also chunk, dtype, kv_dtype and compile, see
+            `serve`, and keywords of `fnmodels.forward`.
 
     Returns:
         Tokens, log-probabilities, reasons and texts in the order of the prompts, and how steps ran (`compile`).

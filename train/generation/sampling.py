@@ -162,10 +162,10 @@ def sample_step(
         logits_fn: Edits the logits [B, V] before anything else, -inf for a token that must not be drawn; None: no edit.
 
     Returns:
-        (tokens [B], logp [B], logp_kept [B], the next state). logp: nats of the token under the full softmax of the
-        logits at the temperature, as `token_logprobs` computes it, without penalties and logits_fn; at temperature 1
-        for rows of temperature 0. logp_kept: nats under the distribution it was drawn from: with penalties and
-        logits_fn, over the kept support; 0 for rows of temperature 0.
+        (tokens [B], logp [B], logp_kept [B], the next state). logp is of the token under the full softmax of the logits
+        at the temperature, in nats, as `token_logprobs` computes it. It is without penalties and logits_fn, and at
+        temperature 1 for rows of temperature 0. logp_kept is of the token under the distribution it was drawn from:
+        with penalties and logits_fn, over the kept support. It is 0 for rows of temperature 0.
 
     Raises:
         ValueError: logits_fn leaves a row without a token.

@@ -45,8 +45,9 @@ def next_token_loss(
         params: The parameters of the model.
         batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the target predicted at t
             (already shifted), int64, -100 ignored. Optional: weights [B, S], which multiply each token's loss (a label
-            of weight 0 does not count); routing and choices, int64 [B, S, layers, k], the experts and the keys to use;
-            rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S]. See `train.Batch`.
+            of weight 0 does not count). Also routing and choices, int64 [B, S, layers, k], the experts and the keys to
+            use; rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S]. See
+            `train.Batch`.
         config: The model's config.
         chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
         length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.

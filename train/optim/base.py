@@ -72,9 +72,9 @@ class Optimizer:
     Args:
         init: (params) -> opt_state, which keeps its structure through all updates.
         update: (grads, opt_state, params) -> (updates, opt_state), pure; `updates` are to be added to the parameters.
-        bind: (opt_state, params) -> run(grads, skip): the same in place, on these very tensors, as often as it is
-            called. grads: a gradient or None for each leaf of params, in their order. skip: if this 0-d bool tensor is
-            True, every tensor keeps its bits, without a wait of the host. None: the step uses `update`.
+        bind: (opt_state, params) -> run(grads, skip), which updates these tensors in place, as often as it is called.
+            It takes a gradient or None for each leaf of params, in their order. If the 0-d bool tensor `skip` is True,
+            every tensor keeps its bits, without a wait of the host. None: the step uses `update`.
         traits: What a step may know beside these functions: rates for the metrics, what is trainable, whether it can
             run on shards.
     """

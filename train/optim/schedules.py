@@ -26,8 +26,8 @@ def warmup_stable_decay(
     """Linear warmup, a constant phase at 1, then a decay to `floor`, where it stays past the end (arXiv 2404.06395).
 
     A constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine". With base=1 the
-    multiplier of step s is that after s full steps of warmup, and the last decay step is one short of the floor (total
-    10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1.
+    multiplier of step s is that after s full steps of warmup, and the last decay step is one short of the floor: total
+    10 and warmup 2 give .5 1 1 .875 ... .125. base=0 begins 0, .5, 1.
 
     Args:
         step: The update being made, counted from `base`; a number or a tensor.

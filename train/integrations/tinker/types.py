@@ -253,7 +253,7 @@ class SampleResponse:
 
     Args:
         sequences: The answers.
-        prompt_logprobs: Nats of each token of the prompt, None for the first; None where they were not asked for.
+        prompt_logprobs: Nats of each token of the prompt, None for the first; None without include_prompt_logprobs.
     """
 
     sequences: list[SampledSequence]
