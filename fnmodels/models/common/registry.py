@@ -4,9 +4,7 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
-import functools
 import importlib.util
-import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -216,8 +214,7 @@ def model_type_of(values: Mapping[str, Any]) -> Any:
 def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
     owners: dict[str, str] = {}
     for package in packages:
-        folders = tuple(importlib.import_module(package).__path__)
-        for name in _modules(package, folders, tuple(os.stat(folder).st_mtime_ns for folder in folders)):
+        for name in _modules(package, tuple(importlib.import_module(package).__path__)):
             if naming and name not in sys.modules and not _names(name, naming):
                 continue
             for model_type in model_types(importlib.import_module(name)):
@@ -225,9 +222,8 @@ def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
     return dict(sorted(owners.items()))
 
 
-@functools.lru_cache(maxsize=32)
-def _modules(package: str, folders: tuple[str, ...], changed: tuple[int, ...]) -> tuple[str, ...]:
-    """The names of the modules in the package's folders, which last changed at these times (ns)."""
+def _modules(package: str, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the modules in the package's folders."""
     return tuple(info.name for info in pkgutil.iter_modules(folders, f"{package}.") if not info.ispkg)
 
 
