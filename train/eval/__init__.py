@@ -2,6 +2,7 @@
 
 scoring       log-probabilities of continuations      generate   samples a continuation, without a cache
 text_ids      texts as ids: contexts, continuations, windows
+over_mesh     the same over processes that share rows and weights
 perplexity    loss, perplexity and bits per byte of texts      command    python -m train.eval
 harness       a checkpoint as a model of EleutherAI's evaluation harness (extra `eval`)
 early_stopping  ends a run whose held-out loss has stopped falling (`--on-step`)

@@ -13,9 +13,11 @@ import torch
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
 from params.imported import add_family_flag, imported_family
+from train.comm.torchrun import rank_and_world_size
 from train.command_line import Parser, program_name, run_command
 from train.data.corpus import files_of, read_files
 
+from .over_mesh import mesh_of_flag
 from .perplexity import Evaluator, TextScore, texts_of
 from .scoring import ROW_TOKENS
 
@@ -38,6 +40,7 @@ def parser() -> Parser:
     flags.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
     flags.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     flags.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; by default the CPU")
+    flags.add_argument("--mesh", metavar="AXES", help="how processes of torchrun share the work, as fsdp=2,tp=2")
     flags.add_argument("--kernel", choices=KERNELS, default="auto", help="of attention")
     flags.add_argument("--batch-tokens", type=int, default=ROW_TOKENS, metavar="N", help="tokens computed at once")
     flags.add_argument(
@@ -55,6 +58,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     folder = local_folder(arguments.checkpoint)
     family = None if arguments.family is None else imported_family(arguments.family)
+    mesh = None if arguments.mesh is None else mesh_of_flag(arguments.mesh)
+    for name in ("device", "kernel"):
+        if mesh is not None and getattr(arguments, name) not in (None, "auto"):
+            raise UserError(f"--{name} {getattr(arguments, name)} is for one process: leave it or --mesh out")
     evaluator = Evaluator(
         folder,
         dtype,
@@ -63,6 +70,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         arguments.kernel,
         family=family,
         as_harness=arguments.as_harness,
+        mesh=mesh,
     )
     root, files, source = files_of(arguments.data)
     skipped: list[str] = []
@@ -72,6 +80,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         total, count = total + score, count + 1
         own = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
         lines.append(json.dumps({"document": name, **asdict(score), **own}))
+    if mesh is not None and rank_and_world_size()[0]:  # the first process reports what all computed
+        return 0
     for reason in skipped:
         print(f"skipped: {reason}", file=sys.stderr)
     if not total.tokens:

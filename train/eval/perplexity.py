@@ -1,7 +1,7 @@
 """How well a checkpoint predicts texts: loss, perplexity and bits per byte of each document and of all."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,10 +11,13 @@ import torch
 
 from fnmodels.errors import UserError
 from fnmodels.options import Kernel
+from fnmodels.tree import Tree
 from train.data.records import Record
+from train.parallel.mesh import Mesh
 
+from .over_mesh import load_sharded, score_over_mesh
 from .pretrained import begin_id, check_vocabulary, load_model, load_tokenizer
-from .scoring import ROW_TOKENS, score_continuations
+from .scoring import ROW_TOKENS, ContextPair, score_continuations
 from .text_ids import TextIds
 
 DOCUMENTS = 64  # scored at once: packed into common rows
@@ -56,6 +59,7 @@ class Evaluator:
     """A checkpoint with its tokenizer, ready to score texts. batch_tokens, kernel: see `score_continuations`.
 
     family: the module that reads it; None: that of its type. as_harness: see `TextIds`.
+    mesh: the processes that score together, each with the same texts; None: this one alone.
     """
 
     folder: Path
@@ -65,6 +69,7 @@ class Evaluator:
     kernel: Kernel = "auto"
     family: Any = None
     as_harness: bool = False
+    mesh: Mesh | None = None
 
     def scores(self, texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, TextScore]]:
         """(name, score) of each (name, text), in their order, without texts that have no token.
@@ -72,18 +77,30 @@ class Evaluator:
         A text longer than the model reads is cut into windows: a token has as much context as fits.
         """
         tokenizer = load_tokenizer(self.folder)
-        config, params = load_model(self.folder, merge=True, family=self.family, dtype=self.dtype, device=self.device)
+        config, params = self._model()
         check_vocabulary(tokenizer, config.vocab_size, self.folder)
         ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer), as_harness=self.as_harness)
         remaining = iter(texts)
         while some := list(islice(remaining, DOCUMENTS)):
             windows = [ids.windows(text, config.max_position_embeddings) for _, text in some]
             pairs = [pair for own in windows for pair in own]
-            logps = iter(score_continuations(params, config, pairs, batch_tokens=self.batch_tokens, kernel=self.kernel))
+            logps = iter(self._logps(config, params, pairs))
             for (name, text), own in zip(some, windows, strict=True):
-                nats = -sum(logp for logp, _ in islice(logps, len(own)))
+                nats = -sum(islice(logps, len(own)))
                 if own:
                     yield name, TextScore(nats, sum(len(targets) for _, targets in own), len(text.encode()))
+
+    def _model(self) -> tuple[Any, Tree]:
+        if self.mesh is not None:
+            return load_sharded(self.folder, self.mesh, family=self.family, dtype=self.dtype)
+        return load_model(self.folder, merge=True, family=self.family, dtype=self.dtype, device=self.device)
+
+    def _logps(self, config: Any, params: Tree, pairs: Sequence[ContextPair]) -> list[float]:
+        """The log-probability of each continuation."""
+        if self.mesh is not None:
+            return score_over_mesh(params, config, pairs, self.mesh, batch_tokens=self.batch_tokens)
+        options: Any = {"batch_tokens": self.batch_tokens, "kernel": self.kernel}
+        return [logp for logp, _ in score_continuations(params, config, pairs, **options)]
 
 
 def texts_of(records: Iterable[tuple[str, Record]], skipped: list[str]) -> Iterator[tuple[str, str]]:

@@ -47,11 +47,10 @@ def score_continuations(
     bit. A context that several pairs share is computed once per batch. ValueError where
     a context is empty, or a continuation alone is too long.
     """
-    longest = config.max_position_embeddings
-    rows = [_row(context, continuation, longest) for context, continuation in pairs]
+    rows = rows_of_pairs(pairs, config.max_position_embeddings)
     found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
     alone, shared = _by_context(rows)
-    packed = not _tables_depend_on_length(config, rows)
+    packed = not tables_depend_on_length(config, rows)
     batches = [(_score_batch, indices) for indices in _batches(rows, [] if packed else alone, batch_tokens)]
     batches += [(_score_packed, indices) for indices in _budgeted(rows, alone if packed else [], batch_tokens)]
     batches += [(_score_shared, indices) for indices in _batches(rows, shared, batch_tokens)]
@@ -79,6 +78,11 @@ def _by_context(rows: list[ScoredRow]) -> tuple[list[int], list[int]]:
     return alone, [i for c, own in longest if c in worth for i in own]
 
 
+def rows_of_pairs(pairs: Sequence[ContextPair], longest: int) -> list[ScoredRow]:
+    """(the ids that fit into `longest` + 1, the number of continuation tokens) of each pair; ValueError as above."""
+    return [_row(context, continuation, longest) for context, continuation in pairs]
+
+
 def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> ScoredRow:
     """(the ids that fit, the number of continuation tokens)."""
     if not context:
@@ -99,7 +103,7 @@ def _batches(rows: list[ScoredRow], order: list[int], batch_tokens: int) -> Iter
         order = order[size:]
 
 
-def _tables_depend_on_length(config: DecoderConfig, rows: list[ScoredRow]) -> bool:
+def tables_depend_on_length(config: DecoderConfig, rows: list[ScoredRow]) -> bool:
     """Whether rotary tables of these lengths differ, so that a packed row would need several."""
     tokens, longest = torch.zeros(1, 2, dtype=torch.int64), max((len(row) for row, _ in rows), default=1)
     short, long = (fnmodels.tree.leaves(fnmodels.prepare(config, tokens, length=n)[2]) for n in (1, longest))
@@ -131,6 +135,14 @@ def _score_batch(
     params: Tree, config: DecoderConfig, rows: list[ScoredRow], options: ForwardOptions
 ) -> tuple[Tensor, Tensor]:
     """Each in a row of its own."""
+    batch, count = batch_of(rows), len(rows)
+    # Rope tables that depend on the length use each row's own, not that of the padded batch.
+    length, sequences = batch["segment_ids"].sum(1), torch.arange(count)[:, None].expand(batch["tokens"].shape)
+    return _scored(params, config, batch, sequences, count, length, options)
+
+
+def batch_of(rows: Sequence[ScoredRow]) -> dict[str, Tensor]:
+    """The entries [B, S] of a batch with a row for each, padded; labels are those of the continuations."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
@@ -140,9 +152,7 @@ def _score_batch(
         ids, size = torch.tensor(tokens), len(tokens) - 1
         batch["tokens"][i, :size], batch["segment_ids"][i, :size] = ids[:-1], 1
         batch["labels"][i, size - new : size] = ids[len(ids) - new :]
-    # Rope tables that depend on the length use each row's own, not that of the padded batch.
-    length = batch["segment_ids"].sum(1)
-    return _scored(params, config, batch, torch.arange(len(rows))[:, None].expand(shape), len(rows), length, options)
+    return batch
 
 
 def _scored(

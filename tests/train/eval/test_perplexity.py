@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +104,21 @@ def test_what_cannot_be_scored_is_a_sentence(folder: Path, tmp_path: Path, capsy
         assert run(folder, "--data", data, *flags) == 2
         captured = capsys.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_sums_are_those_of_the_harness_over_transformers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rolling log-likelihood, in windows; by default the numbers of this tokenizer, which adds no tokens, agree."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="the extra `eval` has lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    requests = [SimpleNamespace(args=(text,)) for text in TEXTS.values()]
+    wanted = [-logp for logp in theirs.loglikelihood_rolling(requests, disable_tqdm=True)]
+    for flags in ((), ("--as-harness",)):
+        assert run(folder, "--data", folder.parent / "texts.jsonl", "--out", tmp_path / "out", *flags) == 0
+        found = [json.loads(line)["nats"] for line in (tmp_path / "out").read_text().splitlines()]
+        assert found == pytest.approx(wanted, abs=1e-3)
