@@ -148,6 +148,9 @@ def test_the_choice_compares_what_it_saves_with_what_it_takes(folder: Path) -> N
     few = explain_compile(params, SMALL, max_new=5000)
     assert few.startswith("none: compiling a step takes about 11.0 s and saves 1.")
     assert explain_compile(params, SMALL, max_new=10**5).startswith("step: compiling a step takes about 11.0 s")
+    one, two = (compile_choice.saved_per_step(params, SMALL, fnmodels.init_cache(SMALL, rows, 8)) for rows in (1, 2))
+    read = sum(leaf.numel() for path, leaf in P.flatten(params).items() if leaf.ndim == 2 and path != "embed_tokens")
+    assert one - two == pytest.approx(compile_choice.ONE_ROW * read)
     assert 'kernel="invariant"' in explain_compile(params, SMALL, max_new=10**5, kernel="invariant")
     assert "no file holds" in explain_compile(P.packed(params), SMALL, max_new=10**5)
 

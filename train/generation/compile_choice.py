@@ -1,8 +1,9 @@
 """compile="auto": whether the steps of a generation are compiled, decided before its first token.
 
 A step without a compiler spends `OVERHEAD` on Python and on launching operations; compiled code spends nearly nothing.
+Compiled products of one row read weights at the memory's bandwidth, the libraries' do not: `ONE_ROW` for each weight.
 Compiling a step takes `COMPILING`, once for a model, its sizes and a machine, and loading it `LOADING`.
-benchmarks/small.py and benchmarks/generate.py measure all three.
+benchmarks/small.py and benchmarks/generate.py measure all four.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fnmodels
-from fnmodels import Cache
+from fnmodels import Cache, tree
 from fnmodels.cache import DecodingStep
 from fnmodels.cache.compiled import BLOCK
 from fnmodels.cache.saved import saved_step
@@ -24,6 +25,7 @@ from .prompts import activations
 from .requests import Request, capacity_of
 
 OVERHEAD = 0.2e-3, 0.13e-3  # seconds of a step, and of each of its layers
+ONE_ROW = 0.2e-9  # seconds of a step of one row, for each weight
 COMPILING = 8.0, 3.0  # seconds, and of each layer
 LOADING = 0.1  # seconds
 
@@ -78,7 +80,7 @@ def _automatic(
     if step is None:
         return CompileChoice("none", "no file holds steps with these options, parameters, device or torch")
     layers = config.num_hidden_layers
-    gain = steps * (OVERHEAD[0] + OVERHEAD[1] * layers)
+    gain = steps * saved_per_step(params, config, cache)
     if gain <= LOADING:
         return CompileChoice("none", f"compiled code would save {gain:.2f} s in {steps} steps")
     ready = step.is_ready(cache)
@@ -86,6 +88,17 @@ def _automatic(
     what = "loading the compiled step" if ready else "compiling a step"
     compares = f"{what} takes about {cost:.1f} s and saves {gain:.1f} s in {steps} steps"
     return CompileChoice("step", compares, step) if gain > cost else CompileChoice("none", compares)
+
+
+def saved_per_step(params: Tree, config: DecoderConfig, cache: Cache) -> float:
+    """About how many seconds compiled code saves in a step on a cache of these sizes."""
+    saved = OVERHEAD[0] + OVERHEAD[1] * config.num_hidden_layers
+    if len(next(tensor for entry in cache.layers for tensor in entry.values())) > 1:
+        return saved
+    read = {path: leaf for path, leaf in tree.flatten(params).items() if leaf.ndim == 2}  # experts are read in part
+    if not config.tie_word_embeddings:
+        read.pop("embed_tokens", None)
+    return saved + ONE_ROW * sum(leaf.numel() for leaf in read.values())
 
 
 def steps_of(requests: Sequence[Request], slots: int) -> int:
