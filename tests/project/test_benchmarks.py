@@ -82,6 +82,12 @@ def test_moe(output: Output, ratio: Ratio) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_chosen(output: Output) -> None:
+    out = output("dev/nothing_chosen.py", "--quick")
+    assert out.startswith("none: ") and out.count("| 100% |") == 3, out
+
+
+@pytest.mark.slow
 def test_logprobs(output: Output) -> None:
     out = output("dev/logprobs.py", "--quick")
     assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
