@@ -19,7 +19,7 @@ from fnmodels.ops.dtypes import upcast
 
 from .choice import Choice
 
-_ELEMENTS = 1 << 20  # gathered elements of a piece: as many as stay in a cache of the processor
+_ELEMENTS = 1 << 19  # gathered elements of a piece: as many as stay in a cache of the processor
 
 
 class _Maths(NamedTuple):
