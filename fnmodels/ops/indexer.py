@@ -109,15 +109,12 @@ def choose(
     latent: what queries are projected from, [B, Q, rank]. k: `index_keys` of all keys, [B, K, d]. Equal scores, as
     where no head's product is positive, are ranked by position, the latest first.
     """
-    width = k.shape[-1]
-    q = how.rotate(linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width)), freqs)  # [B, Q, heads, d]
-    heads = q.shape[2]
-    share = upcast(linear(x, weights["weights_proj"])) * (heads * width) ** -0.5
+    q, share = index_queries(weights, x, latent, freqs, how)
     order = keys.positions.argsort(dim=-1, descending=True, stable=True)
     names = keys.positions.gather(-1, order).unsqueeze(-2)
     parts = []
-    for rows in _pieces(q.shape[1], q.shape[0] * heads * k.shape[1]):
-        scores = _scores(q[:, rows], share[:, rows], k)
+    for rows in pieces(q.shape[1], q.shape[0] * q.shape[2] * k.shape[1]):
+        scores = index_scores(q[:, rows], share[:, rows], k)
         scores = scores.masked_fill(~keys.allowed(rows), -torch.inf)
         ranked = scores.gather(-1, order.unsqueeze(-2).expand(scores.shape))
         best, at = ranked.sort(dim=-1, descending=True, stable=True)
@@ -127,7 +124,16 @@ def choose(
     return torch.cat(parts, dim=1)
 
 
-def _scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
+def index_queries(
+    weights: Mapping[str, Tensor], x: Tensor, latent: Tensor, freqs: Tensor, how: Indexer
+) -> tuple[Tensor, Tensor]:
+    """The indexer's queries [B, Q, heads, d] and the weights of its heads [B, Q, heads]; arguments as for `choose`."""
+    width = weights["k_norm"].shape[0]
+    q = how.rotate(linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width)), freqs)
+    return q, upcast(linear(x, weights["weights_proj"])) * (q.shape[2] * width) ** -0.5
+
+
+def index_scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
     """Scores [B, Q, K] of q [B, Q, heads, d] and k [B, K, d], weighted by share [B, Q, heads].
 
     Within `invariant_rows`, products and sums have an order that does not depend on the other queries and keys.
@@ -139,7 +145,7 @@ def _scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
     return (share.unsqueeze(-2) @ products.unflatten(1, q.shape[1:3]).relu()).squeeze(-2)
 
 
-def _pieces(queries: int, scores: int) -> Iterator[slice]:
+def pieces(queries: int, scores: int) -> Iterator[slice]:
     """Slices of the queries, each of which has `scores`. A compiled graph has one: it serves rows of any length."""
     if torch.compiler.is_compiling():
         return iter((slice(None),))

@@ -40,7 +40,7 @@ from train import (
 from train.comm.collectives import summed
 from train.comm.dtensor import local_tree
 from train.gradients import Sums, gradient_sums
-from train.losses import look_ahead, routed_logprobs
+from train.losses import indexer_loss, look_ahead, routed_logprobs, with_indexers
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
 from train.parallel.batch_shards import own_rows
@@ -70,6 +70,8 @@ WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 # What takes a second model: with tables that the longest position decides, with experts.
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
+# What trains indexers, as a warm-up and beside the next-token loss.
+CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa"}
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
 OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", "policy", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {
@@ -104,7 +106,7 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = even((MODELS | HYBRIDS | SEQUENTIAL | WHOLE | TAUGHT)[name])
+    config = even((MODELS | HYBRIDS | SEQUENTIAL | WHOLE | TAUGHT | CHOOSING)[name])
     config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
@@ -161,6 +163,8 @@ def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..
         theirs = config_of(TEACHERS[name])
         teacher = functools.partial(distill, teacher=generic_params(theirs), teacher_config=theirs, chunk=7)
         return functools.partial(teacher, config=config_of(name, layers), **options)
+    if name in CHOOSING:
+        return functools.partial(indexer_loss, config=config_of(name, layers), stage=name, weight=0.7, **options)
     loss = {"mtp": mtp_loss, "policy": policy}.get(name, next_token_loss)
     return functools.partial(loss, config=config_of(name, layers), **options)
 
@@ -198,7 +202,8 @@ def weights_of(config: Any) -> Any:
 
 def spec_of(name: str, layers: int | None = None) -> Any:
     config = config_of(name, layers)
-    return fnmodels.family_of(config).spec(config)
+    spec = fnmodels.family_of(config).spec(config)
+    return with_indexers(spec, name) if name in CHOOSING else spec  # type: ignore[arg-type]
 
 
 def optimizer_of(name: str, layers: int | None = None) -> Optimizer:

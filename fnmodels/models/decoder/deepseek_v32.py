@@ -5,9 +5,9 @@ lightning indexer scores highest; the first layers are dense, the others mixture
 MTP heads they may have. The indexer rotates its first dimensions: halves in DeepSeek V3.2, interleaved pairs in GLM-5.
 In GLM-5 layers may take the choice of the last layer before them that has an indexer (arXiv 2603.12201).
 
-The choice has no gradient, so the indexer's parameters are not trained by a loss on logits. The published code rotates
-its queries and keys by a Hadamard matrix, which changes no score, and computes in fp8; both are left out, as in
-transformers.
+The choice has no gradient, so a loss on logits does not train the indexer; a loss of its scores does. The published
+code rotates its queries and keys by a Hadamard matrix, which changes no score, and computes in fp8; both are left out,
+as in transformers.
 """
 
 import functools

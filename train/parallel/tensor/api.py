@@ -40,6 +40,7 @@ from params.sharding import Sharding
 from train.comm import collectives
 from train.comm.dtensor import is_dtensor
 from train.comm.region import Region
+from train.losses.teach_indexers import TeachIndexers
 from train.losses.vocab_parallel import Vocab
 
 from . import taps
@@ -48,7 +49,7 @@ from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, RegionEntry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
-_WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "kv")
+_WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "indexer_kl", "kv")
 _STORED = ".parts."  # in the paths of the tensors of a weight that is kept as a file stores it
 
 
@@ -116,6 +117,9 @@ class TensorParallel:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
+        teaching = how["options"].context
+        if isinstance(teaching, TeachIndexers):
+            how["options"] = dataclasses.replace(how["options"], context=teaching.over_heads(self.region))
         x, aux = block(here, x, mask, self._of_heads(freqs), **how, **more)
         whole = (*_WHOLE, *gathered)
         return x, {name: value if name in whole else self._tap(value) for name, value in aux.items()}

@@ -1,0 +1,160 @@
+"""The loss of indexers: divergences by loops, gradients of indexers alone, documents apart, and what is refused."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+import train
+from fnmodels import tree
+from fnmodels.models.common.family import own_choices
+from fnmodels.ops import apply_rotary, apply_rotary_interleaved
+from fnmodels.ops import indexer as ops
+from fnmodels.ops.indexer import Indexer
+from fnmodels.ops.mla import query_latent
+from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generic_params, off, segments, trainable
+from train.losses.indexer import indexer_loss, with_indexers
+from train.losses.teach_indexers import divergence
+
+CASES = {case.name: case for case in cases() if case.name in ("deepseek_v32", "glm_moe_dsa")}
+IDS = segments((-2, 11, 4), (6, 9, -2))
+STAGES = ("dense", "sparse")
+
+
+def setting(name: str) -> tuple[Case, Batch, Any]:
+    case = CASES[name]
+    return case, batch_of(case.config, IDS), generic_params(case.config, torch.float64)
+
+
+def run(params: Any, batch: Any, config: Any, stage: str, **options: Any) -> tuple[Tensor, Any, Any]:
+    """(sum, {path: gradient}, aux), with a gradient of every floating parameter that is reached."""
+    leaves = trainable(params)
+    flat = tree.flatten(leaves)
+    for leaf in flat.values():
+        leaf.requires_grad_(leaf.is_floating_point())
+    total, _, aux = indexer_loss(leaves, batch, config=config, stage=stage, kernel="math", length=24, **options)
+    return total.detach(), _gradients(total, flat), aux
+
+
+def _gradients(total: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    learning = {path: leaf for path, leaf in flat.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(total, list(learning.values()), allow_unused=True)
+    return {path: grad for path, grad in zip(learning, grads, strict=True) if grad is not None}
+
+
+def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
+    """The divergences from taps of a plain forward pass, token by token, over the keys that attention weighs."""
+    config = case.config if stage == "sparse" else replace(case.config, index_topk=64)
+    inputs, masks, freqs = batch.prepared()
+    layers = own_choices(config.layer_kinds)
+    names = [f"layers.{i}.{name}" for i in layers for name in ("attention.pattern", "input_layernorm")]
+    _, taps = fnmodels.forward(params, inputs, masks, freqs, config=config, kernel="math", taps=tuple(names))
+    rotate = apply_rotary_interleaved if config.index_rope_interleave else apply_rotary
+    total = torch.zeros((), dtype=torch.float64)
+    for i in layers:
+        weights, x = params["layers"][i]["attention"], taps[f"layers.{i}.input_layernorm"]
+        table = freqs[config.layer_kinds[i]]
+        latent, how = query_latent(weights, x), Indexer(1, rotate)
+        k = ops.index_keys(weights["indexer"], x, table, how)
+        scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, table, how), k)
+        mass = taps[f"layers.{i}.attention.pattern"].sum(1)
+        for b in range(len(IDS)):
+            for t in range(IDS.shape[1]):
+                keys = mass[b, t] > 0
+                if batch.labels[b, t] >= 0:
+                    p, q = mass[b, t][keys] / mass[b, t].sum(), scores[b, t][keys].softmax(-1)
+                    total += (p * (p / q).log()).sum()
+    return total
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_indexer_loss_equals_divergences_by_loops(name: str, stage: str) -> None:
+    """Each document alone gives the same; its gradient is of indexers alone, beside that of the next-token loss."""
+    case, batch, params = setting(name)
+    total, grads, aux = run(params, batch.batch(), case.config, stage, weight=0.5)
+    assert off(aux["indexer_kl"], expected(case, batch, params, stage)) < 1e-10
+    leaves = trainable(params)
+    language, _ = train.next_token_loss(leaves, batch.batch(), config=case.config, kernel="math", length=24)
+    indexers = {path for path in tree.flatten(params) if path.startswith("layers.") and ".indexer." in path}
+    learned = {path for path, grad in grads.items() if grad.abs().max() > 1e-6}
+    if stage == "dense":
+        assert off(total, 0.5 * aux["indexer_kl"]) == 0 and learned == indexers == set(grads)
+        return
+    assert off(total, language + 0.5 * aux["indexer_kl"]) < 1e-10 and learned > indexers
+    flat = {path: leaf for path, leaf in tree.flatten(leaves).items() if leaf.is_floating_point()}
+    for leaf in flat.values():
+        leaf.requires_grad_()
+    language, _ = train.next_token_loss(leaves, batch.batch(), config=case.config, kernel="math", length=24)
+    for path, want in _gradients(language, flat).items():
+        assert path in indexers or off(grads[path], want) < 1e-10, path
+
+
+def test_indexer_loss_gradient_is_softmax_minus_target() -> None:
+    """And it is 0 where the scores are the logarithm of the target."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, n, *s, generator=generator).double() for n, s in ((3, (16, 4)), (5, (4,))))
+    share = torch.randn(1, 3, 16, generator=generator).double().requires_grad_()
+    allowed = torch.ones(3, 5, dtype=torch.bool).tril(1)[None]
+    mass = torch.rand(1, 3, 5, generator=generator).double() * allowed
+    scores = ops.index_scores(q, share, k)
+    got = torch.autograd.grad(divergence(q, share, k, allowed, mass).sum(), share)[0]
+    slope = scores.masked_fill(~allowed, -torch.inf).softmax(-1) - mass / mass.sum(-1, keepdim=True)
+    assert off(got, torch.autograd.grad(scores, share, slope.detach())[0]) < 1e-12
+    none = divergence(q, share, k, allowed & False, mass * 0)
+    assert none.abs().max() == 0
+    best = scores.detach().masked_fill(~allowed, -torch.inf).softmax(-1)
+    assert divergence(q, share, k, allowed, best).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_indexer_loss_of_documents_apart_and_in_pieces(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over rows, and over queries a few at a time, give the same sum and gradients."""
+    case, batch, params = setting("deepseek_v32")
+    whole = run(params, batch.batch(), case.config, stage)
+    parts = [run(params, part, case.config, stage) for part in fnmodels.split(batch.batch(), 2)]
+    assert off(sum(total for total, *_ in parts), whole[0]) < 1e-10
+    monkeypatch.setattr(ops, "_MOST", 1)
+    pieces = run(params, batch.batch(), case.config, stage)
+    assert off(pieces[0], whole[0]) < 1e-10
+    assert all(off(pieces[1][path], grad) < 1e-10 for path, grad in whole[1].items())
+    joined = replace(batch, segment_ids=batch.segment_ids.clamp(max=1))  # a planted bug: documents joined
+    assert off(run(params, joined.batch(), case.config, stage)[2]["indexer_kl"], whole[2]["indexer_kl"]) > 1e-2
+
+
+def test_indexer_loss_trains_what_its_spec_names() -> None:
+    """In the dense stage indexers move and nothing else does."""
+    case, batch, params = setting("glm_moe_dsa")
+    spec = fnmodels.family_of(case.config).spec(case.config)
+    for stage in STAGES:
+        optimizer = train.adamw(1e-2, weight_decay=0.1, spec=with_indexers(spec, stage))  # type: ignore[arg-type]
+        loss = functools.partial(indexer_loss, config=case.config, stage=stage, length=24)
+        state, metrics = train.make_step(loss, optimizer)(train.init_state(params, optimizer), batch.batch())
+        before, after = tree.flatten(params), tree.flatten(state.params)
+        moved = {path for path in before if not torch.equal(before[path], after[path])}
+        indexers = {path for path in before if ".indexer." in path}
+        assert moved >= indexers and (stage == "sparse") == bool(moved - indexers)
+        assert metrics["aux"]["indexer_kl"] > 0
+
+
+def test_indexer_loss_refusals() -> None:
+    case, batch, params = setting("deepseek_v32")
+    loss = functools.partial(indexer_loss, params, config=case.config)
+    with pytest.raises(ValueError, match="stage is 'warm'; it is 'dense', the warm-up, or 'sparse'"):
+        loss(batch.batch(), stage="warm")  # type: ignore[arg-type]
+    choices = choices_of(params, batch.prepared(), case.config, kernel="math")
+    with pytest.raises(ValueError, match="leave choices out of the batch"):
+        loss({**batch.batch(), "choices": choices}, stage="dense")
+    with pytest.raises(ValueError, match="leave context out"):
+        loss(batch.batch(), stage="dense", context=object)
+    with pytest.raises(ValueError, match='without kernel="invariant"'):
+        loss(batch.batch(), stage="sparse", kernel="invariant")
+    llama = next(case for case in cases() if case.name == "llama")
+    with pytest.raises(ValueError, match="whose attention chooses its keys; llama does not"):
+        indexer_loss({}, batch.batch(), config=llama.config, stage="dense")
+    with pytest.raises(ValueError, match="The spec has no indexer"):
+        with_indexers(fnmodels.family_of(llama.config).spec(llama.config), "dense")
