@@ -109,7 +109,7 @@ def choose(
     latent: what queries are projected from, [B, Q, rank]. k: `index_keys` of all keys, [B, K, d]. Equal scores, as
     where no head's product is positive, are ranked by position, the latest first.
     """
-    q, share = index_queries(weights, x, latent, freqs, how)
+    q, share = index_queries(weights, x, latent, k.shape[-1], freqs, how)
     order = keys.positions.argsort(dim=-1, descending=True, stable=True)
     names = keys.positions.gather(-1, order).unsqueeze(-2)
     parts = []
@@ -125,10 +125,9 @@ def choose(
 
 
 def index_queries(
-    weights: Mapping[str, Tensor], x: Tensor, latent: Tensor, freqs: Tensor, how: Indexer
+    weights: Mapping[str, Tensor], x: Tensor, latent: Tensor, width: int, freqs: Tensor, how: Indexer
 ) -> tuple[Tensor, Tensor]:
-    """The indexer's queries [B, Q, heads, d] and the weights of its heads [B, Q, heads]; arguments as for `choose`."""
-    width = weights["k_norm"].shape[0]
+    """The indexer's queries [B, Q, heads, d] and the weights of its heads [B, Q, heads]. width: d; else as `choose`."""
     q = how.rotate(linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width)), freqs)
     return q, upcast(linear(x, weights["weights_proj"])) * (q.shape[2] * width) ** -0.5
 

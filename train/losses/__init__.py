@@ -7,7 +7,7 @@ pairs           targets of a model of an encoder and a decoder, given their sour
 ctc             what clips of sound say, and greedy decoding of it
 flow_matching   rectified flow with diffusion models
 documents       classification, answers and contrastive pairs of packed documents
-indexer         the indexers that choose attention's keys; teach_indexers compares them with attention in a layer
+indexers        the indexers that choose the keys of attention
 moe_balance     load-balancing losses of routers, and updates of selection biases
 cross_entropy, lm_head, token_chunks, softmax_stats   from hidden states to a loss without all logits in memory
 output_loss     `OutputLoss`, a loss of per-token outputs, and `logprob_loss`
@@ -20,7 +20,7 @@ from .distillation import distillation_loss, token_divergence
 from .documents import answer_loss, token_classification_loss
 from .flow_matching import flow_noise
 from .image_text import image_text_batch
-from .indexer import indexer_loss, with_indexers
+from .indexers.loss import indexer_loss, with_indexers
 from .lm_head import head_loss
 from .logprobs import document_sums, head_logprobs, routed_logprobs
 from .moe_balance import balance_loss, router_z_loss, update_bias

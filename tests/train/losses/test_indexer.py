@@ -17,8 +17,8 @@ from fnmodels.ops import indexer as ops
 from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.mla import query_latent
 from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generic_params, off, segments, trainable
-from train.losses.indexer import indexer_loss, with_indexers
-from train.losses.teach_indexers import divergence
+from train.losses.indexers.loss import indexer_loss, with_indexers
+from train.losses.indexers.teaching import divergence
 
 CASES = {case.name: case for case in cases() if case.name in ("deepseek_v32", "glm_moe_dsa")}
 IDS = segments((-2, 11, 4), (6, 9, -2))
@@ -60,7 +60,7 @@ def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
         table = freqs[config.layer_kinds[i]]
         latent, how = query_latent(weights, x), Indexer(1, rotate)
         k = ops.index_keys(weights["indexer"], x, table, how)
-        scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, table, how), k)
+        scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, k.shape[-1], table, how), k)
         mass = taps[f"layers.{i}.attention.pattern"].sum(1)
         for b in range(len(IDS)):
             for t in range(IDS.shape[1]):

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.support.copies import may_differ
 from tests.support.one_process import CHOOSING, errors_of, one_process, worst
 from tests.support.ranks_pool import Ranks
-from train.losses import teach_indexers
+from train.losses.indexers import teaching
 from train.parallel import Mesh
 
 LIMIT = 1e-5
@@ -31,10 +31,10 @@ def errors_without(what: str) -> dict[str, float]:
     one_process("dense")
     with pytest.MonkeyPatch.context() as patch, may_differ():
         if what == "heads of other ranks":
-            patch.setattr(teach_indexers.collectives, "summed", lambda x, *_: x)
+            patch.setattr(teaching.collectives, "summed", lambda x, *_: x)
             return errors_of("dense", "tp=2")
-        gather = teach_indexers.keys_of_ranks
-        patch.setattr(teach_indexers, "keys_of_ranks", lambda kernel: _Detached(gather(kernel)))
+        gather = teaching.keys_of_ranks
+        patch.setattr(teaching, "keys_of_ranks", lambda kernel: _Detached(gather(kernel)))
         return errors_of("dense", "cp=2")
 
 

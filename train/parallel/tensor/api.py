@@ -40,7 +40,7 @@ from params.sharding import Sharding
 from train.comm import collectives
 from train.comm.dtensor import is_dtensor
 from train.comm.region import Region
-from train.losses.teach_indexers import TeachIndexers
+from train.losses.indexers.teaching import TeachIndexers
 from train.losses.vocab_parallel import Vocab
 
 from . import taps

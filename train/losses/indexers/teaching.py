@@ -81,7 +81,9 @@ class _Teaching(Context):
 
     def _scores(self, own: Any, x: Tensor, latent: Tensor, freqs: Tensor, indexer: Indexer) -> _Scores:
         k, ranks = index_keys(own, x, freqs, indexer), keys_of_ranks(self.options.kernel)
-        return _Scores(*index_queries(own, x, latent, freqs, indexer), k if ranks is None else ranks.gather(k))
+        return _Scores(
+            *index_queries(own, x, latent, k.shape[-1], freqs, indexer), k if ranks is None else ranks.gather(k)
+        )
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, **scoring: Any) -> Tensor:
         out = super()._attention(q, k, v, mask, scale=scale, **scoring)

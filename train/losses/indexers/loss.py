@@ -16,11 +16,11 @@ from fnmodels.models.common.family import DecoderConfig, own_choices
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.loss import run_options
+from train.losses.cross_entropy import counted
+from train.losses.lm_head import loss_of_targets
+from train.losses.next_token import model_call
 
-from .cross_entropy import counted
-from .lm_head import loss_of_targets
-from .next_token import model_call
-from .teach_indexers import TAP, TeachIndexers
+from .teaching import TAP, TeachIndexers
 
 Stage = Literal["dense", "sparse"]
 
