@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -65,15 +65,17 @@ def indexer_loss(
     _check(params, batch, config, stage, given)
     given = dataclasses.replace(given, context=TeachIndexers(stage == "dense"))
     call = model_call(params, batch, config=config, length=length, options=given)
-    x, tapped, _ = hidden_states(*call.arguments, (f"layers.*.{TAP}",))
+    arguments: tuple[Any, ...] = (*call.arguments, (f"layers.*.{TAP}",))
+    x, tapped, _ = hidden_states(*arguments)
     found = call.states(x, tapped)
     labelled = counted(batch["labels"], batch.get("weights"))
     divergence = torch.stack(list(tapped.values())).sum(0).where(labelled, 0).sum()
     sums = {TAP: divergence.detach()}
     if stage == "dense":
         return weight * divergence, labelled.sum(), sums
-    labels = {"weights": batch.get("weights"), "chunk": chunk, "config": config}
-    total, count = loss_of_targets(params, found.x, batch["labels"], **labels)
+    total, count = loss_of_targets(
+        params, found.x, batch["labels"], config=config, chunk=chunk, weights=batch.get("weights")
+    )
     return total + weight * divergence, count, sums
 
 
