@@ -39,7 +39,7 @@ from .watch.callback import callback
 from .watch.trouble import Trouble
 from .watch.watch import Watch
 
-FORESEEN = 50  # steps from which on the time that they will take is worth two forward passes
+FORESEEN = 50  # steps from which on the time that they will take is worth four forward passes
 FORWARD_PASSES = 3.0  # as long as a step takes: the backward pass has twice the work
 
 
@@ -232,11 +232,12 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
 
 def step_seconds(task: Task, controller: Controller, position: Position) -> float:
     """The time that a step will take, from that of a forward pass over its batch, which changes nothing."""
-    batch = task.batch(position.step + position.skipped)
-    controller.do("loss", batch)  # warms up
-    began = time.perf_counter()
-    controller.do("loss", batch)
-    return FORWARD_PASSES * (time.perf_counter() - began)
+    batch, times = task.batch(position.step + position.skipped), []
+    for _ in range(4):  # the first warms up, and another program may interrupt some
+        began = time.perf_counter()
+        controller.do("loss", batch)
+        times.append(time.perf_counter() - began)
+    return FORWARD_PASSES * min(times)
 
 
 def speed_row(task: Task, step: int, tokens: int, seconds: float) -> metrics_log.Row:
