@@ -76,7 +76,7 @@ def measured(layer: str, length: int, rounds: int) -> dict[str, float]:
     return {"loss": loss, "ms": statistics.median(times) * 1e3, "mib": risen / 2**20}
 
 
-def table(lengths: list[int], rounds: int) -> list[str]:
+def table(lengths: list[int], rounds: int, threads: int) -> list[str]:
     lines = ["| layers | S | cp | CPU ms of a rank | x of one process | peak MiB of a rank | of one process |"]
     lines.append(f"|{'---|' * 7}")
     print("\n".join(lines))
@@ -84,7 +84,7 @@ def table(lengths: list[int], rounds: int) -> list[str]:
         for length in lengths:
             alone: dict[str, float] = {}
             for world in (1, 2, 4):
-                ranks = together(world, measured, layer, length, rounds)
+                ranks = together(world, measured, layer, length, rounds, threads=threads)
                 found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
                 alone = alone or found
                 if abs(found["loss"] - alone["loss"]) > 1e-4:
@@ -115,8 +115,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    lines = table([64] if args.quick else [4096, 32768], 1 if args.quick else args.rounds)
+    lines = table([64] if args.quick else [4096, 32768], 1 if args.quick else args.rounds, args.threads)
     if args.write:
         write(lines)
 

@@ -68,7 +68,6 @@ def _unrotated(x: Tensor, _: Tensor) -> Tensor:
 def measured(who: str, keys: int, count: int, queries: int, backward: bool, rounds: int) -> dict[str, float]:
     """CPU milliseconds of a query, the median of rounds, and the MiB by which the peak of memory rose."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     make = indexing(keys, count, queries) if who == "indexer" else attending(who, keys, count, queries, backward)
     risen, times = peak_of(make), []
     for _ in range(rounds):
@@ -109,8 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, choices=[1], help="CPU time is of one thread")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if args.one:
         print(json.dumps(measured(*json.loads(args.one))))
         return

@@ -219,6 +219,18 @@ def test_recurrent(output: Output, ratio: Ratio) -> None:
 
 
 @pytest.mark.slow
+def test_recurrent_cp(output: Output) -> None:
+    out = output("recurrent_cp.py", "--quick")
+    assert all(out.count(f"\n| {layer} | 64 | {world} | ") == 1 for layer in ("gdn", "ssd") for world in (1, 2, 4)), out
+
+
+@pytest.mark.slow
+def test_sparse(output: Output) -> None:
+    out = output("sparse.py", "--quick")
+    assert out.count(" | sparse | ") == 4 == out.count(" | dense | ") and out.count("indexer: scores") == 2, out
+
+
+@pytest.mark.slow
 def test_generate(output: Output, ratio: Ratio) -> None:
     out = output("generate.py", "--quick")
     assert ratio("generate", out) > 0
