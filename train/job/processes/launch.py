@@ -3,8 +3,10 @@
 import datetime
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -75,13 +77,50 @@ def _rendezvous(rank: int, processes: int) -> Store:
     # An own start meets in a file of this user's: torch's other stores listen on every interface, without a secret.
     place = f"file://{os.environ[STORE]}" if is_own_start() else "env://"
     found, *_ = next(rendezvous(place, rank, processes, timeout=JOIN_TIMEOUT))
-    # torchrun keeps the store over restarts, with the addresses of processes that have ended: hence a prefix.
-    store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
-    keys = {f"here {other}": other for other in range(processes)}
-    store.set(f"here {rank}", "")
+    return PrefixStore(f"start {_agreed_start(found, rank, processes)}", found)
+
+
+def _agreed_start(store: Store, rank: int, processes: int) -> str:
+    """A name that the processes of this start share, and those of no other; returns once all have come.
+
+    torchrun may keep the store over restarts, with the addresses of processes that have ended; and an agent that takes
+    the place of a lost one counts restarts from 0. So neither tells starts apart: rank 0 names this one, and answers
+    each other process by a key that only that process knows. ValueError or RuntimeError where one does not come.
+    """
+    own = uuid4().hex
+    if rank == 0:
+        _welcome(store, own, set(range(1, processes)))
+        return own
+    store.set(f"hello {rank}", own)
     try:
-        store.wait(list(keys), JOIN_TIMEOUT)
+        store.wait([f"welcome {own}"], JOIN_TIMEOUT)
     except RuntimeError as error:  # a DistError, but for a file
-        missing = ", ".join(str(other) for key, other in keys.items() if not store.check([key]))
-        raise ValueError(f"of them {missing} did not come in {JOIN_TIMEOUT.total_seconds():g} seconds") from error
-    return store
+        raise _missing({0}) from error
+    start = store.get(f"welcome {own}").decode()
+    store.set(f"here {start} {rank}", "")
+    try:
+        store.wait([f"go {start}"], JOIN_TIMEOUT)
+    except RuntimeError as error:
+        others = {other for other in range(1, processes) if not store.check([f"here {start} {other}"])}
+        raise _missing(others) from error
+    return start
+
+
+def _welcome(store: Store, start: str, missing: set[int]) -> None:
+    """Rank 0's part: tells each process the name of the start, until all know it."""
+    ends = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    while missing and time.monotonic() < ends:
+        for other in tuple(missing):
+            if store.check([f"here {start} {other}"]):
+                missing.discard(other)
+            elif store.check([f"hello {other}"]):  # perhaps of a process that has ended, which no longer reads it
+                store.set(f"welcome {store.get(f'hello {other}').decode()}", start)
+        time.sleep(0.01)
+    if missing:
+        raise _missing(missing)
+    store.set(f"go {start}", "")
+
+
+def _missing(ranks: set[int]) -> ValueError:
+    names = ", ".join(map(str, sorted(ranks)))
+    return ValueError(f"of them {names} did not come in {JOIN_TIMEOUT.total_seconds():g} seconds")
