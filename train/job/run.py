@@ -27,6 +27,7 @@ from .chosen_settings import Options, choose_settings, overrides_of, recorded_id
 from .disk_room import check_room
 from .flops import peak_memory
 from .mesh_flags import resolve_mesh
+from .mirror import Mirror, mirrored, restore
 from .profile import profiled
 from .progress import progress
 from .rewind import returned
@@ -76,13 +77,16 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
     """Starts or resumes the run; returns the exit code. UserError for settings or files that cannot work."""
     kind = type(defaults)
     overrides, start = overrides_of(options, kind), torchrun.launch_id()
-    if options.resume and not torchrun.is_torchrun():
+    mirror = options.flags.get("mirror")
+    if options.resume and not torchrun.is_torchrun() and mirror is None:
         run_folder.check_exists(options.run)
     with run_folder.locked(options.run):
         if torchrun.is_restart() and run_folder.acquired_by(options.run, start):
             options = replace(options, resume=True)
         run_folder.check_contents(options.run, resume=options.resume)
         run_folder.acquire(options.run, start)
+        if options.resume and mirror is not None:
+            restore(mirror, options.run)
         saved, problems = saved_steps.newest(options.run / run_folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
@@ -137,17 +141,18 @@ def train_and_summarize(
         save_now(task, controller, position)  # what a return before the first save returns to
     history = History.of(task.path, position)
     metrics_log.warn_at_resume(history.rows)
-    streams = task.data_position(position.step) is not None  # a batch of a stream is read once
+    streams = task.data_position(position.step + position.skipped) is not None  # a batch of a stream is read once
     if settings.steps - position.step >= FORESEEN and not streams:
         report.expected(step_seconds(task, controller, position), settings.steps - position.step)
-    while (end := train_steps(task, history, position, controller)).bad:
-        back = settings.on_divergence and returned(task, controller, end.position, end.bad)
-        if not back:
-            task.draw(history.rows, history.costs, None)
-            return report.stopped_after_bad(task.path, end.position.step, end.bad)
-        position, history = back, History.of(task.path, back)
-    resume = f"{program} --run {shlex.quote(str(task.path))} --resume"
-    return finished(task, tasks, history, end, controller, resume)
+    with mirrored(settings.mirror, task.path) as mirror:
+        while (end := train_steps(task, history, position, controller, mirror)).bad:
+            back = settings.on_divergence and returned(task, controller, end.position, end.bad)
+            if not back:
+                task.draw(history.rows, history.costs, None)
+                return report.stopped_after_bad(task.path, end.position.step, end.bad)
+            position, history = back, History.of(task.path, back)
+        resume = f"{program} --run {shlex.quote(str(task.path))} --resume"
+        return finished(task, tasks, history, end, controller, resume)
 
 
 def finished(task: Task, tasks: TaskModule, history: History, end: End, controller: Controller, resume: str) -> int:
@@ -174,7 +179,9 @@ def weights_of(controller: Controller) -> Callable[[], Tree]:
     return partial(controller.do, "gather_weights")
 
 
-def train_steps(task: Task, history: History, position: Position, controller: Controller) -> End:
+def train_steps(
+    task: Task, history: History, position: Position, controller: Controller, mirror: Mirror | None = None
+) -> End:
     """The training loop. Appends what it logs to `history`; a run that a signal stops is saved before it returns."""
     settings, total, first, tokens = task.settings, task.settings.steps, position.step, position.tokens
     evaluate_every, speed = settings.eval_every or max(1, total // 10), 0.0
@@ -191,6 +198,8 @@ def train_steps(task: Task, history: History, position: Position, controller: Co
         for index in range(first, total):
             if saver:
                 saver.check()
+            if mirror:
+                mirror.look()
             began, computed = time.perf_counter(), time.process_time()
             batch = task.batch(index + position.skipped)
             state, measured = controller.do("step", batch)

@@ -18,7 +18,7 @@ from .language import Settings
 from .runs import GROUPS, RunSettings, changeable, types_of
 from .types import CHECKPOINT, DATA, FAMILY, FILE, SettingType
 
-FLAG_ONLY = frozenset({"track"})  # sends data elsewhere, which no file, perhaps a stranger's, may switch on
+FLAG_ONLY = frozenset({"track", "mirror"})  # sends data elsewhere, which no file, perhaps a stranger's, may switch on
 
 
 def fixed_settings(settings: RunSettings) -> dict[str, Any]:

@@ -149,6 +149,13 @@ class RunSettings:
     license: str | None = saving(
         None, STRING, "license of the weights in the model card, by the Hub's name, such as apache-2.0", changeable=True
     )
+    mirror: str | None = saving(
+        None,
+        STRING,
+        "a URL that fsspec reads, such as s3://bucket/runs/a, to which saved steps are copied in the background, and "
+        "from which --resume takes them where the folder has none as new; a flag alone",
+        changeable=True,
+    )
     keep: int = saving(
         2, integer(1), "number of saved steps to keep; a damaged one falls back to the one before", changeable=True
     )
