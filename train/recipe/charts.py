@@ -50,7 +50,7 @@ def chart(curves: Sequence[Curve], x_label: str, y_label: str) -> str:
         color, step = COLORS[number % len(COLORS)], -(-len(curve.points) // POINTS)
         places = " ".join(place(x, y) for x, y in [*curve.points[::step], curve.points[-1]])
         pieces.append(f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        pieces.append(f'<text x="{WIDTH - 16}" y="{TOP + 14 + 16 * number}" text-anchor="end" fill="{color}">')
+        pieces.append(f'<text x="{WIDTH - 16}" y="{TOP + 14 + 16 * number}" text-anchor="end" style="fill:{color}">')
         pieces.append(f"{escape(curve.name)}</text>")
     return "".join([*pieces, "</svg>"])
 
