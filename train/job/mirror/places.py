@@ -1,0 +1,27 @@
+"""What a copy of a run consists of, and which of its steps are complete."""
+
+from pathlib import Path
+from typing import Any
+
+from params.checkpoint.manifest import MANIFEST
+from train.job import run_folder
+
+
+def complete_steps(system: Any, root: str) -> list[int]:
+    """The steps that are complete behind a URL."""
+    place = f"{root}/{run_folder.STEPS}"
+    if not system.exists(place):
+        return []
+    names = (str(path).rstrip("/").rpartition("/")[2] for path in system.ls(place, detail=False))
+    steps = (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
+    return sorted(step for step in steps if system.exists(f"{root}/{step_place(step)}/{MANIFEST}"))
+
+
+def is_small(path: Path) -> bool:
+    """Whether a file of the run folder is copied with every step: a step has the weights of the model beside it."""
+    return path.suffix != ".safetensors" and path.name not in (MANIFEST, run_folder.LOCK)
+
+
+def step_place(step: int) -> str:
+    """The folder of a saved step, from that of the run."""
+    return f"{run_folder.STEPS}/step-{step:08d}"
