@@ -131,7 +131,8 @@ def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any
 def _sound_features(params: Tree, clip: Tensor, family: Any, config: Any, kernel: Any) -> Tensor:
     """Those of one sound [bins, frames], which the encoder reads alone."""
     like = next(leaf for leaf in tree.leaves(params["audio"]) if leaf.is_floating_point())
-    frames, at, ids = frame_rows([clip.to(like.device, like.dtype)], config.audio)
+    rows = family.sound_rows if hasattr(family, "sound_rows") else frame_rows
+    frames, at, ids = rows([clip.to(like.device, like.dtype)], config.audio)
     batch = prepare(config.audio, frames, positions=at, segment_ids=ids)
     x = hidden(params["audio"], *batch, config=config.audio, kernel=kernel)
     found: Tensor = family.project(params, x, groups(at, ids, config.group), config=config)

@@ -12,7 +12,7 @@ transforms    one rule for the batch and sequence dimensions: rows (for vmap), p
 load_balance  the sequence order that gives context-parallel ranks equal work
 """
 
-from .audio import frame_rows, log_mel
+from .audio import chunk_rows, frame_rows, log_mel
 from .block_mask import to_block_mask
 from .convert import to_cu_seqlens, to_dense
 from .images import patch_rows
@@ -38,6 +38,7 @@ __all__ = [
     "Window",
     "balance",
     "build_mask",
+    "chunk_rows",
     "document_layout",
     "frame_rows",
     "imbalance",

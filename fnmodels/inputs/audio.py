@@ -17,6 +17,8 @@ from .packing import places_in_rows
 SAMPLE_RATE = 16000
 WINDOW, HOP = 400, 160  # samples of a Fourier transform, and between two of them
 REACH = 5  # mel frames that one token of the encoder reads
+# Of Qwen3-ASR, whose convolutions read seconds one by one: frames of a second, its tokens, and frames that one reads.
+CHUNK, CHUNK_TOKENS, CHUNK_REACH = 100, 13, 15
 
 
 class AudioConfig(Protocol):
@@ -96,9 +98,13 @@ def frame_rows(
     Raises:
         ValueError: A clip does not fit in a row or has an odd number of frames, or there are no clips.
     """
-    tokens = [_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)]
+    return _packed([_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "frame_rows")
+
+
+def _packed(tokens: list[Tensor], length: int | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [B, S, width], positions, segment_ids [B, S]) of clips' tokens [T, width]; name: of the caller."""
     if not tokens:
-        raise ValueError("frame_rows needs at least one clip.")
+        raise ValueError(f"{name} needs at least one clip.")
     places, shape = places_in_rows([len(one) for one in tokens], length, "Clip")
     frames = tokens[0].new_zeros(*shape, tokens[0].shape[-1])
     positions = torch.zeros(shape, dtype=torch.long, device=frames.device)
@@ -107,6 +113,42 @@ def frame_rows(
         frames[row, here], segment_ids[row, here] = one, number
         positions[row, here] = torch.arange(len(one), device=frames.device)
     return frames, positions, segment_ids
+
+
+def chunk_tokens(mel: Tensor, index: int, bins: int) -> int:
+    """The tokens of the spectrogram [bins, T] of clip `index`: 13 for each second, and one for 8 frames of the rest."""
+    if not isinstance(mel, Tensor) or mel.ndim != 2 or mel.shape[0] != bins or not mel.shape[1]:
+        shown = list(mel.shape) if isinstance(mel, Tensor) else f"a {type(mel).__name__}"
+        raise ValueError(f"Clip {index} must be a log-mel spectrogram [{bins}, frames], not {shown}.")
+    seconds, rest = divmod(mel.shape[1], CHUNK)
+    return seconds * CHUNK_TOKENS + -(-rest // 8)
+
+
+def chunk_rows(
+    clips: Sequence[Tensor], config: AudioConfig, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of mel spectrograms for an encoder that convolves seconds one by one (Qwen3-ASR), as `frame_rows`.
+
+    Args:
+        clips: [bins, T] at 100 frames a second; the last second is padded with zeros.
+        config: The encoder's Config.
+        length: The tokens of a row; None puts each clip in a row of its own.
+
+    Returns:
+        (frames [B, S, 15 bins], positions [B, S], segment_ids [B, S]).
+
+    Raises:
+        ValueError: For a clip of another shape or longer than a row, and without clips.
+    """
+    return _packed([_chunked(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "chunk_rows")
+
+
+def _chunked(mel: Tensor, index: int, bins: int) -> Tensor:
+    """The tokens [T, 15 bins] of a spectrogram [bins, frames]; token t of a second reads frames 8 t - 7 to 8 t + 7."""
+    count = chunk_tokens(mel, index, bins)
+    seconds = F.pad(mel, (0, -mel.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+    read = F.pad(seconds, (7, 4)).unfold(2, CHUNK_REACH, 8)  # [bins, seconds, 13, 15]
+    return read.permute(1, 2, 3, 0).flatten(2).flatten(0, 1)[:count]
 
 
 def _tokens(mel: Tensor, index: int, bins: int) -> Tensor:

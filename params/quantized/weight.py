@@ -91,9 +91,14 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
 
 
 def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:
-    """Whether `name` is the bias of a quantized weight and all zeros: GPTQ's quantizers wrote one for every module."""
+    """Whether `name` is a bias that nobody reads, and all zeros.
+
+    That is one of a quantized weight, since GPTQ's quantizers wrote one for every module, or of a router's choice.
+    """
     module, _, last = name.rpartition(".")
     file, entry = found[name]
+    if last == "e_score_correction_bias" and not isinstance(entry, QuantizedWeight):
+        return not read_tensor(file, entry, None, buffer).any()
     weight = found.get(f"{module}.weight", (None, None))[1]
     if last != "bias" or not isinstance(weight, QuantizedWeight) or isinstance(entry, QuantizedWeight):
         return False

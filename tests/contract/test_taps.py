@@ -39,6 +39,7 @@ GATED = (
     "lfm3",
     "laguna",
     "afmoe",
+    "bailing_hybrid",
 )  # the output of attention is multiplied by a gate before it is projected
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)

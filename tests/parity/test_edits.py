@@ -56,6 +56,7 @@ UNREACHED = {
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
     # files name the modules of these norms otherwise
     **dict.fromkeys(("gte", "nomic_bert"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "bailing_hybrid": ("attention.norm", "attention.q_a_layernorm", "attention.kv_a_layernorm"),
     "glm4_moe": ("attention.q_norm", "attention.k_norm"),
     "olmo_hybrid": ("input_layernorm", "post_attention_layernorm"),
     "opt": ("input_layernorm", "post_attention_layernorm", "final.norm", "hidden"),

@@ -38,7 +38,8 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     model.tie_weights()
     with torch.no_grad():
         for name, tensor in _of_checkpoint(model).items():
-            tensor.copy_(generic(name, tensor))
+            absent = collected("ABSENT").get(values["model_type"])
+            tensor.copy_(torch.zeros_like(tensor) if absent and name.endswith(absent) else generic(name, tensor))
     return model
 
 

@@ -22,7 +22,7 @@ import transformers
 import fnmodels
 from fnmodels.models.common.registry import every_model
 from fnmodels.models.presets import published
-from tests.fnmodels.models import test_qwen2_audio, test_wav2vec2
+from tests.fnmodels.models import test_qwen2_audio, test_qwen3_asr, test_wav2vec2
 from tests.parity.test_config import published_dialect
 from tests.support.cases import cases, collected
 from tests.support.image_texts import image_cases
@@ -74,6 +74,7 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
         f"tiny/{case}_images": _values_of(case) for case in image_cases(every=True)
     }
     found |= {f"tiny/{name}_sounds": values for name, values in test_qwen2_audio.VARIANTS.items()}
+    found["tiny/qwen3_asr_sounds"] = test_qwen3_asr.VALUES
     found |= {f"tiny/{name}": values for name, values in test_wav2vec2.VARIANTS.items()}
     found = {label: copy.deepcopy(values) for label, values in found.items()}
     for label, values in list(found.items()):

@@ -6,6 +6,8 @@ transformers has no kimi_k2, which is compared with deepseek_v3, the same model 
 import json
 from typing import Any
 
+from torch import Tensor
+
 from fnmodels.ops.moe.router import RouterDtypes
 
 STANDS_FOR = {"kimi_k2": "deepseek_v3"}
@@ -17,7 +19,9 @@ BLIND = {
     "deepseek_v2_lite": {"intermediate_size"},  # all layers are MoE layers
     "kimi_k2": {"rope.truncate"},  # a ramp with equal ends is a step in both cases
 }
-SEEDS = {"deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 16}
+# Buffers of transformers that no published file has.
+ABSENT = {"axk1": "e_score_correction_bias"}
+SEEDS = {"axk1": 1, "deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 16}
 
 TINY: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -87,8 +91,15 @@ def variants() -> dict[str, dict[str, Any]]:
         "deepseek_v2_lite": _v2(topk_method="greedy", **one_group, **few, q_lora_rank=None),
         "kimi_k2": _tiny(YARN | {"beta_fast": 1.0, "beta_slow": 1.0}, **one_group, model_type="kimi_k2"),
         "glm4_moe_lite": _lite(),
+        "axk1": _lite() | {"model_type": "axk1", "mlp_layer_types": ["dense", "sparse"]},
         "sarvam_mla": _tiny(YARN, **one_group, model_type="sarvam_mla", q_lora_rank=None, num_hidden_layers=2),
     }
+
+
+def as_published(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Without the buffers of ABSENT."""
+    absent = ABSENT.get(config.model_type)
+    return {name: value for name, value in tensors.items() if not (absent and name.endswith(absent))}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -214,6 +225,7 @@ REFUSED = {
     "deepseek_v3": {"n_group", "num_attention_heads", "num_mtp_layers"},
     "glm4_moe_lite": {"num_attention_heads", "num_hidden_layers"},
     "sarvam_mla": {"num_attention_heads", "num_mtp_layers"},
+    "axk1": {"num_attention_heads", "num_hidden_layers"},
 }
 
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23
@@ -233,4 +245,5 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-NO_FILE = {"sarvam_mla": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}
+_NO_COPY = "no copy is at hand; one that transformers writes is read in test_release_configs.py"
+NO_FILE = dict.fromkeys(("sarvam_mla", "axk1"), _NO_COPY)

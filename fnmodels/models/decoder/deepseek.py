@@ -1,6 +1,7 @@
 """DeepSeek V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight.
 
-GLM-4.7-Flash (glm4_moe_lite) and Sarvam 105B (sarvam_mla) are the same model in other sizes.
+GLM-4.7-Flash (glm4_moe_lite) and Sarvam 105B (sarvam_mla) are the same model in other sizes; A.X K1 (axk1) has a norm
+after its experts and no selection bias.
 
 A pre-norm decoder with multi-head latent attention (MLA); the first layers are dense, the others mixtures of experts
 with a shared expert. V2 routes by softmax; the others by sigmoid, with a selection bias that has no gradient. Routing
@@ -20,13 +21,13 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf
-from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
+from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "sarvam_mla", "axk1")
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TRAITS = Traits(
     kinds=("full", "full_moe"),
@@ -44,6 +45,7 @@ _DEFAULTS = {
     "kimi_k2": (4096, 128, 1536, 128, 3, 2.5, 1e-6),
     "glm4_moe_lite": (202752, 20, 768, 192, 1, 1.8, 1e-5),
     "sarvam_mla": (4096, 0, 0, 128, 1, 2.5, 1e-6),
+    "axk1": (32768, 64, 1536, 128, 1, 2.5, 1e-6),
 }
 
 
@@ -53,6 +55,7 @@ class Config(mla.LatentMixtureConfig):
 
     softmax_scores: bool = False  # V2; False: sigmoid scores and a selection bias
     rope_interleave: bool = True
+    mlp_norm: bool = False  # of what experts return: A.X K1, which has no selection bias
     max_position_embeddings: int = 4096
     model_type: str = field(default="deepseek_v3", compare=False)
 
@@ -60,7 +63,8 @@ class Config(mla.LatentMixtureConfig):
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         model_type = Fields(values).choice("model_type", MODEL_TYPES)
-        fields = _sarvam(Fields(values)) if model_type == "sarvam_mla" else Fields(values)
+        fields = Fields({"num_nextn_predict_layers": 0} | {**values} if model_type == "axk1" else values)
+        fields = _sarvam(fields) if model_type == "sarvam_mla" else fields
         positions, kv_heads, rank, nope, dense, scale, eps = _DEFAULTS[model_type]
         sizes = mla.latent_from_hf(
             fields, max_positions=positions, kv_heads=kv_heads, q_rank=rank, nope_dim=nope, rope_head=True
@@ -71,7 +75,7 @@ class Config(mla.LatentMixtureConfig):
         experts = (
             _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=dense, scale=scale)
         )
-        if model_type == "glm4_moe_lite":
+        if model_type in ("glm4_moe_lite", "axk1"):
             routed = mixture.routed_layers(fields, layers)
             experts["layer_kinds"] = tuple("full_moe" if one else "full" for one in routed)
         config = Config(
@@ -80,6 +84,7 @@ class Config(mla.LatentMixtureConfig):
             rope=rope_from_hf(
                 fields, head_dim=sizes["qk_rope_head_dim"], max_positions=sizes["max_position_embeddings"], theta=1e4
             ),
+            mlp_norm=model_type == "axk1",
             model_type=model_type,
         )
         # expert parallelism and load balancing in training
@@ -92,11 +97,11 @@ class Config(mla.LatentMixtureConfig):
             method = "greedy" if self.n_group == 1 else "group_limited_greedy"
             own |= {"scoring_func": "softmax", "topk_method": method}
             return decoder.decoder_to_hf(self, "DeepseekV2ForCausalLM", *mla.NAMES, **own)
-        if self.model_type == "glm4_moe_lite":
+        if self.model_type in ("glm4_moe_lite", "axk1"):
             own["mlp_layer_types"] = mixture.mlp_types(parsed(self.layer_kinds))
             del own["first_k_dense_replace"]
         names = (*mla.NAMES, "rope_interleave", "num_nextn_predict_layers")
-        architecture = "Glm4MoeLite" if self.model_type == "glm4_moe_lite" else "DeepseekV3"
+        architecture = {"glm4_moe_lite": "Glm4MoeLite", "axk1": "AXK1"}.get(self.model_type, "DeepseekV3")
         return decoder.decoder_to_hf(self, f"{architecture}ForCausalLM", *names, **own)
 
 
@@ -132,9 +137,14 @@ def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    attention, biased = latent_attention_leaves(config), not config.softmax_scores
+    D, attention, biased = (
+        config.hidden_size,
+        latent_attention_leaves(config),
+        not (config.softmax_scores or config.mlp_norm),
+    )
     mlps = [mixture.grouped_leaves(config, kind, selection_bias=biased) for kind in parsed(config.layer_kinds)]
-    layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
+    after = {"post_mlp_layernorm": norm(D, "embed")} if config.mlp_norm else {}
+    layers = [layer_leaves(D, attention, mlp) | (after if "router" in mlp else {}) for mlp in mlps]
     return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 
 
@@ -144,6 +154,12 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 hf_copies = mtp.copies
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Norms after dense layers, which published files of A.X K1 have and nothing reads."""
+    dense = [str(i) for i, kind in enumerate(parsed(config.layer_kinds)) if not kind.routed]
+    return (rf"model\.layers\.({'|'.join(dense)})\.post_mlp_layernorm\.weight",) if config.mlp_norm and dense else ()
 
 
 @with_context
@@ -161,7 +177,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     score = softmax_top_k if config.softmax_scores else sigmoid_top_k
     route = functools.partial(score, bias=layer["mlp"].get("selection_bias"), **mixture.grouped_choice(config))
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
+    fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER)
+    return x + ctx.tap("mlp", rms_norm(fed, layer["post_mlp_layernorm"], eps=eps) if config.mlp_norm else fed)
 
 
 PRESETS: dict[str, ConfigJson] = {
