@@ -16,7 +16,7 @@ BOUNDS = {
     "MASKED_LM": 21,
     "SEQ_TO_SEQ_CAUSAL_LM": 13,
     "SPEECH_SEQ_2_SEQ": 3,
-    "CTC": 3,
+    "CTC": 5,
 }
 _HALF = "the decoder of a model of images, speech or pairs, which is published as a whole"
 _DRAFT = "proposes tokens for another model, and reads its keys and values"

@@ -1,4 +1,5 @@
-"""wav2vec 2.0 (arXiv 2006.11477), HuBERT (2106.07447) and WavLM (2110.13900): raw waves, maybe with a CTC head.
+"""wav2vec 2.0 (arXiv 2006.11477), HuBERT (2106.07447), WavLM (2110.13900), UniSpeech (2101.07597) and UniSpeech-SAT
+(2110.05752): raw waves, maybe with a CTC head.
 
 Strided convolutions make a token of 20 ms of 400 samples, a wide convolution adds where a token stands, and layers with
 LayerNorms before or after each sublayer follow. WavLM's scores have a bias by distance, which each query gates.
@@ -42,6 +43,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 _CLASSES = {"wav2vec2": "Wav2Vec2", "hubert": "Hubert", "wavlm": "WavLM"}
+_CLASSES |= {"unispeech": "UniSpeech", "unispeech-sat": "UniSpeechSat"}
 MODEL_TYPES = tuple(_CLASSES)
 _PARAMETRIZED = r"(.*\.conv)\.parametrizations\.weight\.original"
 TRAITS = Traits(
@@ -51,10 +53,7 @@ TRAITS = Traits(
     optional={"mask_token": "mask_token"},
     classes={"wav2vec2": "Wav2Vec2ForPreTraining"},
     leftovers=(r"(quantizer|project_hid|project_q)\..*",),  # of pre-training
-    resaved={
-        f"{_PARAMETRIZED}0": r"\1.weight_g",
-        f"{_PARAMETRIZED}1": r"\1.weight_v",
-    },
+    resaved={f"{_PARAMETRIZED}0": r"\1.weight_g", f"{_PARAMETRIZED}1": r"\1.weight_v"},
     in_memory={
         r"\.weight_g$": ".parametrizations.weight.original0",
         r"\.weight_v$": ".parametrizations.weight.original1",
@@ -70,8 +69,8 @@ _IGNORED = {
     *("mask_feature_min_masks", "num_codevectors_per_group", "num_codevector_groups", "contrastive_logits_temperature"),
     *("num_negatives", "codevector_dim", "proj_codevector_dim", "diversity_loss_weight", "ctc_loss_reduction"),
     *("ctc_zero_infinity", "classifier_proj_size", "tdnn_dim", "tdnn_kernel", "tdnn_dilation", "xvector_output_dim"),
-    *("num_ctc_classes", "adapter_kernel_size", "adapter_stride", "num_adapter_layers", "output_hidden_size"),
-    *("num_feat_extract_layers", "replace_prob", "freeze_feat_extract_train", "tokenizer_class"),
+    *("num_ctc_classes", "num_clusters", "adapter_kernel_size", "adapter_stride", "num_adapter_layers"),
+    *("output_hidden_size", "num_feat_extract_layers", "replace_prob", "freeze_feat_extract_train", "tokenizer_class"),
     *("mask_channel_length", "mask_channel_min_space", "mask_channel_other", "mask_channel_prob"),
     *("mask_channel_selection", "mask_time_min_space", "mask_time_other", "mask_time_selection"),
     *("no_mask_channel_overlap", "no_mask_time_overlap"),
@@ -166,7 +165,7 @@ class Config:
             initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
             head=_head(fields, _CLASSES[model_type]),
             blank=fields.integer("pad_token_id", 0, low=0),
-            mask_token=int(max(masked) > 0),
+            mask_token=int(max(masked) > 0 or model_type == "unispeech-sat"),
             model_type=model_type,
         )
         object.__setattr__(config, "extra", fields.finish(tuple(_IGNORED)))
@@ -241,7 +240,7 @@ _LAYER = {f"attention.{name}_proj": f"attention.{name}_proj" for name in "qkv"} 
 
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; files of a model without a head may have no prefix."""
-    at = f"{config.model_type}."
+    at = config.model_type.replace("-", "_") + "."
     where = dict.fromkeys(("norm", "embed_norm"), "encoder.layer_norm")
     for i in range(config.num_hidden_layers):
         where |= {f"layers.{i}.{path}": f"encoder.layers.{i}.{name}" for path, name in _LAYER.items()}
@@ -332,20 +331,25 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     return linear(x, params["lm_head"], params["lm_head_bias"]) if config.head == "lm" else x
 
 
-def _preset(kind: str, head: str, *, large: bool = False, **more: Any) -> ConfigJson:
-    sizes: ConfigJson = {}
-    if large:
-        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    return {"model_type": kind, "architectures": [_CLASSES[kind] + head]} | sizes | more
+_LARGE: ConfigJson = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+_LARGE |= {"do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_bias": True}
 
 
-_STABLE = {"do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_bias": True}
+def _preset(kind: str, head: str, **more: Any) -> ConfigJson:
+    return {"model_type": kind, "architectures": [_CLASSES[kind] + head]} | more
+
+
 PRESETS = {
     "wav2vec2-base": _preset("wav2vec2", "ForPreTraining"),
     "wav2vec2-base-960h": _preset("wav2vec2", "ForCTC"),
-    "wav2vec2-large-xlsr-53": _preset("wav2vec2", "ForPreTraining", large=True, **_STABLE),
+    "wav2vec2-large-xlsr-53": _preset("wav2vec2", "ForPreTraining", **_LARGE),
     "hubert-base-ls960": _preset("hubert", "Model"),
-    "hubert-large-ls960-ft": _preset("hubert", "ForCTC", large=True, **_STABLE),
+    "hubert-large-ls960-ft": _preset("hubert", "ForCTC", **_LARGE),
     "wavlm-base": _preset("wavlm", "Model"),
-    "wavlm-large": _preset("wavlm", "Model", large=True, **_STABLE | {"conv_bias": False}),
+    "wavlm-large": _preset("wavlm", "Model", **_LARGE | {"conv_bias": False}),
 }

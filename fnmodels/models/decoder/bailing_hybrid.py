@@ -118,7 +118,8 @@ class Config(mla.LatentMixtureConfig):
         """A config.json under the published names."""
         layers = parsed(self.layer_kinds)
         own: ConfigJson = {name: getattr(self, name) for name in mixture.GROUPED}
-        own |= {"num_nextn_predict_layers": 0, "rope_parameters": rope_to_hf(self.rope)}
+        own |= {"head_dim": self.linear_head_dim, "num_nextn_predict_layers": 0}
+        own["rope_parameters"] = rope_to_hf(self.rope)
         own["layer_types"] = decoder.layer_types([kind.ordered for kind in layers], "linear_attention")
         own |= {"mlp_layer_types": mixture.mlp_types(layers), "short_conv_kernel_size": self.linear_conv_kernel_dim}
         own["kda_safe_gate"] = self.kda_lower_bound is not None
@@ -126,7 +127,7 @@ class Config(mla.LatentMixtureConfig):
             own["kda_lower_bound"] = self.kda_lower_bound
         out = decoder.decoder_to_hf(self, "BailingHybridForCausalLM", *mla.NAMES, **own)
         published = {name: alias for alias, name in _ALIASES.items()}
-        return {published.get(name, name): value for name, value in out.items()} | {"head_dim": self.linear_head_dim}
+        return {published.get(name, name): value for name, value in out.items()}
 
 
 def spec(config: Config) -> Tree:

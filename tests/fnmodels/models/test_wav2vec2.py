@@ -28,6 +28,8 @@ _WAVLM = _TINY | {"model_type": "wavlm", "num_buckets": 16, "max_bucket_distance
 VARIANTS: dict[str, dict[str, Any]] = {
     "wav2vec2": _TINY | {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]},
     "hubert": _TINY | _STABLE | {"model_type": "hubert", "architectures": ["HubertModel"]},
+    "unispeech": _TINY | {"model_type": "unispeech", "architectures": ["UniSpeechForCTC"]},
+    "unispeech-sat": _TINY | _STABLE | {"model_type": "unispeech-sat", "architectures": ["UniSpeechSatModel"]},
     "wavlm": _WAVLM | {"architectures": ["WavLMForCTC"]},
     "wavlm_stable": _WAVLM | _STABLE | {"architectures": ["WavLMModel"]},
 }
