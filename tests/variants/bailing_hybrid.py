@@ -41,11 +41,12 @@ TINY: dict[str, Any] = {
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     free = {"kda_safe_gate": False, "q_lora_rank": 14, "short_conv_kernel_size": 3}
-    free |= {"layer_types": ["full_attention", "linear_attention"]}
+    free |= {"layer_types": ["full_attention", "linear_attention"], "num_local_experts": 12}
     names = {"num_local_experts": "num_experts", "n_shared_experts": "num_shared_experts"}  # as published
     names |= {"num_experts_per_tok": "num_experts_per_token", "max_position_embeddings": "model_max_length"}
     names |= {"n_group": "num_expert_group", "num_mtp_layers": "num_nextn_predict_layers"}
-    return {"bailing_hybrid": TINY, "bailing_hybrid_free": {names.get(n, n): v for n, v in TINY.items()} | free}
+    changed = {names.get(n, n): v for n, v in (TINY | free).items()}
+    return {"bailing_hybrid": TINY, "bailing_hybrid_free": changed}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -62,7 +63,7 @@ TOTALS: dict[str, int | str] = {"ling-3.0-flash": 124_414_211_552}
 REFUSED = {
     "bailing_hybrid": {"num_attention_heads", "linear_num_heads", "linear_conv_kernel_dim", "tie_word_embeddings"}
 }
-SEEDS = {"bailing_hybrid": 1}
+SEEDS = {"bailing_hybrid": 1, "bailing_hybrid_free": 19}
 SEPARATE = {"packed": "the convolution and the state run on from one document into the next"}
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 NO_FILE = {"bailing_hybrid": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}
