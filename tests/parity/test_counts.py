@@ -14,7 +14,7 @@ BOUNDS = {
     "CAUSAL_LM": 129,
     "IMAGE_TEXT_TO_TEXT": 29,
     "MASKED_LM": 21,
-    "SEQ_TO_SEQ_CAUSAL_LM": 13,
+    "SEQ_TO_SEQ_CAUSAL_LM": 14,
     "SPEECH_SEQ_2_SEQ": 3,
     "CTC": 5,
 }
