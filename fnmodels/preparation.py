@@ -124,7 +124,8 @@ def prepare_text(
         inputs["token_types"] = per_token("token_types", token_types, tokens.shape[:2])
     if field_of(config, "head") in PER_DOCUMENT:
         inputs["documents"] = documents(segment_ids, positions)
-    if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
+    reads_ids = field_of(config, "hidden_size_per_layer_input") or traits_of(family).reads_ids
+    if reads_ids and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= function_of(family, "batch_inputs")(config, positions)

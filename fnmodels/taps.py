@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, is_routed, traits_of
+from fnmodels.models.common.family import (
+    DecoderConfig,
+    LayerKind,
+    field_of,
+    function_of,
+    is_routed,
+    stream_shape,
+    traits_of,
+)
 from fnmodels.models.common.registry import family_of, stack_configs
 from fnmodels.ops.moe.layer import KEPT
 from fnmodels.ops.norm_taps import watched_norms
@@ -35,7 +43,7 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
 
     Returns:
         {name: shape} in the order of the computation; "[B, S, 4, 16]" has 4 heads of 16. T and I of a diffusion model
-        are the tokens of texts and of latents.
+        are the tokens of texts and of latents, K keys of tokens and of windows of them.
     """
     _check_one_stack(config)
     found = {"embed": f"[B, S, {config.hidden_size}]"}
@@ -89,7 +97,8 @@ def _names_of_layers(config: DecoderConfig) -> tuple[dict[str, str], ...]:
 
 
 def _lettered(one: torch.Size, two: torch.Size, letters: Mapping[tuple[int, int], str]) -> str:
-    sizes = (letters.get(pair, str(pair[0])) for pair in zip(one, two, strict=True))
+    pairs = zip(one, two, strict=True)
+    sizes = (letters.get(pair, str(pair[0]) if pair[0] == pair[1] else "K") for pair in pairs)
     return f"[{', '.join(sizes)}]"
 
 
@@ -122,6 +131,8 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     if traits_of(family).inputs == "patches":  # (row, column, rows, columns)
         positions = positions[..., None].expand(-1, -1, 4)
     given: dict[str, Any] = {"positions": positions}
+    if traits_of(family).reads_ids:
+        given["token_ids"] = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
     if (example := function_of(family, "example_inputs")) is not None:
         given = example(config, positions)
         positions = given["positions"]
@@ -139,7 +150,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}
-    found = []
+    found: list[dict[str, torch.Size]] = []
     for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
         key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
         if key not in seen:
@@ -147,9 +158,10 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
             more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
+            before = torch.empty(batch, tokens, *stream_shape(config, len(found)), device="meta")
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
-            _, aux = family.block(weights, x, masks[kind], tables[kind], **how, **more, **common)
+            _, aux = family.block(weights, before, masks[kind], tables[kind], **how, **more, **common)
             shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
             seen[key] = shapes | {"output": x.shape}
             lent[kind] = aux.get("kv")

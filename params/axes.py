@@ -44,6 +44,7 @@ _TABLE = (
     LogicalAxis(EMBED),
     LogicalAxis(HEADS, "tp", HEADS, whole_heads=True),
     LogicalAxis(KV_HEADS, "tp", HEADS, whole_heads=True, read_by=HEADS),
+    LogicalAxis("head_groups", "tp", HEADS, whole_heads=True),  # which share an output projection of low rank
     LogicalAxis(LATENT, region=HEADS),
     LogicalAxis(HEAD_DIM, region=HEADS),
     LogicalAxis(MLP, "tp", MLP),
@@ -63,6 +64,7 @@ _TABLE = (
     LogicalAxis("per_layer"),
     LogicalAxis("modulation"),
     LogicalAxis("one"),
+    LogicalAxis("streams"),  # the rows of the residual stream of families with hyper-connections, together
     LogicalAxis(VOCAB, "tp"),
 )
 AXES = {axis.name: axis for axis in _TABLE}

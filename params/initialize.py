@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
-from fnmodels.models.common.spec import Constant, Leaf, LogUniform, Sinusoids
+from fnmodels.models.common.spec import Constant, InTurn, Leaf, LogUniform, Sinusoids
 from fnmodels.tree import Tree
 from params.sharding import Sharding, plan_by_path
 
@@ -155,6 +155,8 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
         return torch.full(shape, leaf.init.value)
     if isinstance(leaf.init, Sinusoids):
         return _sinusoids(leaf.shape, leaf.init.longest)[box].clone()
+    if isinstance(leaf.init, InTurn):
+        return (torch.arange(math.prod(leaf.shape)).view(leaf.shape)[box] % leaf.init.count).float()
     out = torch.empty(shape)
     rows, first = max(1, BLOCK // max(1, math.prod(leaf.shape[1:]))), box[0]
     for block in range(first.start // rows, -(-first.stop // rows)):

@@ -11,9 +11,9 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, stream_shape, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
-from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
+from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, WINDOWED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 
@@ -75,13 +75,13 @@ def init_cache(
     slots: dict[str, Slots] = {}
     layers: list[Entry] = []
     for kind, entry in zip(family.kinds(config), entries, strict=True):
-        if kind not in slots and any(slotted for _, _, slotted in entry.values()):
+        if kind not in slots and any(tokens == 1 for _, _, tokens in entry.values()):
             found = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
             axes = bool(field_of(config, "mrope_section"))
             slots[kind] = replace(found, highest=found.positions.clone()) if axes else found
         layers.append({})
-        for name, (shape, kept, slotted) in entry.items():
-            room = (slots[kind].segments.shape[1],) if slotted else ()
+        for name, (shape, kept, tokens) in entry.items():
+            room = (slots[kind].segments.shape[1],) if tokens == 1 else (max(capacity // tokens, 1),) if tokens else ()
             layers[-1][name] = _empty_entry(batch, room, shape, kept, device)
     kinds = family.kinds(config)
     return known_clean(Cache(tuple(layers), slots, kinds, capacity if length is None else length))
@@ -130,7 +130,7 @@ class _Recorder(Context):
     def state(self) -> None:
         return None
 
-    def _extend(self, new: Entry) -> Entry:
+    def extend(self, new: Entry) -> Entry:
         self._put(new)
         return new
 
@@ -138,7 +138,7 @@ class _Recorder(Context):
         return x[1] if isinstance(x, tuple) else x
 
 
-Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
+Shape = tuple[tuple[int, ...], torch.dtype, int]  # without batch and slots; dtype; tokens of a slot, 0: no slots
 
 
 def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
@@ -154,30 +154,35 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
     more: dict[str, Any] = {}
     if width := field_of(config, "hidden_size_per_layer_input"):
         more["layer_input"] = torch.empty(0, 1, width, dtype=dtype, device="cpu")
-    if function_of(family, "shared") is not None:  # no biases, and a memory without rows
+    if traits_of(family).reads_ids:
+        more["shared"] = function_of(family, "shared")({}, {"token_ids": first}, config=config)
+    elif function_of(family, "shared") is not None:  # no biases, and a memory without rows
         memory = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
         seen = torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")
         more["shared"] = {"memory": memory, "memory_mask": seen, "positions": (first, first)}
     found: dict[Any, dict[str, Shape]] = {}
     entries: list[dict[str, Shape]] = []
-    for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
+    for index, (kind, layer) in enumerate(zip(family.kinds(config), family.spec(config)["layers"], strict=True)):
         if LayerKind.parse(kind).source:  # reads another layer's entry
             entries.append({})
             continue
         key = kind, tuple((path, leaf.shape) for path, leaf in tree.flatten(layer).items())
         if key not in found:
             weights = tree.map(lambda leaf: _abstract(leaf, dtype), layer)
-            x = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
+            x = torch.empty(0, 1, *stream_shape(config, index), dtype=dtype, device="cpu")
             aux: dict[str, Any]
             statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
             with torch.autocast("cpu", enabled=False):  # which would change the dtypes here, and not on other devices
                 _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, cache={})
-            found[key] = {
-                name: (tuple(t.shape[2 if name in SLOTTED else 1 :]), t.dtype, name in SLOTTED)
-                for name, t in aux.get("cache", {}).items()
-            }
+            found[key] = {name: _shape(name, t) for name, t in aux.get("cache", {}).items()}
         entries.append(found[key])
     return tuple(entries)
+
+
+def _shape(name: str, recorded: Tensor) -> Shape:
+    """What `_entries` records of a tensor of an entry; that of windows has the tokens of a slot in dimension 1."""
+    tokens = 1 if name in SLOTTED else recorded.shape[1] if name in WINDOWED else 0
+    return tuple(recorded.shape[2 if tokens else 1 :]), recorded.dtype, tokens
 
 
 def _quantized(entry: dict[str, Shape]) -> dict[str, Shape]:
@@ -186,7 +191,7 @@ def _quantized(entry: dict[str, Shape]) -> dict[str, Shape]:
     for name in QUANTIZABLE:
         if name in entry:
             shape = entry[name][0]
-            found |= {name: (shape, torch.int8, True), f"{name}_scale": (shape[:-1], torch.float32, True)}
+            found |= {name: (shape, torch.int8, 1), f"{name}_scale": (shape[:-1], torch.float32, 1)}
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
-from fnmodels.ops.slots import MEMORY, SLOTTED, Entry, write
+from fnmodels.ops.slots import MEMORY, SLOTTED, WINDOWED, Entry, write
 
 from .value import Cache, Slots, consume, is_clean, known_clean
 
@@ -95,7 +95,19 @@ def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) ->
     if [entry.keys() for entry in cache.layers] != [entry.keys() for entry in other.layers]:
         raise ValueError("The caches hold different tensors: make both for one model, with the same kv_dtype=.")
     fitted = _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
+    pairs = zip(fitted.layers, cache.layers, strict=True)
+    fitted = replace(fitted, layers=tuple(_with_windows_of(own, like) for own, like in pairs))
     return index, _with_spans_of(cache, fitted), _with_spans_of(fitted, cache)
+
+
+def _with_windows_of(entry: Entry, like: Entry) -> Entry:
+    """The entry with as many slots of windows as `like` has."""
+    return {name: _windows_in(t, like[name].shape[1]) if name in WINDOWED else t for name, t in entry.items()}
+
+
+def _windows_in(tensor: Tensor, room: int) -> Tensor:
+    """Tensors of windows [B, C, ...] in `room` slots; a row that has more was refused for its tokens."""
+    return F.pad(tensor[:, :room], (*[0, 0] * (tensor.ndim - 2), 0, max(room - tensor.shape[1], 0)))
 
 
 def _with_spans_of(cache: Cache, other: Cache) -> Cache:
@@ -203,10 +215,27 @@ def resize(cache: Cache, capacity: int) -> Cache:
         return (tree.map(Tensor.clone, slots), Tensor.clone) if slots.ring else _padded(slots, capacity)
 
     found = _per_kind(cache, wanted)
-    layers = ({name: t if name in SLOTTED else t.clone() for name, t in e.items()} for e in found.layers)
+    layers = (_with_room(entry, capacity) for entry in found.layers)
     # with tensors of its own: steps and `insert_` write into those of the given cache
     found = replace(found, layers=tuple(layers), memory=tree.map(Tensor.clone, cache.memory))
     return known_clean(found) if is_clean(cache) else found
+
+
+def _with_room(entry: Entry, capacity: int) -> Entry:
+    """The entry with room for the windows of `capacity` tokens, and copies of the tensors without slots.
+
+    ValueError for a row that has more of them.
+    """
+    made = {name: t if name in SLOTTED else t.clone() for name, t in entry.items()}
+    for name in WINDOWED & entry.keys():
+        kind = name.partition("_")[0]
+        room = max(capacity // ((entry[f"{kind}_numbers"].shape[1] + 1) // 2), 1)
+        over = (entry[f"{kind}_documents"][:, room:] > 0).any(dim=1)
+        if has_values(over) and bool(over.any()):
+            row = int(over.nonzero()[0])
+            raise ValueError(f"Row {row} of the cache holds more windows of tokens than {capacity} tokens have.")
+        made[name] = _windows_in(entry[name], room).clone()
+    return made
 
 
 def _per_kind(cache: Cache, change: Callable[[str, Slots], tuple[Slots, Callable[[Tensor], Tensor]]]) -> Cache:

@@ -241,7 +241,8 @@ def plan_step(
 def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
     """Whether attention reads the mask of a query that sees every key."""
     softcap = field_of(config, "attention_softcap") is not None
-    return softcap or traits_of(family_of(config)).biased or any(LayerKind.parse(k).indexed for k in cache.slots)
+    choosing = any(kind.indexed or kind.compresses for kind in map(LayerKind.parse, cache.slots))
+    return softcap or traits_of(family_of(config)).biased or choosing
 
 
 def logits_at(

@@ -37,6 +37,11 @@ def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     return elementwise(ACTIVATIONS[activation], gate) * up
 
 
+def clamped_glu(gate: Tensor, up: Tensor, *, activation: str, limit: float) -> Tensor:
+    """`glu` of the gate at most `limit`, and of up between -limit and limit (DeepSeek V4)."""
+    return glu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), activation=activation)
+
+
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves.
 

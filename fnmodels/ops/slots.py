@@ -21,6 +21,10 @@ QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
 SLOTTED = frozenset({*QUANTIZABLE, "index", "places", *(f"{name}_scale" for name in QUANTIZABLE)})
 
+# The tensors of an entry that have a slot for each window of tokens, [B, C / ratio, ...]; see
+# `fnmodels.ops.attention.windows`. Beside them is what later windows read of the last tokens, [B, 2 ratio - 1, ...].
+WINDOWED = frozenset(f"{name}_{part}" for name in ("window", "index") for part in ("keys", "ends", "documents"))
+
 # The tensors of an entry that a step reads and does not change: keys and values of an encoder's tokens, [B, K, G, H].
 MEMORY = frozenset({"memory_k", "memory_v"})
 

@@ -37,7 +37,7 @@ from .common import Prepared, layer_count
 class _Continued(Context):
     """Keys and values of a layer's entry come before those of the call; the entry returned has both."""
 
-    def _extend(self, new: Entry) -> Entry:
+    def extend(self, new: Entry) -> Entry:
         held = self.tensors["cache"]
         read = {name: torch.cat((held[name], value), 1) if name in held else value for name, value in new.items()}
         self._put(read)

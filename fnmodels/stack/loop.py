@@ -20,6 +20,7 @@ from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.dropout import Noise
 from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
+from fnmodels.ops.streams.hyper import mean, with_mean
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.stack.checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
 from fnmodels.stack.plan import LayerPlan, StackPlan
@@ -139,7 +140,7 @@ def run_stack(
         if cache is not None:
             entries[index] = aux.get("cache", {})
         if wanted:
-            for name, value in (("input", before), ("output", x), *aux.items()):
+            for name, value in (("input", mean(before)), ("output", mean(x)), *aux.items()):
                 if (index, name) in wanted:
                     tapped[f"layers.{index}.{name}"] = value
     if wanted:
@@ -248,8 +249,9 @@ def _ready_masks(
     made: list[str] = []  # kinds with masks of their own; compared by `is`, since a compiled graph would guard an id()
     for kind in kinds:
         mask = ready[kind] = masks[kind]
-        if isinstance(mask, Segments) or LayerKind.parse(kind).indexed:
-            continue  # no kernel reads what depends on order, and a choice of keys needs positions
+        parsed = LayerKind.parse(kind)
+        if isinstance(mask, Segments) or parsed.indexed or parsed.compresses:
+            continue  # no kernel reads what depends on order; a choice of keys needs positions, as keys of windows do
         twin = next((other for other in made if masks[other] is mask), None)
         if twin is None:
             part, device, dtype = attention_part(mask), x.device, x.dtype
@@ -288,6 +290,6 @@ class _Binding:
 
 
 def _around(tap: str, x: Tensor, edits: LayerEdits) -> Tensor:
-    """A layer's input or output, which stand outside of its block, after its edit."""
+    """A layer's input or output, which stand outside of its block, after its edit, which is of the mean of streams."""
     edit, tensors = edits.get(tap, (None, {}))
-    return x if edit is None else edit(x, tensors)
+    return x if edit is None else with_mean(x, edit(mean(x), tensors))

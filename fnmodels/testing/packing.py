@@ -107,5 +107,7 @@ def _assert_same_entries(got: dict[str, Tensor], want: dict[str, Tensor], tolera
     if got.keys() != want.keys():
         raise AssertionError(f"The batch of a cut document has other entries than others: {got.keys() ^ want.keys()}.")
     for path, leaf in got.items():
+        if path.endswith("windows.slots"):  # numbers of windows in the row
+            continue
         sentence = f"In a row that begins in the middle of a document {path!r} is not what the document's tokens have"
         assert_close(leaf.double(), want[path].double(), tolerance, sentence)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
@@ -94,9 +95,10 @@ def _lazy_tensor(
 
     def make() -> Tensor:
         here = values(pieces)
-        return join((piece.stored, piece.value(here).detach()) for piece in pieces)
+        return join((piece.stored, piece.value(here).detach()) for piece in pieces).to(dtype)
 
-    return LazyTensor(flat[pieces[0].path].dtype, pieces[0].disk_shape, make)
+    dtype = torch.int64 if pieces[0].dtype_class == "integer" else flat[pieces[0].path].dtype
+    return LazyTensor(dtype, pieces[0].disk_shape, make)
 
 
 def _check(config: DecoderConfig, flat: dict[str, Any], *, meta: bool) -> None:

@@ -74,7 +74,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def _faults(name: str, piece: Piece, found: dict[str, Tensor]) -> list[str]:
-    tensor, wanted = found[name], dtype_class(piece.leaf.dtype)
+    tensor, wanted = found[name], piece.dtype_class
     faults = []
     if tuple(tensor.shape) != piece.disk_shape:
         faults.append(f"{name}: expected {list(piece.disk_shape)}, found {list(tensor.shape)}")

@@ -166,7 +166,7 @@ def _faults(name: str, piece: Piece, file: TensorFile, entry: TensorEntry | Quan
     faults = []
     if entry.shape != piece.disk_shape:
         faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")
-    wanted = dtype_class(piece.leaf.dtype)
+    wanted = piece.dtype_class
     if dtype_class(entry.dtype) != wanted:
         faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
     return faults

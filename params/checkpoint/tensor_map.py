@@ -14,7 +14,7 @@ from fnmodels.errors import UnsupportedError
 from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
 from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
-from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
+from fnmodels.models.common.storage import Single, Stack, Stored, TensorSlice, disk_name, disk_names, disk_shape
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Piece:
     def disk_shape(self) -> tuple[int, ...]:
         """The shape of the tensor on disk, of which this may be a slice."""
         return disk_shape(self.stored, self.leaf.shape)
+
+    @property
+    def dtype_class(self) -> str:
+        """The class of the dtype of the tensor on disk."""
+        integers = isinstance(self.stored, TensorSlice) and self.stored.integers
+        return "integer" if integers else dtype_class(self.leaf.dtype)
 
     def value(self, flat: Mapping[str, Tensor]) -> Tensor:
         """The piece's values, given all parameters by path."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnmodels import forward, prepare, tap_names
 from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.ops.streams.hyper import mean
 from fnmodels.tree import Tree
 
 from .batches import Arrangement
@@ -51,9 +52,12 @@ _SUBLAYERS = (
 def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Arrangement) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
     names = {name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")}
-    taps = ("embed", "layers.*.output", *(f"layers.*.{name}" for name in _ADDED if name in names))
+    of_streams = ("layers.*.streams",) if field_of(config, "residual_streams") else ()
+    taps = ("embed", "layers.*.output", *of_streams, *(f"layers.*.{name}" for name in _ADDED if name in names))
     prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
     logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)
+    for name in [name for name in tapped if name.endswith(".streams")]:  # the last layer returns another mixture
+        tapped[name.replace(".streams", ".output")] = mean(tapped.pop(name))
     return {**tapped, "logits": logits}
 
 
@@ -62,13 +66,13 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     tapped: dict[str, Tensor] = {}
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tapped["embed"] = args[0] if args else kwargs["hidden_states"]
+        tapped["embed"] = mean(args[0] if args else kwargs["hidden_states"])
 
     # Granite and MiniCPM 3 multiply what a sublayer returns.
     multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple | list) else output
+        value = mean(output[0] if isinstance(output, tuple | list) else output)  # of the rows of the stream
         own = _ADDED.get(tap.rpartition(".")[2])
         value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place

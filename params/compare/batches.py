@@ -50,6 +50,7 @@ def batches_of(config: DecoderConfig, length: int) -> list[Arrangement]:
 # {model type: arrangements of batches on which transformers itself is wrong}.
 _THEIR_MISTAKES = {
     "afmoe": ("packed",),  # its masks do not separate documents
+    "deepseek_v4": ("padded", "packed", "shifted"),  # it counts windows along the row
     "falcon": ("packed",),  # its masks do not separate documents
     **dict.fromkeys(
         ("opt", "xglm", "biogpt", "openai-gpt", "bloom", "mpt"), ("packed",)

@@ -20,7 +20,21 @@ from params.sharding import sharding_of
 from .nodes import Lora, Replaced, TwoUses, base_of
 
 # 2-D leaves that are added, convolved or multiplied in another dtype
-_OTHER_MATRICES = ("embed_positions", "embed_types", "relative_bias", "_bias", "router", "conv", "A_log", "patch_proj")
+_OTHER_MATRICES = (
+    "embed_positions",
+    "embed_types",
+    "relative_bias",
+    "_bias",
+    "router",
+    "conv",
+    "A_log",
+    "patch_proj",
+    "tid2eid",
+    "_hyper.fn",
+    "fold.fn",
+    "compressor.bias",
+    "attention.o_a",
+)
 
 
 def chosen_targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:

@@ -51,7 +51,9 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
         alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())
-        if len(leaf.shape) == 1 and not on_stream and entry not in matrices[layer_of(path)] and entry[0] not in alone:
+        # of windows that overlap, a key has half the width of its projection
+        known = any(axis == entry[0] and size in (entry[1], 2 * entry[1]) for axis, size in matrices[layer_of(path)])
+        if len(leaf.shape) == 1 and not on_stream and not known and entry[0] not in alone:
             faults.append(f"{path} has the axis {entry[0]!r} of {entry[1]}, which no matrix of its layer has.")
         if "norm" in inner[-1] and {"attention", "mamba"} & set(inner):
             own, other = {"q": ("heads", "kv_heads"), "k": ("kv_heads", "heads")}.get(inner[-1][0], (None, None))

@@ -13,8 +13,9 @@ import train.loss
 import train.remat
 from fnmodels.models.common import encoder
 from fnmodels.models.common.context import STATE_TAP
-from fnmodels.models.common.family import LayerKind, traits_of
+from fnmodels.models.common.family import LayerKind, field_of, traits_of
 from fnmodels.ops import layer_norm
+from fnmodels.ops.streams.hyper import mean
 from tests.support.cases import (
     Case,
     batch_of,
@@ -60,6 +61,9 @@ def names_of(case: Case) -> tuple[str, ...]:
     return tuple(name for name in taps_of(case.config) if name not in without)
 
 
+_LOOSE: dict[Any, dict[str, float]] = {torch.equal: {}, torch.allclose: {"rtol": 1e-5, "atol": 1e-5}}
+
+
 @every_family
 def test_an_edit_of_every_tap(case: Case) -> None:
     """An edit changes the logits and the recorded tap, knows its layer, and equals the tensor put there; 1 is exact."""
@@ -68,6 +72,8 @@ def test_an_edit_of_every_tap(case: Case) -> None:
     taps = {name: first[name] for name in (*names_of(case), "input", "output", "embed", "hidden")}
     plain, tapped = batch.forward(params, taps=tuple(taps.values()))
     by_one = functools.partial(scale, by=torch.ones(()))
+    # the mean of streams that are moved by a difference has other last bits
+    same = torch.allclose if field_of(case.config, "residual_streams") else torch.equal
     assert torch.equal(batch.forward(params, edits=dict.fromkeys(taps.values(), by_one)), plain)
     for name, tap in taps.items():
         run = functools.partial(batch.forward, params, taps=(tap,))
@@ -78,10 +84,10 @@ def test_an_edit_of_every_tap(case: Case) -> None:
             return grown(value)
 
         logits, found = run(edits={tap: grow})
-        assert seen == [tap] and torch.equal(found[tap], grown(tapped[tap])), name
+        assert seen == [tap] and same(found[tap], grown(tapped[tap]), **_LOOSE[same]), name
         assert (logits - plain)[batch.valid].abs().max() > 1e-4, name
         put, found = run(edits={tap: grown(tapped[tap])})
-        assert torch.equal(put, logits) and torch.equal(found[tap], grown(tapped[tap])), name
+        assert torch.equal(put, logits) and same(found[tap], grown(tapped[tap]), **_LOOSE[same]), name
 
 
 @every_family
@@ -257,6 +263,8 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
 
     A layer has the taps of the sublayers that its parameters are of, both or one. Gemma 4 multiplies the output.
     """
+    if field_of(case.config, "residual_streams"):
+        pytest.skip("Sublayers add to each stream by its own weight: tests/fnmodels/ops/test_hyper.py.")
     batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)
     there = tuple(name for name in ("mamba", "attention", "middle", "mlp", "per_layer") if name in names)
     taps = ("input", "output", *there)
@@ -288,13 +296,15 @@ def test_a_block_called_alone(case: Case) -> None:
     family, params, batch = fnmodels.family_of(case.config), generic_params(case.config), batch_of(case.config, ROWS)
     inputs, masks, freqs_cis = batch.prepared()
     kinds = family.kinds(case.config)
-    _, tapped = batch.forward(params, kernel="auto", taps=("layers.*.input", "layers.*.output"))
+    streams = ("layers.*.streams",) if field_of(case.config, "residual_streams") else ()
+    _, tapped = batch.forward(params, kernel="auto", taps=("layers.*.input", "layers.*.output", *streams))
     lent: dict[str, Any] = {}
     for index, kind in enumerate(kinds):
         sparse = traits_of(family).routed and LayerKind.parse(kind).routed
         more = beside(case.config, params, inputs, index, lent)
         x, layer = tapped[f"layers.{index}.input"], params["layers"][index]
+        x = tapped.get(f"layers.{index - 1}.streams", x)
         got, aux = family.block(layer, x, masks[kind], freqs_cis[kind], config=case.config, kind=kind, **more)
-        assert off(got[batch.valid], tapped[f"layers.{index}.output"][batch.valid]) < 1e-5
+        assert off(mean(got)[batch.valid], tapped[f"layers.{index}.output"][batch.valid]) < 1e-5
         lent[kind] = aux.pop("kv", None)
         assert aux.keys() == ({"counts", "router_logits"} if sparse else set())

@@ -36,7 +36,8 @@ def long_config(case: Case) -> Any:
     return replace(case.config, max_position_embeddings=ROOM) if learned else case.config
 
 
-FAMILIES = tuple(short(case) for case in richest() if causal(case))
+# layers with keys of windows refuse it: tests/fnmodels/models/test_deepseek_v4.py
+FAMILIES = tuple(short(case) for case in richest() if causal(case) and not hasattr(case.config, "indexed_ratio"))
 LLAMA = next(case for case in FAMILIES if case.family == "llama")
 CHOOSES = tuple(case for case in FAMILIES if own_choices(fnmodels.family_of(case.config).kinds(case.config)))
 

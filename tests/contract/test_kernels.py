@@ -96,6 +96,11 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(case: Case) -> None:
         assert torch.equal(row.forward(generic_params(case.config))[0], whole[b])
 
 
+def _beside_rules(kind: LayerKind) -> bool:
+    """Whether its layers attend by a mask that they make themselves, of chosen keys or with keys of windows."""
+    return kind.indexed or kind.compresses
+
+
 @every_structure
 def test_a_kernel_of_the_callers_own(case: Case) -> None:
     """It is called in every layer, with the mask as the family made it or of chosen keys, and its result is used."""
@@ -116,7 +121,8 @@ def test_a_kernel_of_the_callers_own(case: Case) -> None:
     kinds = [kinds[index] for index in attending_layers(case.config)]
     pairs = zip(asked, kinds, strict=True)
     assert all(
-        given is attention_part(masks[k]) or (LayerKind.parse(k).indexed and given.ndim == 4) for given, k in pairs
+        given is attention_part(masks[k]) or (_beside_rules(LayerKind.parse(k)) and given.ndim == 4)
+        for given, k in pairs
     )
     factor = 0
     assert off(logits(), wanted) > 1e-3

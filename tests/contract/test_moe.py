@@ -18,7 +18,7 @@ import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common import context
-from fnmodels.models.common.family import traits_of
+from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import loop_experts
@@ -32,6 +32,7 @@ from tests.support.cases import (
     gradients,
     is_ordered,
     is_routed,
+    layer_inputs_of,
     off,
     routing_of,
     segments,
@@ -186,7 +187,7 @@ def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
     assert got[3] == want[3] and off(got[0], want[0]) < 1e-5
     assert relative(got[2], want[2]) < 1e-5
     learned = {path: g for path, g in tree.flatten(want[2]).items() if ".mlp." in path}
-    assert all(g.any() for path, g in learned.items() if not path.endswith("selection_bias"))
+    assert all(g.any() for path, g in learned.items() if not path.endswith(("selection_bias", "tid2eid")))
 
 
 @every_mixture
@@ -229,6 +230,8 @@ def test_nothing_is_cast_before_the_choice(case: Case) -> None:
     assert len(routes) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)
     for route, experts in routes:
+        if route.keywords.get("hashed") is not None:
+            continue
         order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(50)])
         close = 1.0 + 1.6e-4 * 1.4**order  # all sums of two differ, by which groups are chosen
         assert (close.bfloat16() == 1).any(-1).all()
@@ -246,6 +249,10 @@ def declared_routing(
     logits = F.linear(x.to(kinds[dtypes.projection]), *wide)
     name, scores = route.func.__name__, logits.to(kinds[dtypes.score])
     scores = (scores / cap).tanh() * cap if (cap := how.get("softcap", 0.0)) else scores
+    if name == "sqrt_softplus_top_k":
+        weights = F.softplus(scores).sqrt().gather(-1, indices)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * how["scale"]
+        return layer["router"].to(kinds[dtypes.param]), logits, weights.to(kinds[dtypes.output])
     scores = scores if name == "top_k_softmax" else scores.softmax(-1) if "softmax" in name else scores.sigmoid()
     if name == "sparse_mixer":
         weights = route(logits.to(kinds[dtypes.score]), indices)[0].to(kinds[dtypes.output])
@@ -317,6 +324,7 @@ def test_counts_are_of_the_batch(case: Case) -> None:
     with torch.no_grad():
         want = loss(params, given, aux=True)[2]["counts"]
     paths = [path for path in tree.flatten(params) if path.endswith("selection_bias")]
+    moved = want[[row for row, i in enumerate(sparse_layers(case.config)) if f"layers.{i}.mlp.selection_bias" in paths]]
     optimizer = train.sgd(1e-3, spec=spec, weight_decay=0.1)
     for options in ({}, {"accumulate": 3}, {"remat": "full"}, {"accumulate": 2, "remat": "every:2"}):
         rate = {"balance_rate": 0.1} if paths else {}
@@ -324,7 +332,7 @@ def test_counts_are_of_the_batch(case: Case) -> None:
         state, metrics = run(train.init_state(params, optimizer), given)
         assert torch.equal(metrics["aux"]["counts"], want)
         after = tree.flatten(state.params)
-        for path, counts in zip(paths, want, strict=bool(paths)):
+        for path, counts in zip(paths, moved, strict=True):
             assert torch.equal(after[path], train.losses.update_bias(tree.flatten(params)[path], counts, 0.1)), path
 
 
@@ -376,6 +384,7 @@ def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
         len(family.kinds(case.config)),
         config=case.config,
         routing=routing,
+        **layer_inputs_of(case.config, params, inputs),
         kernel=kernel,
     )
     assert torch.equal(family.unembed(params, whole, config=case.config), free[0])
@@ -424,7 +433,9 @@ def test_losses_replay_what_the_batch_holds(case: Case) -> None:
         assert torch.equal(own[0], free[0]) and off(own[1], free[1]) == 0
         assert not torch.equal(another[0], free[0])
         called.clear()
-        assert relative(run(function, other, experts=watched)[1], another[1]) < 1e-5
+        # fp32 itself gives weights of streams no more: their gradients are sums of terms that cancel
+        bound = 1e-4 if field_of(case.config, "residual_streams") else 1e-5
+        assert relative(run(function, other, experts=watched)[1], another[1]) < bound
         assert len(called) == len(sizes)
     routers = {path: g for path, g in tree.flatten(run(train.next_token_loss, other)[1]).items() if "router" in path}
     assert routers and all(g.any() for g in routers.values())
@@ -450,13 +461,18 @@ def test_what_does_not_fit_is_refused(case: Case) -> None:
     for wrong in (routing[:, :, 0], routing.int(), routing[:, 1:], routing[..., 1:], routing[..., [0, *range(k)]]):
         with pytest.raises(ValueError, match="routing must be int64"):
             run(params, {**inputs, "routing": wrong}, masks, freqs_cis)
-    dense = {kind: mask if isinstance(mask, fnmodels.inputs.Segments) else mask.dense() for kind, mask in masks.items()}
+    dense = {
+        kind: mask if isinstance(mask, fnmodels.inputs.Segments | dict) else mask.dense()
+        for kind, mask in masks.items()
+    }
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     last = sparse_layers(case.config)[-1]
-    replayed = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, valid=inputs["valid"])
-    want = fnmodels.run_layers(params, x, masks, freqs_cis, 0, last + 1, config=case.config)
+    more = {"valid": inputs["valid"], **layer_inputs_of(case.config, params, inputs)}
+    replayed = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, **more)
+    del more["valid"]
+    want = fnmodels.run_layers(params, x, masks, freqs_cis, 0, last + 1, config=case.config, **more)
     assert off(replayed[batch.valid], want[batch.valid]) < 1e-5
-    if not is_ordered(case):  # Segments say it
+    if not is_ordered(case) and not any(isinstance(mask, dict) for mask in dense.values()):  # which say it
         with pytest.raises(ValueError, match="the masks do not say it"):
             fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config)
     with pytest.raises(ValueError, match="experts is 'fast'"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import testing, tree
+from fnmodels.inputs.windows import Windows
 from tests.support.cases import (
     Batch,
     Case,
@@ -43,7 +44,10 @@ def test_packed_equals_separate(case: Case, kernel: str) -> None:
 
 @every_structure_and_kernel
 def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
-    """P1 for rows that begin in the middle of a document."""
+    """P1 for rows that begin in the middle of a document; columns of a batch hold no complete windows of their own."""
+    masks = batch_of(case.config, segments((4,))).prepared()[1]
+    if tree.contains(masks, Windows):
+        pytest.skip("Keys of windows that begin before the row are in no batch of the row's columns.")
     testing.check_packing_of_a_cut_document(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 

@@ -12,6 +12,7 @@ import torch
 import params as P
 from fnmodels import family_of, llama
 from fnmodels.models.common.registry import family_for
+from fnmodels.models.common.spec import InTurn
 from params.initialize import draw
 from tests.support.cases import Case, cases, structures
 
@@ -47,7 +48,7 @@ def _small(layers: int = 2, **changes: Any) -> llama.Config:
 def test_same_seed_same_leaves(case: Case) -> None:
     one, two, other = (P.flatten(P.init(case.config, seed)) for seed in (3, 3, 4))
     spec = P.flatten(family_of(case.config).spec(case.config))
-    drawn = {path for path, leaf in spec.items() if not isinstance(leaf.init, P.Constant)}
+    drawn = {path for path, leaf in spec.items() if not isinstance(leaf.init, P.Constant | InTurn)}
     for path, leaf in one.items():
         assert torch.equal(leaf, two[path])
         assert torch.equal(leaf, other[path]) != (path in drawn)

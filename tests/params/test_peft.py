@@ -48,7 +48,10 @@ OTHERS = (
     "proj_out",
 )
 # PEFT renames these on loading by a pattern of transformers that their new names match too: they are renamed twice.
-UNREAD = {"laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down"))}
+UNREAD = {
+    "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
+    "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
+}
 
 
 @ALL

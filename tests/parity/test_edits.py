@@ -10,6 +10,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.edits import BoundEdit
+from fnmodels.models.common.family import field_of
 from fnmodels.ops.rotary import Rope, frequencies
 from tests.support.cases import (
     Case,
@@ -28,6 +29,8 @@ from tests.support.reference_taps import KeepsDoubles, Site, sites_of
 BOUND = 1e-6  # selection biases are fp32 in both, and the frequencies of scaled ropes
 ROWS = segments((9,), (9,))
 CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case: case.family)) if case.values}
+# streams are mixed in fp32 there, whatever the dtype, and the choices of experts and keys follow from them
+CASES = {name: case for name, case in CASES.items() if not field_of(case.config, "residual_streams")}
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fnmodels
-from fnmodels.models.common.family import field_of
+from fnmodels.models.common.family import field_of, traits_of
 from tests.support.cases import Case, cases, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
 
@@ -18,6 +18,10 @@ def test_vectors_are_inputs_embeds(case: Case) -> None:
     vectors = torch.randn(2, 12, width, generator=torch.Generator().manual_seed(0))
     inputs, masks, freqs_cis = fnmodels.prepare(case.config, vectors)
     more = {}
+    if traits_of(fnmodels.family_of(case.config)).reads_ids:
+        with pytest.raises(ValueError, match="choose experts by token ids"):
+            fnmodels.forward(params_of(model, case.config), inputs, masks, freqs_cis, config=case.config)
+        return
     if field_of(case.config, "hidden_size_per_layer_input"):  # embeddings of the tokens for each layer
         inputs["token_ids"] = ids = tokens_of(case.config, 2, 12)
         with torch.no_grad():

@@ -48,6 +48,7 @@ import params as P
 from fnmodels import testing, tree
 from fnmodels.inputs.mask import attention_part
 from fnmodels.inputs.order import Segments
+from fnmodels.inputs.windows import Windows
 from fnmodels.models.common import context
 from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, traits_of
 from fnmodels.models.common.registry import ordered_kinds
@@ -131,7 +132,9 @@ def taps_of(config: Any) -> tuple[str, ...]:
 
 
 def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
-    """What `run_layers` needs more for a model whose layers read embeddings of the token ids."""
+    """What `run_layers` needs more for a model whose layers read embeddings of the token ids, or these."""
+    if traits_of(fnmodels.family_of(config)).reads_ids:
+        return {"shared": fnmodels.family_of(config).shared(params, inputs, config=config)}  # type: ignore[attr-defined]
     if not field_of(config, "hidden_size_per_layer_input"):
         return {}
     family: Any = fnmodels.family_of(config)
@@ -143,8 +146,8 @@ def beside(config: Any, params: Any, inputs: Any, index: int, lent: dict[str, An
     """The keyword tensors that the block of a layer needs more; lent: {kind: aux["kv"] of its last layer so far}."""
     kind = fnmodels.family_of(config).kinds(config)[index]
     more = {"valid": inputs["valid"]} if index in sparse_layers(config) else {}
-    for value in layer_inputs_of(config, params, inputs).values():
-        more["layer_input"] = value[:, :, index]
+    for name, value in layer_inputs_of(config, params, inputs).items():
+        more |= {name: value} if name == "shared" else {"layer_input": value[:, :, index]}
     return more | ({"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {})
 
 
@@ -298,6 +301,9 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
     if name.endswith(("selection_bias", "correction_bias", "expert_bias")):
         return 0.1 * noise
+    if name.endswith("tid2eid"):  # numbers of experts, of which there are twice as many as a token has
+        rows, chosen = tensor.shape
+        return ((torch.arange(rows)[:, None] * 5 // 2 + torch.arange(chosen)) % (2 * chosen)).float()
     if name.endswith("A_log"):
         return 0.3 * noise - 1.5  # a decay over several tokens: one that is over at once would hide what it carries
     if tensor.ndim >= 2:
@@ -464,6 +470,9 @@ def _read_by(mask: Any) -> Tensor:
     """bool [S, S]: which tokens each one reads in a layer with this mask."""
     if isinstance(mask, dict):
         return torch.stack([_read_by(part) for part in mask.values()]).any(0)
+    if isinstance(mask, Windows):  # tokens of windows of the document that have ended
+        ids, ends = mask.segments[0], (mask.positions[0] // mask.ratio + 1) * mask.ratio - 1
+        return (ids[:, None] == ids) & (mask.slots[0] >= 0) & (ends <= mask.positions[0][:, None])
     if not isinstance(mask, Segments):
         dense: Tensor = mask.dense()[0, 0]
         return dense
@@ -486,7 +495,11 @@ def subject_of(
         return fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=length)
 
     def rotary(batch: Any) -> list[tuple[Tensor, Tensor]]:
-        tables = {kind: leaf for kind, entry in batch[2].items() for leaf in tree.leaves(entry) if leaf.ndim == 4}
+        entries = {
+            (kind, path): leaf for kind, e in batch[2].items() for path, leaf in named_leaves(e) if leaf.ndim == 4
+        }
+        # "start" is of other positions
+        tables = {kind: leaf for (kind, path), leaf in entries.items() if leaf.ndim == 4 and path != "start"}
         return [(t, _frequencies(config, kind, t.shape[2], length)) for kind, t in tables.items() if t.numel()]
 
     def run(params: Any, batch: Any) -> Tensor:
@@ -507,6 +520,11 @@ def subject_of(
         tolerance=tolerance,
         exact=kernel == "math" or not is_routed(config),
     )
+
+
+def named_leaves(entry: Any) -> list[tuple[str, Tensor]]:
+    """(path, tensor) of a table, or of a dict of tables."""
+    return [("", entry)] if isinstance(entry, Tensor) else list(tree.flatten(entry).items())
 
 
 def _frequencies(config: Any, kind: str, pairs: int, length: int | None) -> Tensor:
@@ -605,6 +623,8 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
         how = f"python -m tests.support.find_seeds {case.config.model_type} finds one"
         seeds = f"SEEDS in tests/variants/{case.family}.py, {{{case.name!r}: seed}}, chooses other tokens; {how}"
         assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}; {seeds}"
+        if route.keywords.get("hashed") is not None:
+            continue  # by ids
         logits, chosen = aux["router_logits"][valid], aux["expert_indices"][valid].sort(-1).values
         for _ in range(16):
             signs = 2.0 * torch.randint(2, logits.shape, generator=generator) - 1

@@ -154,7 +154,7 @@ class Context:
         if alibi is not None:
             read["places"] = places_of(alibi["positions"], k.dtype)
         if "cache" in self.tensors:
-            read = self._extend(read)
+            read = self.extend(read)
             k, v = read["k"], read["v"]
         if alibi is not None:
             q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
@@ -212,7 +212,7 @@ class Context:
         if not (cached or gathers):
             return self.attend(q, *expanded(weights, latent, rope, widths=widths), mask, scale=scale)
         if cached:
-            read = self._extend({"latent": latent, "rope": rope})
+            read = self.extend({"latent": latent, "rope": rope})
             latent, rope = read["latent"], read["rope"]
         absorbs = gathers or pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
         if absorbs and not self.options.invariant and not self.wants_any(ATTENTION_TAPS):
@@ -252,7 +252,7 @@ class Context:
         k: Tensor | None = None
         if own is not None and (cached or (given is None and not everything)):
             k = index_keys(own, x, freqs, indexer)
-            k = self._extend({"index": k})["index"] if cached else k
+            k = self.extend({"index": k})["index"] if cached else k
             k = k if ranks is None or everything else ranks.gather(k)
         if everything:
             if own is not None and self.wants("choices"):
@@ -347,7 +347,7 @@ class Context:
         if cached:
             self._put(entry)
 
-    def _extend(self, new: Entry) -> Entry:
+    def extend(self, new: Entry) -> Entry:
         """Writes what the new tokens add to the entry, [B, S, ...]; returns what the queries read, [B, K, ...]."""
         tensors = self.tensors
         read, written = extended(tensors["cache"], new, tensors["slots"], self.use, tensors.get("occupied"))

@@ -108,6 +108,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
     "dropout": Dropout(),
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
+    "residual_streams": 0,  # rows of the residual stream between layers, [B, S, n, D]; 0: it is [B, S, D]
 }
 
 
@@ -166,6 +167,11 @@ class LayerKind:
         """Whether its layers attend to a few keys that an indexer chooses (`Context.choose`)."""
         return self.attends == "indexed"
 
+    @property
+    def compresses(self) -> bool:
+        """Whether its layers read keys of all windows of tokens before a query (`common.deepseek_v4.windows`)."""
+        return self.attends == "compressed"
+
     @classmethod
     def parse(cls, name: str) -> "LayerKind":
         """The kind of this name. Words that it does not know belong to the family."""
@@ -210,6 +216,8 @@ class Traits:
     router: RouterDtypes | None = None  # the dtypes of its router
     sinks: bool = False  # whether its attention has sink logits
     biased: bool = False  # whether its attention has a `RelativeBias`
+    # whether its function `shared` reads token ids, inputs["token_ids"], and returns a tensor [B, S, ...] of each token
+    reads_ids: bool = False
     # {dropout rate in config.json: the fields of `Dropout` that it sets}; and {rate: its value where a file has none}
     dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
     dropout_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -330,3 +338,10 @@ def is_routed(family: Family, kind: str) -> bool:
 def field_of(config: Any, name: str) -> Any:
     """A field of the config, or its default in CONFIG_DEFAULTS."""
     return getattr(config, name, CONFIG_DEFAULTS[name])
+
+
+def stream_shape(config: Any, index: int) -> tuple[int, ...]:
+    """The dimensions after [B, S] of the residual stream before layer `index` of a stack: (n, D) or (D,)."""
+    streams = field_of(config, "residual_streams")
+    inside = streams and 0 < index < config.num_hidden_layers
+    return (streams, config.hidden_size) if inside else (config.hidden_size,)

@@ -48,6 +48,13 @@ class Sinusoids:
 
 
 @dataclass(frozen=True)
+class InTurn:
+    """Fills a table [rows, k] with numbers below `count`, k different ones in each row, as they come in turn."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Leaf:
     """The declaration of one parameter.
 
@@ -56,7 +63,7 @@ class Leaf:
         dtype: The default dtype; initialization and loading can choose another.
         axes: A logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
             to mesh dimensions.
-        init: `Normal`, `Constant`, `LogUniform` or `Sinusoids`.
+        init: `Normal`, `Constant`, `LogUniform`, `Sinusoids` or `InTurn`.
         trainable: False for checkpoint state without a gradient (a router's selection bias).
         decay: Whether weight decay applies (not to norms, biases and embeddings).
         keep_dtype: Whether the parameter is in `dtype` at least, whatever the model is cast to or loaded in.
@@ -66,7 +73,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[str, ...]
-    init: Normal | Constant | LogUniform | Sinusoids
+    init: Normal | Constant | LogUniform | Sinusoids | InTurn
     trainable: bool = True
     decay: bool = True
     keep_dtype: bool = False

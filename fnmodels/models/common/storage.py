@@ -26,7 +26,8 @@ class TensorSlice:
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
     projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. ones (a, b): the
     parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after. columns: the slice is of
-    the columns of a tensor [out, rows] instead, in one group.
+    the columns of a tensor [out, rows] instead, in one group. integers: on disk it is int64; the parameter is floating,
+    so that it may stand in a tree of which gradients are taken.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TensorSlice:
     batched: bool = False
     ones: tuple[int, int] | None = None
     columns: bool = False
+    integers: bool = False
 
     def __post_init__(self) -> None:
         if self.rows % self.groups or not 0 <= self.start < self.stop <= self.rows // self.groups:
@@ -117,6 +119,7 @@ def extract(stored: Single, tensor: Tensor) -> Tensor:
     axis, rows = _rows(stored, tensor)
     value = rows.flatten(axis, axis + 1)
     value = value.mT if stored.columns else value
+    value = value.to(torch.float32) if stored.integers else value
     return value if 1 in value.stride() else value.contiguous()
 
 

@@ -9,6 +9,7 @@ scores of those experts; the choice itself has no gradient. Logits must be finit
     function         scores           chosen by              weights                          used by
     softmax_top_k    softmax over E   score + bias, groups   score, optionally renormalized   Mixtral, Qwen, ERNIE 4.5
     top_k_softmax    logits           logit                  softmax over the chosen logits   gpt-oss
+    sqrt_softplus_top_k  sqrt(softplus)  score + bias, or id score, renormalized           DeepSeek V4
     sigmoid_top_k    sigmoid          score + bias, groups   score, optionally renormalized   DeepSeek V3, GLM 4.5
     top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4, Cohere 2
     sparse_mixer     logits           logit, one by one       softmax over scores near it      Phi-3.5-MoE
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.dtypes import upcast
@@ -103,6 +105,26 @@ def capped_sigmoid_top_k(
 ) -> tuple[Tensor, Tensor]:
     """`sigmoid_top_k` of softcap tanh(logits / softcap)."""
     return sigmoid_top_k(elementwise(torch.tanh, upcast(logits) / softcap) * softcap, indices, **choice)
+
+
+def sqrt_softplus_top_k(
+    logits: Tensor,
+    indices: Tensor | None = None,
+    *,
+    k: int,
+    bias: Tensor | None = None,
+    hashed: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The k experts with the largest sqrt(softplus) + `bias` [E], which affects only the choice (DeepSeek V4).
+
+    hashed: int64 [..., k], experts that are chosen by the token's id instead. The weights sum to `scale`.
+    """
+    scores = elementwise(F.softplus, upcast(logits)).sqrt()
+    if indices is None:
+        indices = hashed if hashed is not None else choose(scores if bias is None else scores + bias, k)
+    weights = scores.gather(-1, indices)
+    return _scaled(weights / (weights.sum(-1, keepdim=True) + 1e-20), scale), indices
 
 
 def top_k_softmax(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The messages between stages: hidden states, and what later layers read of earlier stages beside them.
 
-x               hidden states [B, S, D]; of an encoder those of its last layer also where a decoder begins
+x               hidden states [B, S, D], or streams of them [B, S, n, D]; of an encoder those of its last layer also
+                where a decoder begins
 memory          [B, K, D], what a decoder's layers read of its encoder
 term            balance terms of the layers so far, where a loss has any
 layer_inputs    [B, S, layers to come, P], in models whose layers each read something of the token
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.carried import borrowed, takes_choice
-from fnmodels.models.common.family import field_of
+from fnmodels.models.common.family import field_of, stream_shape
 from train.run_options import RouterTerms
 
 from .microbatch import Microbatch
@@ -56,7 +57,7 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
     streams = [stream_like(config, stack, stack.part(part.inputs), dtype) for stack in stacks]
     x = streams[-1]
     rows, length, _ = x.shape
-    found = {"x": x}
+    found = {"x": x.new_empty(rows, length, *stream_shape(stacks[-1].config, lo - stacks[-1].lo))}
     if len(streams) > 1:
         found["memory"] = streams[0]
     if carries_term(part.routers):

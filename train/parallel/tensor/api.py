@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
-from fnmodels.models.common.family import DecoderConfig, function_of
+from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
@@ -200,6 +200,8 @@ class TensorParallel:
         def mine(name: str, value: Any) -> Any:
             if value is None or name in _WHOLE:
                 return value
+            if name == "shared":  # of each token, see `Traits.reads_ids`
+                return tree.map(lambda of_tokens: mine("", of_tokens), value)
             if isinstance(value, Noise):  # attention has all positions
                 return dataclasses.replace(value, tokens=value.tokens[:, own])
             return self.region.cut(value) if value.is_floating_point() else value[:, own]
@@ -221,7 +223,7 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     before any communication, for a plan or a family that cannot run so.
     """
     family = family_of(config)
-    if sequence and function_of(family, "shared") is not None:
+    if sequence and function_of(family, "shared") is not None and not traits_of(family).reads_ids:
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, of which "
             "sequence=True has pieces: use sequence=False."

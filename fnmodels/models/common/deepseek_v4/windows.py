@@ -1,0 +1,197 @@
+"""Attention over the last tokens and keys of windows of tokens (`fnmodels.ops.attention.windows`), cached and over cp.
+
+The mask of such layers is {"attention": that of the last tokens, "windows": `fnmodels.inputs.windows.Windows`}. In a
+cache, an entry holds the keys of windows, one slot for `ratio` tokens of its capacity, and what later windows read of
+the last tokens of a row, which are those of its last document.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.convert import to_dense
+from fnmodels.inputs.windows import Windows, window_slots
+from fnmodels.models.common.context import Context
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.attention.windows import (
+    OfTokens,
+    WindowKeys,
+    appended,
+    continued,
+    in_slots,
+    last_of,
+    last_tokens,
+    of_tokens,
+    visible,
+    weighted_sums,
+)
+from fnmodels.ops.dtypes import upcast
+from fnmodels.ops.indexer import Indexer, Keys, all_visible, choose, chosen, keys_of_ranks
+from fnmodels.ops.mla import Rotate
+from fnmodels.ops.norm import rms_norm_fp32_weight
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """How a layer makes the keys of windows. name: the beginning of their names in a cache, "window" or "index".
+
+    overlap: with the tokens of the window before. eps: of the norm. rotate: for the window's first position.
+    """
+
+    name: str
+    overlap: bool
+    eps: float
+    rotate: Rotate
+
+
+def window_keys(
+    ctx: Context, weights: Mapping[str, Tensor], x: Tensor, windows: Windows, starts: Tensor, *, how: Compressor
+) -> WindowKeys:
+    """The keys of all windows that queries of x [B, S, D] may see: those of a cache, or of all ranks of cp, too.
+
+    weights: "kv_proj", "gate_proj", "bias" [r, ..] and "key_scale" [H]. starts: the rotary table of the first position
+    of each token's window, [B, S, R/2, 2].
+    """
+    new, ranks = of_tokens(weights, x, windows), keys_of_ranks(ctx.options.kernel)
+    if "cache" in ctx.tensors:
+        return _with_cache(ctx, weights, new, starts, how)
+    slots = windows.slots
+    if ranks is not None:
+        new, starts = _of_ranks(new, ranks), ranks.gather(starts.expand(len(x), -1, -1, -1))
+        slots = window_slots(new.positions, new.segments, windows.ratio)
+    return _keys(weights, new, slots, starts, how)
+
+
+def _keys(
+    weights: Mapping[str, Tensor], tokens: OfTokens, slots: Tensor, starts: Tensor, how: Compressor
+) -> WindowKeys:
+    """Sums of these tokens, normed and rotated. starts: of these tokens."""
+    sums = weighted_sums(tokens, slots, weights["bias"], overlap=how.overlap)
+    last = last_tokens(tokens, slots.expand_as(tokens.positions), len(weights["bias"]))
+    tables = in_slots(starts.expand(len(last), -1, -1, -1), last, sums.keys.shape[1])
+    keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=how.eps)
+    return sums._replace(keys=how.rotate(keys.unsqueeze(-2), tables).squeeze(-2))
+
+
+def _of_ranks(new: OfTokens, ranks: Any) -> OfTokens:
+    """What windows read of the tokens of all ranks of cp; gradients are reduced in fp32 at least."""
+    both = ranks.gather(upcast(torch.cat((new.numbers, new.gates), -1))).to(new.numbers.dtype)
+    numbers, gates = both.chunk(2, -1)
+    positions, segments = ranks.gather(torch.stack((new.positions, new.segments), -1)).unbind(-1)
+    return OfTokens(numbers, gates, positions, segments)
+
+
+def _with_cache(
+    ctx: Context, weights: Mapping[str, Tensor], new: OfTokens, starts: Tensor, how: Compressor
+) -> WindowKeys:
+    """The cached keys and those of the windows that the new tokens complete, in the cache's slots."""
+    ratio, entry, name = len(weights["bias"]), ctx.state(), how.name
+    count = 2 * ratio - 1  # tokens that a window which the next one completes may read, if windows overlap
+    if not entry:  # its shapes are asked for: dimension 1 of the keys is the tokens of a slot
+        shapes = (ratio, len(weights["key_scale"])), (ratio,), (ratio,)
+        kinds = new.numbers.dtype, torch.int64, torch.int64
+        rows = len(new.positions)
+        empty = WindowKeys(*(torch.zeros(rows, *s, dtype=d) for s, d in zip(shapes, kinds, strict=True)))
+        ctx.keep(**_named(name, empty, OfTokens(*(t[:, :1].expand(-1, count, *[-1] * (t.ndim - 2)) for t in new))))
+        return empty
+    known = continued(OfTokens(*(entry[f"{name}_{part}"] for part in _OPEN)), new)
+    slots = window_slots(known.positions, known.segments, ratio)
+    none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(len(starts), count, -1, -1)
+    found = _keys(weights, known, slots, torch.cat((none, starts), 1), how)
+    last, index = last_tokens(known, slots, ratio), torch.arange(known.positions.shape[1], device=slots.device)
+    fresh = in_slots((index >= count).expand_as(last), last, found.keys.shape[1])
+    held = WindowKeys(*(entry[f"{name}_{part}"] for part in _KEYS))
+    if "occupied" in ctx.tensors:  # empty slots may hold NaN
+        held = held._replace(keys=held.keys.where((held.segments > 0)[..., None], 0))
+    keys = appended(held, found, fresh, inplace=ctx.use.inplace)
+    ctx.keep(**_named(name, keys, last_of(known, count)))
+    return keys._replace(keys=keys.keys.to(new.numbers.dtype))
+
+
+_KEYS = ("keys", "ends", "documents")  # parts of an entry's names: `WindowKeys`,
+_OPEN = ("numbers", "gates", "positions", "segments")  # and `OfTokens`
+
+
+def _named(name: str, keys: WindowKeys, last: OfTokens) -> dict[str, Tensor]:
+    parts = (*zip(_KEYS, keys, strict=True), *zip(_OPEN, last, strict=True))
+    return {f"{name}_{part}": value for part, value in parts}
+
+
+def choose_windows(
+    ctx: Context,
+    weights: Mapping[str, Any],
+    inputs: tuple[Tensor, Tensor],
+    mask: Mapping[str, Any],
+    freqs: Mapping[str, Tensor],
+    *,
+    indexer: Indexer,
+    how: Compressor,
+) -> Tensor | None:
+    """bool [B, 1, Q, C]: the windows that the layer's indexer chooses for each query; None: all that have ended.
+
+    weights: of the indexer, with a "compressor". inputs: x [B, S, D] and what queries are projected from. freqs:
+    {"table": of the tokens, "start": see `window_keys`}. The choice, of windows by the position of their last token in
+    the document, is the tap "choices", and the keyword `choices` of the block's call replaces it. It has no gradient.
+    """
+    with torch.no_grad():
+        x, latent = (t.detach() for t in inputs)
+        given, windows = ctx.tensors.get("choices"), mask["windows"]
+        keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
+        allowed = visible(windows, keys)
+        named = Keys(allowed, windows.segments, keys.segments, keys.ends)
+        if given is None and keys.keys.shape[1] <= indexer.count:
+            if ctx.wants("choices"):
+                ctx.aux["choices"] = all_visible(named).expand(len(x), -1, -1)
+            return None
+        if given is None:
+            given = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
+        given = ctx.aux["chosen"] = ctx.tap("choices", given)
+        return chosen(named, given)
+
+
+def attend_to_windows(
+    ctx: Context,
+    q: Tensor,
+    kv: Tensor,
+    mask: Mapping[str, Any],
+    windows: WindowKeys,
+    *,
+    among: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of q [B, S, N, H] over keys of tokens kv [B, S, 1, H] and of windows, which are values too.
+
+    among: bool [B, 1, Q, C], of the windows that have ended those that are read; None: all. [B, S, N, H].
+    """
+    kernel, tokens = ctx.options.kernel, mask["attention"]
+    if ctx.options.invariant:
+        raise ValueError(
+            'kernel="invariant" orders the keys of tokens, and here keys of windows of them stand beside: layers of '
+            'this model have no batch-invariant form; kernel="math" gives the reference.'
+        )
+    if kernel in ("blocks", "varlen"):
+        raise ValueError(
+            f"kernel={kernel!r} reads rules over the tokens of a row, and here keys of windows stand beside them: "
+            '"auto", "sdpa" and kernel="math" take any mask.'
+        )
+    q, kv = ctx.tap("attention.q", q), ctx.tap("attention.k", kv)
+    ranks = keys_of_ranks(kernel)
+    if "cache" in ctx.tensors:
+        kv = ctx.extend({"k": kv})["k"]
+    elif ranks is not None:
+        tokens = ranks.mask(tokens)
+        kv = ranks.gather(upcast(kv.flatten(2))).to(kv.dtype).unflatten(2, kv.shape[2:])
+        kernel = getattr(kernel, "before").kernel  # noqa: B009 - of one process: all keys are here
+    near = to_dense(tokens)
+    far = visible(mask["windows"], windows)
+    far = far if among is None else far & among
+    rows = max(len(near), len(far))
+    seen = torch.cat([part.expand(rows, -1, -1, -1) for part in (near, far)], -1)
+    keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
+    show = ctx.tap if ctx.wants_any(("attention.scores", "attention.pattern")) else None
+    z = attention(q, keys, keys, seen, kernel=kernel, scale=scale, sinks=sinks, tap=show)
+    return ctx.tap("attention.z", z)

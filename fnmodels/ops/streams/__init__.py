@@ -1,0 +1,1 @@
+"""Residual streams of several rows."""
