@@ -17,7 +17,7 @@ from torch import Tensor
 import params as P
 from fnmodels import family_of
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.family import function_of
+from fnmodels.models.common.family import function_of, traits_of
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree
@@ -125,7 +125,8 @@ def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
             f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
             "not have cp above 1, nor sequence=True; fsdp, dp, tp and, of an encoder with its decoder, pp work."
         )
-    if function_of(family, "shared") is not None and (mesh.cp > 1 or sequence):
+    of_rows = function_of(family, "shared") is not None and not traits_of(family).reads_ids
+    if of_rows and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, such as the "
             f"distances of tokens, so the mesh {mesh} must not have cp above 1, nor sequence=True; fsdp, dp, tp and pp "

@@ -80,6 +80,27 @@ def test_what_later_stages_read_crosses_borders(
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, {"accumulate": parts}), name)
 
 
+# residual streams of several rows, keys of windows of tokens, and experts by token id
+STREAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fsdp=2", {}, {"remat": "full"}),
+    ("tp=2", {}, {}),
+    ("tp=2", {"sequence": True}, {"remat": "full"}),
+    ("cp=2", {}, {}),
+    ("ep=2", {}, {}),
+    ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
+    ("pp=2", {"schedule": "ZBVZeroBubble"}, {"accumulate": 4}),
+    ("pp=2,tp=2", {"sequence": True}, {"accumulate": 2}),
+    ("cp=2,tp=2", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "options"), STREAMS)
+def test_streams_and_keys_of_windows(
+    ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, "deepseek_v4", mesh, strategy, options), "deepseek_v4")
+
+
 def another_choice(carried: dict[str, Any]) -> dict[str, Any]:
     """Without the latest key."""
     chosen = carried["chosen"]

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fnmodels
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.choice import Choice
@@ -125,7 +125,8 @@ def resolved_order(order: Order | Tensor, config: DecoderConfig | None) -> Order
 
 def _mask_order(batch: Mapping[str, Tensor], ranks: int, config: DecoderConfig) -> Tensor:
     masks = fnmodels.family_of(config).attention_masks(config, batch["positions"], batch["segment_ids"])
-    fullest = max({id(m): m for m in masks.values()}.values(), key=lambda mask: int(visible_keys(mask).sum()))
+    parts = map(attention_part, masks.values())
+    fullest = max({id(m): m for m in parts}.values(), key=lambda mask: int(visible_keys(mask).sum()))
     share = batch["tokens"].shape[1] // ranks
     block = math.gcd(BLOCK, share)
     while block > 1 and share < 8 * block:
