@@ -125,7 +125,7 @@ def resolved_order(order: Order | Tensor, config: DecoderConfig | None) -> Order
 
 def _mask_order(batch: Mapping[str, Tensor], ranks: int, config: DecoderConfig) -> Tensor:
     masks = fnmodels.family_of(config).attention_masks(config, batch["positions"], batch["segment_ids"])
-    parts = map(attention_part, masks.values())
+    parts: list[Any] = [attention_part(mask) for mask in masks.values()]
     fullest = max({id(m): m for m in parts}.values(), key=lambda mask: int(visible_keys(mask).sum()))
     share = batch["tokens"].shape[1] // ranks
     block = math.gcd(BLOCK, share)
