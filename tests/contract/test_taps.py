@@ -227,7 +227,7 @@ def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
     begins = [*(f"layers.{index}.input" for index in range(count)), "hidden"]
     for before, after in zip(states, begins, strict=True):
         assert off(tapped[before], tapped[after]) == 0, after
-    for index in range(count if case.family not in NO_SUMS else 0):
+    for index in range(count if case.family not in NO_SUMS and not field_of(case.config, "residual_streams") else 0):
         tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
         middle = tap["input"] + tap.get("attention", 0) + tap.get("mamba", 0)
         if "middle" in tap:
@@ -252,6 +252,8 @@ def check_state(case: Case, tapped: dict[str, Tensor]) -> None:
 
 def check_choices(case: Case, tapped: dict[str, Tensor]) -> None:
     """Queries attend to no key but those that the indexer chose."""
+    if hasattr(case.config, "indexed_ratio"):
+        return  # of windows: tests/fnmodels/models/test_deepseek_v4.py
     positions = batch_of(case.config, ROWS).positions
     for name in (name for name in tapped if name.endswith(".choices")):
         pattern = tapped[name.replace("choices", "attention.pattern")].amax(1)

@@ -16,7 +16,6 @@ REFUSED: dict[str, set[str]] = {
         *("rope_parameters.main.partial_rotary_factor", "router_jitter_noise", "scoring_func"),
     }
 }
-SEEDS = {"deepseek_v4": 1}
 # At the eighth step fp32 makes another choice than fp64; up to there they agree to 5e-6.
 TRAINING_TOLERANCE = {"deepseek_v4": 2e-3}
 SEPARATE = {
