@@ -285,7 +285,8 @@ def test_taps_are_what_their_definition_says(case: Case) -> None:
     tapped = run_with_all_taps(case)
     for check in CHECKS:
         check(case, tapped)
-    assert {local(tap) for tap in tapped} <= {name for _, name in WRONG}, "each name has a planted error below"
+    own = {"streams"}  # tests/fnmodels/models/test_deepseek_v4.py
+    assert {local(tap) for tap in tapped} - own <= {n for _, n in WRONG}, "each name has a planted error below"
 
 
 _BLOCK = ("input_layernorm", "post_attention_layernorm")

@@ -332,7 +332,7 @@ def _attention_leaves(config: Config, kind: LayerKind) -> Tree:
         "q_a_layernorm": _norm(config.q_lora_rank, "latent"),
         "q_b_proj": weight((heads * H, config.q_lora_rank), ("heads", "latent"), std, unit=H),
         "kv_proj": weight((H, D), ("latent", "embed"), std),
-        "kv_norm": _norm(H, "latent"),
+        "kv_a_layernorm": _norm(H, "latent"),
         "sinks": Leaf((heads,), torch.float32, ("heads",), Normal(std), decay=False, keep_dtype=True),
         "o_a": weight((rank, heads * H // config.o_groups), ("head_groups", "latent"), std, unit=config.o_lora_rank),
         "o_b_proj": weight((D, rank), ("embed", "head_groups"), std, unit=config.o_lora_rank),
@@ -391,7 +391,7 @@ _PARTS = {
     "attention.q_a_layernorm": "attn.q_norm.weight",
     "attention.q_b_proj": "attn.wq_b.weight",
     "attention.kv_proj": "attn.wkv.weight",
-    "attention.kv_norm": "attn.kv_norm.weight",
+    "attention.kv_a_layernorm": "attn.kv_norm.weight",
     "attention.sinks": "attn.attn_sink",
     "attention.o_a": "attn.wo_a.weight",
     "attention.o_b_proj": "attn.wo_b.weight",
@@ -526,7 +526,7 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Any, config: Config, 
     table = freqs["table"] if isinstance(freqs, Mapping) else freqs
     latent = rms_norm_fp32_weight(linear(x, weights["q_a_proj"]), weights["q_a_layernorm"], eps=eps)
     q = rms_norm(split_heads(linear(latent, weights["q_b_proj"]), config.head_dim), None, eps=eps)
-    kv = rms_norm_fp32_weight(linear(x, weights["kv_proj"]), weights["kv_norm"], eps=eps).unsqueeze(-2)
+    kv = rms_norm_fp32_weight(linear(x, weights["kv_proj"]), weights["kv_a_layernorm"], eps=eps).unsqueeze(-2)
     q, kv = rotate(q, table), rotate(kv, table)
     if "compressor" not in weights:
         z = ctx.attend(q, kv, kv, mask, scale=scale, sinks=weights["sinks"])
