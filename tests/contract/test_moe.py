@@ -178,6 +178,11 @@ def naive_experts(
     return y
 
 
+def bound_of(case: Case) -> float:
+    """Of differences of gradients in fp32; those of weights of streams are sums of terms that cancel."""
+    return 1e-4 if field_of(case.config, "residual_streams") else 1e-5
+
+
 @with_paths(ROUTED)
 def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
     """M3: logits and all gradients (experts, router, biases, shared experts) agree to a relative 1e-5."""
@@ -185,7 +190,7 @@ def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
     want = results(case, batch, params, experts=naive_experts)
     got = results(case, batch, params, experts=experts)
     assert got[3] == want[3] and off(got[0], want[0]) < 1e-5
-    assert relative(got[2], want[2]) < 1e-5
+    assert relative(got[2], want[2]) < bound_of(case)
     learned = {path: g for path, g in tree.flatten(want[2]).items() if ".mlp." in path}
     assert all(g.any() for path, g in learned.items() if not path.endswith(("selection_bias", "tid2eid")))
 
@@ -210,7 +215,8 @@ def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case) -> None:
     for ranks in (5, 50):  # fewer than the 48 tokens, and more
         got = results(case, batch, params, experts=functools.partial(parallel, ranks=ranks))
         assert seen and all(seen)
-        assert off(got[0], want[0]) < 1e-5 and relative(got[2], want[2]) < 1e-5 and got[3] == want[3]
+        assert off(got[0], want[0]) < 1e-5 and relative(got[2], want[2]) < bound_of(case)
+        assert got[3] == want[3]
 
 
 @every_structure
@@ -433,9 +439,7 @@ def test_losses_replay_what_the_batch_holds(case: Case) -> None:
         assert torch.equal(own[0], free[0]) and off(own[1], free[1]) == 0
         assert not torch.equal(another[0], free[0])
         called.clear()
-        # fp32 itself gives weights of streams no more: their gradients are sums of terms that cancel
-        bound = 1e-4 if field_of(case.config, "residual_streams") else 1e-5
-        assert relative(run(function, other, experts=watched)[1], another[1]) < bound
+        assert relative(run(function, other, experts=watched)[1], another[1]) < bound_of(case)
         assert len(called) == len(sizes)
     routers = {path: g for path, g in tree.flatten(run(train.next_token_loss, other)[1]).items() if "router" in path}
     assert routers and all(g.any() for g in routers.values())

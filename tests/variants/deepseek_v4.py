@@ -18,6 +18,7 @@ REFUSED: dict[str, set[str]] = {
 }
 # At the eighth step fp32 makes another choice than fp64; up to there they agree to 5e-6.
 TRAINING_TOLERANCE = {"deepseek_v4": 2e-3}
+SEEDS = {"deepseek_v4": 11}  # of those with clear choices, gradients of streams here are the least sums that cancel
 SEPARATE = {
     "packed": "windows, and the keys of windows that queries see, are counted along the row",
     "left": "windows are counted from the padding",
@@ -32,7 +33,7 @@ TINY: dict[str, Any] = {
     "model_type": "deepseek_v4",
     "vocab_size": 61,
     "hidden_size": 32,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 10,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,

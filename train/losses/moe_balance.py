@@ -110,7 +110,7 @@ def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dic
     paths = [path for path in biases if path.startswith("layers.")]
     heads = [path for path in biases if path.startswith("mtp.")]
     paths += heads if len(counts) == len(paths) + len(heads) else []
-    if len(paths) < len(counts):  # some layers choose experts otherwise, by token ids, and have no bias
+    if 0 < len(paths) < len(counts):  # some layers choose experts otherwise, by token ids, and have no bias
         of_experts = (path for path in flat if path.startswith("layers.") and ".experts." in path)
         layers = dict.fromkeys(path.partition(".mlp.")[0] for path in of_experts)
         rows = [row for row, layer in enumerate(layers) if f"{layer}.mlp.selection_bias" in flat]
