@@ -136,8 +136,8 @@ def test_params_are_the_whole_state(case: Case) -> None:
     moved = tree.flatten(gradients(mixed.forward(leaves)[mixed.valid].sin().sum(), leaves))
     flat = tree.flatten(weights)
     for path, tensor in flat.items():
-        if moved[path].any():
-            continue
+        if moved[path].any() or (".indexer." in path and hasattr(case.config, "indexed_ratio")):
+            continue  # rows of more windows than are chosen: tests/parity/test_mutations.py
         got = mixed.forward(tree.unflatten(flat | {path: torch.full_like(tensor, torch.nan)}))
         # selection biases and indexers enter no sum: they only decide which experts and keys are chosen
         chooses = path.endswith(("selection_bias", "tid2eid")) or ".indexer." in path

@@ -51,7 +51,7 @@ def test_every_tensor_counts(case: Case) -> None:
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
             continue  # without rotary embedding a key bias shifts all scores of a query: no effect on softmax
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-        chooses = path.endswith("selection_bias") or ".indexer." in path
+        chooses = path.endswith(("selection_bias", "tid2eid")) or ".indexer." in path
         share = 1.0 if chooses else 0.02  # large enough to change a choice
         moved = tree.flatten(params) | {path: tensor + share * tensor.std().clamp(min=0.1) * noise}
         assert _fails(case, tree.unflatten(moved), theirs, tokens), path
