@@ -43,7 +43,8 @@ def complete(
     """
     ids = prompt_ids(tokenizer, prompt)
     kept, new = fitted(config, ids, tokens)
-    found = generate(params, config, [kept], max_new=new, sampling=sampling, seeds=0, stop_ids=end)
+    # In eager mode, for the text of a run must not depend on what earlier processes compiled.
+    found = generate(params, config, [kept], max_new=new, sampling=sampling, seeds=0, stop_ids=end, compile="none")
     # together: the last token of the prompt and the first new one may share a character's bytes
     answer = [token for token in found.tokens[0] if token not in end]
     return text_of(tokenizer, ids + answer)
