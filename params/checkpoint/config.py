@@ -128,7 +128,7 @@ def read_config(
 
 def _advice(file: Path) -> str:
     """What to do with a file that stands where a checkpoint's folder belongs."""
-    if file.suffix == ".gguf":
+    if file.suffix.lower() == ".gguf":
         return f" (params.load_pretrained reads a GGUF file, and fnmodels-convert {file} FOLDER makes a folder)"
     if file.suffix == ".safetensors":
         return "; name the folder that holds it beside its config.json"

@@ -26,7 +26,7 @@ from .tensor_map import StoredLeaf, by_name, stored_leaves
 
 def is_gguf(path: Path) -> bool:
     """Whether the name is that of a GGUF file, which need not exist."""
-    return path.suffix == ".gguf" and not path.is_dir()
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def load_gguf(
@@ -65,6 +65,8 @@ def read_gguf(
                 flat[leaf.path] = KeptWeight((codes,), (), block_form(kept[leaf.path]), leaf.leaf.shape, target)
         return config, tree.unflatten(flat)
     except CheckpointError as error:
+        if str(file.path) in str(error):  # it names the file already
+            raise
         raise type(error)(f"{file.path}: {error}") from None
 
 

@@ -12,7 +12,22 @@ from .header import GgufTensor
 
 # what changes nothing: how the file was made, and settings of llama.cpp for what the tensors show
 _ROTATED = "rope.dimension_count"
-_NEUTRAL = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+_NEUTRAL = ("rope.scaling.finetuned", "tensor_data_layout")
+_ZERO = (
+    *("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count", "expert_group_used_count"),
+    *("expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers", "pooling_type"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.scaling.factor", "rope.scale_linear"),
+    *("rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
+    *("attention.temperature_length", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"),
+    *("attention.sliding_window", "attention.shared_kv_layers", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("router_logit_softcapping", "logit_scale", "embedding_scale", "residual_scale", "rescale_every_n_layers"),
+)
+# What llama.cpp assumes where a file has no such key: a key with this value says nothing, whoever reads it.
+_ABSENT: Mapping[str, float | bool] = {
+    **dict.fromkeys(_ZERO, 0),
+    **dict.fromkeys(("expert_weights_norm", "swin_norm", "use_parallel_residual"), False),
+    "attention.causal": True,
+}
 
 
 class Metadata:
@@ -57,14 +72,21 @@ class Metadata:
         return float(value)
 
     def check_all_read(self) -> None:
-        """UnsupportedError for keys that nothing has read, unless they are off."""
-        unread = sorted(name for name, value in self._values.items() if name not in self._read and value not in (0, ""))
+        """UnsupportedError for keys that nothing has read, unless a file without them says the same."""
+        unread = sorted(name for name, value in self._values.items() if name not in self._read and _says(name, value))
         if unread:
             keys = ", ".join(f"'{self.architecture}.{name}'" for name in unread)
             raise UnsupportedError(f"{self.path}: the metadata has {keys}, which may change the model and is not read.")
 
     def _key(self, name: str) -> str:
         return f"{self.path}: '{self.architecture}.{name}'"
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether a key with this value says more than a file without it; false is no number."""
+    absent = _ABSENT.get(name)
+    is_absent = absent is not None and isinstance(value, bool) == isinstance(absent, bool) and value == absent
+    return not is_absent
 
 
 def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_epsilon") -> ConfigJson:
@@ -81,8 +103,13 @@ def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_
     embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which gives the size of the vocabulary.")
+    rows = embedding.shape[0]
+    if (count := metadata.integer("vocab_size", rows)) != rows:
+        raise ConfigError(
+            f"{metadata.path}: '{metadata.architecture}.vocab_size' is {count}, and 'token_embd.weight' has {rows} rows."
+        )
     fields = {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": rows,
         "hidden_size": hidden,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": metadata.integer("block_count"),

@@ -137,6 +137,10 @@ def longrope(writer: gguf.GGUFWriter) -> None:
     ("change", "message"),
     [
         (lambda w: w.add_uint32("llama.expert_count", 8), "'llama.expert_count', which may change the model"),
+        (lambda w: w.add_bool("llama.attention.causal", False), "'llama.attention.causal', which may change the model"),
+        (lambda w: w.add_bool("llama.future_switch", False), "'llama.future_switch', which may change the model"),
+        (lambda w: w.add_bool("llama.expert_count", False), "'llama.expert_count', which may change the model"),
+        (lambda w: w.add_uint32("llama.vocab_size", 99), "'llama.vocab_size' is 99, and 'token_embd.weight' has 64"),
         (lambda w: w.add_uint32("llama.rope.dimension_count", 8), "'llama.rope.dimension_count' is 8, where heads"),
         (longrope, "'longrope'; none, linear and yarn"),
         (lambda w: w.add_uint16("split.count", 3), "one of 3 files of a model: merge them"),
@@ -144,13 +148,27 @@ def longrope(writer: gguf.GGUFWriter) -> None:
         (lambda w: w.add_tensor("odd", np.ones(3, np.float32)), "odd: unexpected"),
         (lambda w: w.add_tensor("odd", np.ones(3, np.int32)), "'odd' is I32, which the installed gguf package"),
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_what_is_not_read_is_named(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
     path = write(tmp_path, change=change)
     with pytest.raises(P.CheckpointError) as caught:
         P.load_pretrained(path)
-    assert message in str(caught.value) and str(path) in str(caught.value)
+    assert message in str(caught.value) and str(caught.value).count(str(path)) == 1
+
+
+def off_as_without_them(writer: gguf.GGUFWriter) -> None:
+    writer.add_uint32("llama.expert_count", 0)
+    writer.add_float32("llama.attn_logit_softcapping", 0.0)
+    writer.add_bool("llama.attention.causal", True)
+    writer.add_bool("llama.expert_weights_norm", False)
+    writer.add_uint32("llama.vocab_size", LLAMA["vocab_size"])
+
+
+def test_keys_that_say_what_a_file_without_them_says_are_read(tmp_path: Path) -> None:
+    """And the end of a file's name may be in capitals."""
+    path = write(tmp_path, change=off_as_without_them)
+    assert P.load_pretrained(path.rename(tmp_path / "IT.GGUF"))[0] == config_of(LLAMA)
 
 
 def test_a_missing_tensor_and_an_unknown_architecture_are_named(tmp_path: Path) -> None:
