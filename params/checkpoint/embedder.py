@@ -24,7 +24,8 @@ from params.io.safetensors_file import (
     write_tensors,
 )
 
-from .embedder_tokenizer import prepared_tokenizer, text_limits
+from .config import CONFIG
+from .embedder_tokenizer import SETTINGS, finish, prepared_tokenizer, text_limits
 from .hub import local_folder
 from .load import load_pretrained
 from .save import write_model
@@ -56,11 +57,14 @@ _MODULES = {
 }
 _FILL_MASK = "fill-mask"  # the task of a model whose logits are pooled
 _PROMPTS = "config_sentence_transformers.json"
+_WRITTEN = ("modules.json", _PROMPTS, "1_Pooling", *SETTINGS)  # signs of a folder of the package
 _ACTIVATION = "torch.nn.modules.activation."
 
 
 def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, **options: Any) -> LoadedEmbedder:
     """Loads a folder that sentence-transformers wrote, for `fnmodels.embed_texts`.
+
+    A folder of a model alone, without any file of that package, is pooled by the mean, as that package does.
 
     The model is read without its head, or of a sparse encoder (SPLADE) with its masked-LM head; the parameters of dense
     layers are params["dense"].
@@ -84,10 +88,10 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
     """
     folder = local_folder(path, revision)
     modules = _modules(folder)
-    if modules[1][0] == "SpladePooling":
+    if modules[1:2] and modules[1][0] == "SpladePooling":
         return _load_sparse(folder, modules, options)
     config, params = load_pretrained(modules[0][1], head="none", **options)
-    pooling, include_prompt = _pooling(modules[1][1])
+    pooling, include_prompt = _pooling(modules[1][1]) if modules[1:] else (("mean",), True)
     rest = modules[2:]
     normalize = bool(rest) and rest[-1][0] == "Normalize"
     dense = rest[: len(rest) - normalize]
@@ -131,7 +135,7 @@ def _load_sparse(folder: Path, modules: list[tuple[str, Path]], options: dict[st
     sparse = fields.choice("activation_function", ("relu", "log1p_relu"), "relu")
     for size in ("embedding_dimension", "word_embedding_dimension"):
         fields.expect(size, config.vocab_size)
-    fields.finish(("chunk_size",))
+    finish(fields, ("chunk_size",))
     longest, lower_case = text_limits(where, config, _FILL_MASK)
     tokenizer, pad = prepared_tokenizer(where, longest, lower_case=lower_case)
     prompts, default = _prompts(folder)
@@ -184,7 +188,7 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
             write_tensors(temporary / place / "model.safetensors", weights)
         limits: dict[str, Any] = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
         limits |= {"transformer_task": _FILL_MASK} if embedder.sparse else {}
-        _write(temporary / "sentence_bert_config.json", limits)
+        _write(temporary / SETTINGS[0], limits)
         prompts = {"prompts": dict(embedder.prompts), "default_prompt_name": embedder.default_prompt}
         _write(temporary / _PROMPTS, prompts)
         _write(temporary / "modules.json", rows)
@@ -193,8 +197,13 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(class, folder) of each module, in order. UnsafePathError: a folder is outside, or is a link."""
+    """(class, folder) of each module, in order: the model's alone where the package has written nothing.
+
+    UnsafePathError: a folder is outside, or is a link.
+    """
     file = folder / "modules.json"
+    if os.path.lexists(folder / CONFIG) and not any(os.path.lexists(folder / name) for name in _WRITTEN):
+        return [("Transformer", folder)]
     listed = read_json(file)
     known = isinstance(listed, list) and all(
         isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str)
@@ -202,7 +211,10 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     )
     if not known:
         raise ConfigError(f"{file} must be a list of objects with 'type' and 'path'.")
+    if foreign := [one["type"] for one in listed if not one["type"].startswith("sentence_transformers.")]:
+        raise UnsupportedError(f"{file}: the module {foreign[0]!r} is none of sentence-transformers' own classes.")
     found = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+    found = [one for at, one in enumerate(found) if at < 2 or one[0] != "Dropout"]  # which acts in training alone
     first = [name for name, _ in found[:2]]
     if first not in (["Transformer", "Pooling"], ["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
         raise UnsupportedError(
@@ -228,10 +240,14 @@ def _pooling(folder: Path) -> tuple[tuple[str, ...], bool]:
             raise UnsupportedError(f"{fields.where}: the pooling {one!r} is unknown; known are {', '.join(names)}.")
     for size in ("embedding_dimension", "word_embedding_dimension"):
         fields.take(size, None)  # the model's width
-    fields.finish()
+    finish(fields)
     if listed is None:
         return older or ("mean",), include_prompt
-    return tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed)), include_prompt
+    poolings = tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed))
+    if older and set(older) != set(poolings):
+        said = ", ".join(_OLDER[ours] for ours in older)
+        raise ConfigError(f"{fields.where}: 'pooling_mode' is {listed!r}, and true are {said}, which disagrees.")
+    return poolings, include_prompt
 
 
 def _pooling_of(embedder: Embedder, config: DecoderConfig) -> dict[str, Any]:
@@ -260,7 +276,7 @@ def _dense(folder: Path) -> tuple[DenseLayer, dict[str, Tensor]]:
     fields.expect("use_residual", False)
     sizes = fields.integer("in_features"), fields.integer("out_features")
     layer = DenseLayer(*sizes, fields.boolean("bias", True), name)
-    fields.finish()
+    finish(fields)
     if not os.path.lexists(folder / "model.safetensors"):
         raise UnsupportedError(f"{folder} has no model.safetensors; save the model again with sentence-transformers.")
     wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
@@ -286,6 +302,8 @@ def _prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
         return (), None
     fields = _fields(folder, _PROMPTS)
     prompts, default = fields.take("prompts", {}), fields.take("default_prompt_name", None)
+    fields.expect("truncate_dim", None)
+    finish(fields, ("similarity_fn_name", "model_type"))
     texts = isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())
     if not texts or not (default is None or default in prompts):
         raise ConfigError(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 import fnmodels
 import params as P
@@ -137,6 +138,25 @@ def test_long_texts_are_refused_or_cut_at_the_folders_length(tmp_path: Path) -> 
     assert_close(fnmodels.embed_texts(loaded, texts, truncate=True), cut)
     with pytest.raises(ValueError, match=r"Document 0 has 42 tokens; a document has from 1 to 20; embedder\.tokenizer"):
         fnmodels.embed_documents(loaded.params, [ids_of(texts[2])], config=loaded.config, embedder=loaded.embedder)
+
+
+@pytest.mark.parametrize("config", [None, "left", "right"])
+@pytest.mark.parametrize("own", ["left", "right"])
+def test_long_texts_are_cut_on_the_side_that_the_folder_says(own: str, config: str | None, tmp_path: Path) -> None:
+    """As transformers does: tokenizer_config.json counts before tokenizer.json."""
+    folder = folder_of(tmp_path / "it")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(12, direction=own)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = json.loads((folder / "tokenizer_config.json").read_text()) if config else {}
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(values | {"truncation_side": config}))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    words = [f"w{i}" for i in range(40)]
+    wanted = theirs(" ".join(words), truncation=True, max_length=20)["input_ids"]
+    cut = P.load_embedder(folder).embedder.tokenizer.encode(" ".join(words)).ids
+    assert cut == wanted
+    assert cut == ids_of(" ".join(words[-18:] if (config or own) == "left" else words[:18]))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -100,7 +100,8 @@ def test_embeddings_and_files(values: dict[str, Any], pooling: Any, tmp_path: Pa
 
 
 def _modules_at(pooling: str) -> str:
-    return json.dumps([{"path": "", "type": "x.Transformer"}, {"path": pooling, "type": "x.Pooling"}])
+    types = {"": "sentence_transformers.models.Transformer", pooling: "sentence_transformers.models.Pooling"}
+    return json.dumps([{"path": path, "type": kind} for path, kind in types.items()])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
@@ -140,7 +141,10 @@ def test_other_folders(tmp_path: Path) -> None:
         ("1_Pooling/config.json", '{"pooling_mode": "mean", "include_prompt": 0}'): "'include_prompt' is 0",
         ("config_sentence_transformers.json", '{"prompts": {}, "default_prompt_name": "query"}'): "one of its names or",
         ("tokenizer.json", '{"version": "1.0"}'): "is not a tokenizer that the tokenizers library can read",
-        ("modules.json", '[{"path": "", "type": "x.StaticEmbedding"}]'): "begins with StaticEmbedding",
+        (
+            "modules.json",
+            '[{"path": "", "type": "sentence_transformers.models.StaticEmbedding"}]',
+        ): "begins with StaticEmbedding",
         ("modules.json", '[{"path": ".."}]'): "must be a list of objects with 'type' and 'path'",
         ("modules.json", _modules_at("../1_Pooling")): "'..' is not the bare name",
         ("modules.json", _modules_at("/1_Pooling")): "'/' is not the bare name",
@@ -150,6 +154,78 @@ def test_other_folders(tmp_path: Path) -> None:
         (copy / name).write_text(text)
         with pytest.raises(fnmodels.errors.CheckpointError, match=message):
             P.load_embedder(copy)
+
+
+# {(file, what it says): the error}, of what changes the vectors of sentence-transformers and is not read
+CHANGED = {
+    (
+        "sentence_bert_config.json",
+        '{"config_args": {"hidden_act": "relu"}}',
+    ): "'hidden_act' of 'config_args' may change",
+    (
+        "sentence_bert_config.json",
+        '{"tokenizer_args": {"model_max_length": 8}, "max_seq_length": 9}',
+    ): "model_max_length",
+    ("sentence_bert_config.json", '{"module_output_name": "other"}'): "'module_output_name' is \"other\"",
+    ("sentence_bert_config.json", '{"modality_config": {"text": {"method": "encode"}}}'): "of texts only",
+    ("sentence_bert_config.json", '{"processing_kwargs": {"text": {"truncation": false}}}'): "'truncation' of 'text'",
+    ("sentence_bert_config.json", '{"foo_scale": 3}'): "has 'foo_scale': 3, which is not known and may change",
+    ("config_sentence_transformers.json", '{"truncate_dim": 8}'): "'truncate_dim' is 8; only null is supported",
+    ("config_sentence_transformers.json", '{"foo": true}'): "has 'foo': true, which is not known",
+    ("1_Pooling/config.json", '{"pooling_mode": "lasttoken", "pooling_mode_mean_tokens": true}'): "which disagrees",
+    ("1_Pooling/config.json", '{"init_scale": 2}'): "has 'init_scale': 2",
+    ("2_Dense/config.json", '{"in_features": 32, "out_features": 6, "train_scale": 2}'): "has 'train_scale': 2",
+    ("modules.json", '[{"path": "", "type": "custom_st.Transformer"}]'): "'custom_st.Transformer' is none of",
+}
+
+
+@pytest.mark.parametrize(("where", "message"), CHANGED.items(), ids=range(len(CHANGED)))
+def test_settings_that_change_vectors_are_refused(where: tuple[str, str], message: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "it", BERT, "mean")
+    (folder / where[0]).write_text(where[1])
+    with pytest.raises(fnmodels.errors.CheckpointError, match=message):
+        P.load_embedder(folder)
+
+
+def test_settings_that_change_no_vector_are_read(tmp_path: Path) -> None:
+    """As releases write them, under the name of the model; a module that drops out stands behind the pooling."""
+    folder = folder_of(tmp_path / "it", BERT, "mean", dense=False)
+    (folder / "sentence_bert_config.json").unlink()
+    forward = {"method": "forward", "method_output_name": "last_hidden_state"}
+    settings = {
+        "max_seq_length": 7,
+        "do_lower_case": True,
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": forward},
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+        "unpad_inputs": None,
+        "model_args": {"trust_remote_code": True},
+        "tokenizer_args": {"model_max_length": 7},
+        "config_args": {},
+    }
+    (folder / "sentence_xlm-roberta_config.json").write_text(json.dumps(settings))
+    general = {"__version__": {"pytorch": "2"}, "similarity_fn_name": "dot", "model_type": "SentenceTransformer"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(general | {"prompts": {}}))
+    rows = json.loads((folder / "modules.json").read_text())
+    rows.append({"path": "2_Dropout", "type": "sentence_transformers.models.Dropout"})
+    (folder / "modules.json").write_text(json.dumps(rows))
+    embedder = P.load_embedder(folder).embedder
+    assert embedder == fnmodels.Embedder(("mean",), (), False, 7, True)
+
+
+def test_a_model_alone_is_pooled_by_the_mean(tmp_path: Path) -> None:
+    """As by sentence-transformers; but modules.json is not lost in silence from a folder that the package wrote."""
+    save(model_of(BERT), tmp_path)
+    config, params, embedder = P.load_embedder(tmp_path)
+    assert embedder == fnmodels.Embedder(("mean",), (), False, config.max_position_embeddings)
+    with torch.no_grad():
+        wanted = model_of(BERT)(input_ids=torch.tensor([DOCUMENTS[0]])).last_hidden_state[0].mean(0)
+    got = fnmodels.embed_documents(params, DOCUMENTS[:1], config=config, embedder=embedder)
+    assert_close(got[0], wanted)
+    (tmp_path / "sentence_bert_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="modules.json"):
+        P.load_embedder(tmp_path)
 
 
 def test_as_sentence_transformers(tmp_path: Path) -> None:
