@@ -12,7 +12,6 @@ from fnmodels.models.common.family import DecoderConfig
 from params.io.files import read_json
 from params.io.tokenizer_file import read_tokenizer
 
-
 # The names that releases of sentence-transformers gave the settings of texts; the first that is there counts.
 SETTINGS = tuple(
     f"sentence_{name}_config.json"

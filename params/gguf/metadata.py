@@ -106,7 +106,8 @@ def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_
     rows = embedding.shape[0]
     if (count := metadata.integer("vocab_size", rows)) != rows:
         raise ConfigError(
-            f"{metadata.path}: '{metadata.architecture}.vocab_size' is {count}, and 'token_embd.weight' has {rows} rows."
+            f"{metadata.path}: '{metadata.architecture}.vocab_size' is {count}, "
+            f"and 'token_embd.weight' has {rows} rows."
         )
     fields = {
         "vocab_size": rows,

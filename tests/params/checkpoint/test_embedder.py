@@ -224,7 +224,7 @@ def test_a_model_alone_is_pooled_by_the_mean(tmp_path: Path) -> None:
     got = fnmodels.embed_documents(params, DOCUMENTS[:1], config=config, embedder=embedder)
     assert_close(got[0], wanted)
     (tmp_path / "sentence_bert_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="modules.json"):
+    with pytest.raises(FileNotFoundError, match=r"modules\.json"):
         P.load_embedder(tmp_path)
 
 
