@@ -17,7 +17,14 @@ SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_HOW_LOADED = ("trust_remote_code", "attn_implementation", "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage")
+_HOW_LOADED: tuple[str, ...] = (
+    "trust_remote_code",
+    "attn_implementation",
+    "torch_dtype",
+    "dtype",
+    "device_map",
+    "low_cpu_mem_usage",
+)
 _HOW_LOADED += ("use_safetensors", "add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention")
 # {options of transformers' loaders in the settings: those of them that change no vector}
 _LOADERS = {
