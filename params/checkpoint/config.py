@@ -5,9 +5,10 @@ here: the class it was saved from (architectures), the dtype, and the special to
 """
 
 import errno
+import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import IGNORED_FIELDS, ConfigJson, IgnoreFields, shown
 from fnmodels.models.common.family import field_of, traits_of
+from fnmodels.models.common.heads import CLASSES, DECODER_HEADS
 from fnmodels.models.common.registry import (
     config_class,
     families,
@@ -32,7 +34,7 @@ from .wrapped_text import refuse_whole, text_values
 CONFIG = "config.json"
 CONFIG_LIMIT = 10_000_000  # bytes; the labels of 20,000 classes take 1 MB
 TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn")
 
 
 def load_config(
@@ -111,16 +113,18 @@ def read_config(
         reading = own or values
         read = config_class(family or family_reading(reading, part)).from_hf
         config = read(ignored.added_to(reading) if ignored.names else reading)
-        if unused := ignored.names - ignored.used - _ignored_earlier(values):
+        if unused := ignored.names - ignored.used.keys() - _ignored_earlier(values):
             raise ConfigError(
                 f"ignore_fields has {', '.join(map(shown, sorted(unused)))}, which is no unknown field: it is read, or "
                 "known to change nothing, or not there."
             )
+        _record(config, ignored)
         _check_dtype(reading)
         _check_tokens(reading)
         named = to_hf(with_lm_head(config)).get("architectures")
         classes = traits_of(family_of(config)).classes
-        _check_architectures(reading, named and [*named, *filter(None, [classes.get(str(model_type))])])
+        heads = [head for head in traits_of(family_of(config)).heads if head in DECODER_HEADS]
+        _check_architectures(reading, named and [*named, *filter(None, [classes.get(str(model_type))])], heads)
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values
@@ -141,7 +145,9 @@ def with_lm_head(config: Any) -> Any:
     """The decoder with a head for tokens of its own, if only its files say whether it has one; else unchanged."""
     if field_of(config, "head_by_file"):
         return replace(config, tie_word_embeddings=False)
-    if field_of(decoder := text_config(config), "head") == "none" and traits_of(family_of(decoder)).causal:
+    decoder = text_config(config)
+    causal = traits_of(family_of(decoder)).causal and hasattr(decoder, "num_labels")  # text towers have no heads
+    if causal and field_of(decoder, "head") == "none":
         return with_head(config, "lm")
     return config
 
@@ -149,7 +155,7 @@ def with_lm_head(config: Any) -> Any:
 def with_head(config: Any, head: str) -> Any:
     """The config with a head, "none" or "lm": of a model that reads images or speech, that of its text."""
     if (decoder := text_config(config)) is config:
-        return replace(config, head=head, num_labels=0)
+        return replace(config, head=head, **({"num_labels": 0} if hasattr(config, "num_labels") else {}))
     return replace(config, text=with_head(decoder, head))
 
 
@@ -160,15 +166,25 @@ def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:
     return found.union(*map(_ignored_earlier, inner))
 
 
+def _record(config: Any, ignored: IgnoreFields) -> None:
+    """Add to the config what was ignored in an object that keeps nothing for saving, such as that of a rope."""
+    if ignored.used and (lost := ignored.used.keys() - _ignored_earlier(to_hf(config))):
+        extra = dict(config.extra)
+        record = json.loads(extra.get(IGNORED_FIELDS, "{}")) | {name: ignored.used[name] for name in lost}
+        extra[IGNORED_FIELDS] = json.dumps(record, sort_keys=True)
+        object.__setattr__(config, "extra", tuple(extra.items()))
+
+
 def _check_dtype(values: ConfigJson) -> None:
     """Check the declared dtype, which only describes most tensors: each is read in the dtype of its header."""
     declared = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name) is not None}
     for name, value in declared.items():
         if not isinstance(value, str):
             raise ConfigError(f"{name!r} is {shown(value)}, but must be one of {', '.join(DTYPES)}.")
-        if value not in DTYPES:
+        declared[name] = value.removeprefix("torch.")
+        if declared[name] not in (*DTYPES, "auto"):
             raise UnsupportedError(f"{name!r} is {shown(value)}; supported are {', '.join(DTYPES)}.")
-    if len(set(declared.values())) > 1:
+    if len(set(declared.values()) - {"auto"}) > 1:
         raise ConfigError(
             f"'dtype' is {declared['dtype']} and 'torch_dtype' is {declared['torch_dtype']}: they disagree."
         )
@@ -186,10 +202,11 @@ def _check_tokens(values: ConfigJson) -> None:
                 raise ConfigError(f"{name!r} is {shown(value)}, but must be the number of a token, or a list of them.")
 
 
-def _check_architectures(values: ConfigJson, wanted: list[str] | None) -> None:
+def _check_architectures(values: ConfigJson, wanted: list[str] | None, heads: Sequence[str]) -> None:
     """Check that `architectures`, if present, names this model type's class, e.g. LlamaForCausalLM for llama.
 
-    The class without a head (LlamaModel, Gemma3TextModel) passes too: missing tensors are found later.
+    heads: others that the family's classes have, for a message. The class without a head (LlamaModel, Gemma3TextModel)
+    passes too: missing tensors are found later.
     """
     declared = values.get("architectures")
     if declared is None or wanted is None:
@@ -200,6 +217,8 @@ def _check_architectures(values: ConfigJson, wanted: list[str] | None) -> None:
     # Gemma3Model includes the vision tower; the text model's type is gemma3_text and its class Gemma3TextModel
     end = "TextModel" if model_type.endswith("_text") else "Model"
     headless = [re.sub("(For[A-Z]|LMHead).*", end, one) for one in wanted]
+    stem = re.sub("(Text)?Model$", "", headless[0])
+    supported = dict.fromkeys([*wanted, *headless, *(stem + CLASSES[head] for head in ("lm", *heads) if heads)])
     for name in declared:
         if name not in wanted and name.replace("WithLMHead", "") not in headless:  # the former is in files of 2019
             other = _model_type_of(name)
@@ -207,7 +226,9 @@ def _check_architectures(values: ConfigJson, wanted: list[str] | None) -> None:
                 raise ConfigError(
                     f"'model_type' is {model_type!r}, but 'architectures' has {name!r}, which is {other}."
                 )
-            raise UnsupportedError(f"'architectures' has {name!r}; of {model_type!r} only {wanted[0]} is supported.")
+            raise UnsupportedError(
+                f"'architectures' has {name!r}; of {model_type!r} supported are {', '.join(supported)}."
+            )
 
 
 def _model_type_of(architecture: str) -> str | None:

@@ -137,11 +137,13 @@ class Config:
         model_type = outer.choice("model_type", MODEL_TYPES)
         own = _TYPES[model_type]
         outer.expect("projector_hidden_act", "gelu")
-        for name in ("vocab_size", "hidden_size"):  # nothing reads them: the text has its own
+        for name in ("vocab_size", "hidden_size"):  # compared below
             outer.take(name, None)
         rope = (values.get("text_config") or {}).get("rope_parameters")
         defaults = {name: value for name, value in _VOXTRAL.items() if name != "rope_theta" or not rope}
         text = vision_language.text_config(outer, own.text, defaults if model_type == "voxtral" else {})
+        for name in ("vocab_size", "hidden_size"):
+            outer.expect(name, getattr(text, name))
         audio = _encoder(Fields(outer.take("audio_config", {}), f"{outer.where}, audio_config"), own)
         joined = model_type == "voxtral"
         config = Config(

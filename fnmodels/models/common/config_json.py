@@ -7,7 +7,7 @@ harmless, so that no field that could change the maths is ignored silently.
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,13 @@ ConfigJson = dict[str, Any]  # the values of a config.json: field -> a JSON valu
 
 # Fields of PreTrainedConfig and of generation that change no output of a forward pass, whatever they say.
 _HARMLESS = """
-    add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    _num_labels add_bos_token add_cross_attention add_eos_token architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens
     cache_implementation chunk_size chunk_size_feed_forward diversity_penalty do_sample dtype early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task generation_config id2label is_decoder
     is_llama_config label2id length_penalty mamba_chunk_size max_length max_seq_len max_seq_length max_sequence_length
-    min_length min_p model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    min_length min_p model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences
     output_attentions output_hidden_states output_past output_router_logits output_scores prefix pretraining_tp
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate seq_len seq_length
     suppress_tokens task_specific_params temperature tie_encoder_decoder top_k top_p torch_dtype typical_p use_bfloat16
@@ -35,6 +37,16 @@ _BOOKKEEPING_WORDS = """
     tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
 """
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
+# Words in names of numbers that scale or count a part, so that no other word makes such a number bookkeeping.
+_SCALES = "scale scales scaling scaled multiplier factor temperature cap softcap softcapping"
+_COUNTS = """
+    base beta count ctx depth dim dims dimension dimensions eps epsilon experts freq group groups heads height k
+    kernel kv layers length limit multiple n num offset period positions rank ratio size sizes slope stride theta top
+    topk vocab width window
+"""
+# But for those about the sizes of initial values, and about the weight of a loss, where these words follow.
+_OF_TRAINING = "init initializer loss"
+_OF_RUNS = "batch batches dropout dropouts epochs layerdrop pdrop workers"
 # Defaults of PreTrainedConfig that files of transformers 4 state for models and parts that have no use for them.
 _PRETRAINED_DEFAULTS = {"tie_word_embeddings": True, "ignore_index": -100}
 # Names of one thing in files of different publishers.
@@ -48,20 +60,21 @@ _SYNONYMS = """
     max_position_embeddings n_positions n_ctx max_positions
     vocab_size org_vocab_size padded_vocab_size
     num_experts n_routed_experts num_local_experts moe_num_experts
-    num_experts_per_tok num_experts_per_token experts_per_token moe_k moe_topk top_k_experts
+    num_experts_per_tok num_experts_per_token experts_per_token moe_k moe_topk moe_top_k top_k top_k_experts
     n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts
     rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon rms_norm_epsilon
     hidden_act hidden_activation activation_function act_fn activation
     rope_theta rotary_emb_base rotary_base rope_base
     partial_rotary_factor rotary_pct rope_percentage rope_percent
     sliding_window sliding_window_size attention_window_size
-    image_token_id image_token_index
 """
+# Other names of activations.
+_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _SYNONYM_GROUPS = [group.split() for group in _SYNONYMS.strip().splitlines()]
 # Pieces of words about what every model has. A switch of another part that is off says that there is no such part.
 _COMMON_PARTS = """
-    act attention attn bias caus decod direction embed encod final gate glu head linear mask mlp norm output parallel
-    pos qk regress resid rope rot scal softmax tie
+    act attention attn bias cap caus cent decod direction embed encod final gate glu head linear mask mlp norm offset
+    output parallel pos pre qk regress resid rope rot sandwich scal softmax tie
 """
 _GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
@@ -76,6 +89,10 @@ QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION))
 _BOOKKEEPING, _GENERIC = frozenset(_BOOKKEEPING_WORDS.split()), frozenset(_GENERIC_WORDS.split())
 _COMMON = tuple(_COMMON_PARTS.split())
+_SCALING, _MEASURES = frozenset(_SCALES.split()), frozenset((_SCALES + _COUNTS).split())
+_LIKE_INITIAL, _LIKE_RUNS = frozenset(_OF_TRAINING.split()), frozenset(_OF_RUNS.split())
+# What `top_k` stands beside where it is about sampling, and its default in PreTrainedConfig.
+_SAMPLING, _TOP_K = ("do_sample", "temperature", "top_p"), 50
 # Where the fields that `ignore_fields` named when a file was read are recorded in what is saved, {name: value}.
 IGNORED_FIELDS = "_ignored_fields"
 _IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object
@@ -111,10 +128,10 @@ def strict_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class IgnoreFields:
-    """The caller's `ignore_fields`: names of fields that may stay unread; used: those that did, which `Fields` adds."""
+    """The caller's `ignore_fields`: names of fields that may stay unread; used: {name: value} of those that did."""
 
     names: frozenset[str]
-    used: set[str] = field(default_factory=set)
+    used: dict[str, Any] = field(default_factory=dict)
 
     def added_to(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The content of config.json in which every object that `Fields` reads has this request.
@@ -210,7 +227,7 @@ class Fields:
         asked = request.names if isinstance(request, IgnoreFields) else frozenset()
         known, off = self.read.keys() | set(ignored), self._parts_off()
         unread = sorted(n for n, value in self.values.items() if value is not None and n not in known)
-        unknown = [n for n in unread if not (is_bookkeeping(n) or self._is_restated(n) or n in off)]
+        unknown = [n for n in unread if not (self._is_bookkeeping(n) or self._is_restated(n) or n in off)]
         dropped = {n: self.values[n] for n in unknown if n in asked}
         if isinstance(request, IgnoreFields):
             request.used.update(dropped)
@@ -227,15 +244,23 @@ class Fields:
         kept |= {IGNORED_FIELDS: dropped} if dropped else {}
         return tuple((name, json.dumps(value, sort_keys=True)) for name, value in kept.items())
 
+    def _is_bookkeeping(self, name: str) -> bool:
+        """Whether the field is bookkeeping, which another name of a field that was read never is."""
+        if not self._synonyms(name):
+            return is_bookkeeping(name, self.values[name])
+        return name == "top_k" and (self.values[name] == _TOP_K or any(other in self.values for other in _SAMPLING))
+
     def _is_restated(self, name: str) -> bool:
         """Whether the field says what is the case anyway: what was read, or a default of transformers."""
         same = [self.read[other] for other in self._synonyms(name)] + [_PRETRAINED_DEFAULTS.get(name, _MISSING)]
-        return any(value == self.values[name] for value in same)
+        return any(_alike(value, self.values[name]) for value in same)
 
     def _synonyms(self, name: str) -> list[str]:
         """The fields that were read and are the same thing in other files."""
         group = next((group for group in _SYNONYM_GROUPS if name in group), [])
-        return [other for other in group if self.read.get(other) is not None]
+        if name.endswith(("_token_id", "_token_index")):
+            group = [name.rpartition("_")[0] + end for end in ("_id", "_index")]
+        return [other for other in group if other != name and self.read.get(other) is not None]
 
     def _beside(self, name: str) -> str:
         """The contradiction, for a message."""
@@ -245,16 +270,50 @@ class Fields:
         """The switches that are off, of parts that neither every model has nor this family; their settings."""
         own = {word for name in self.read for word in name.split("_")} - _GENERIC
         off = {n for n, value in self.values.items() if value is False and not any(piece in n for piece in _COMMON)}
-        off = {name for name in off if name in self.read or not own & set(name.split("_"))}
-        used = [name.split("_") for name in off if name.startswith("use_") and not is_bookkeeping(name)]
+        off = {name for name in off if name in self.read or not _share(own, name)}
+        used = [name.split("_") for name in off if name.startswith("use_") and not is_bookkeeping(name, False)]
         parts = {word for words in used for word in words} - _GENERIC
         return off | {name for name in self.values if parts & set(name.split("_"))}
 
 
-def is_bookkeeping(name: str) -> bool:
-    """Whether a field of this name is about training, generation, tokens, kernels or a library."""
-    words = _BOOKKEEPING & set(name.lower().split("_"))
-    return bool(words) or name in HARMLESS or "." in name or name.startswith("_") or name.endswith(_TOKEN_IDS)
+def _share(words: Collection[str], name: str) -> bool:
+    """Whether a word of the name is one of `words`, or begins as one does: softcap and softcapping."""
+    return any(a == b or (a[:4] == b[:4] and min(len(a), len(b)) > 3) for a in words for b in name.split("_"))
+
+
+def is_bookkeeping(name: str, value: Any) -> bool:
+    """Whether a field is about training, generation, tokens, kernels or a library: by its name and kind of value.
+
+    A number that scales or counts a part is none, whatever else its name says, nor is a switch of a scale; what ends
+    like the name of a token is an id or a text.
+    """
+    words = name.lower().split("_")
+    if name in HARMLESS or "." in name:
+        return True
+    if _measures(words, value):
+        return False
+    ids = value if isinstance(value, list) else [value]
+    is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(one, bool | float) for one in ids)
+    return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or is_token
+
+
+def _measures(words: list[str], value: Any) -> bool:
+    """Whether a field whose name has these words scales or counts a part of a model."""
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or not all(isinstance(one, bool | int | float) for one in numbers) or _LIKE_RUNS & set(words):
+        return False
+    of_model, training = [], False
+    for word in words:
+        training = word in _LIKE_INITIAL or (training and word in _MEASURES)
+        of_model += [] if training else [word]
+    return bool(set(of_model) & (_SCALING if any(isinstance(one, bool) for one in numbers) else _MEASURES))
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether two values are the same, or two names of one activation."""
+    if isinstance(value, str) and isinstance(other, str):
+        return _ACTIVATIONS.get(value, value) == _ACTIVATIONS.get(other, other)
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def renamed(fields: Fields, names: Mapping[str, str]) -> Fields:

@@ -178,6 +178,8 @@ def head_of(fields: Fields, classes: str) -> dict[str, Any]:
     labels = fields.take("id2label", None)
     count = len(labels) if isinstance(labels, Mapping) else fields.integer("num_labels", 2)
     head = known[declared[0]]
+    if head == "classification":
+        fields.expect("num_labels", count)
     return {"head": head, "num_labels": count if head == "classification" else 0, **problem_field(fields, head)}
 
 

@@ -113,6 +113,8 @@ class Config(decoder.BaseConfig):
             kv_heads=_KV_HEADS.get(model_type, 0),
             head_dim=128 if model_type == "seed_oss" and "head_dim" not in values else _HEAD_DIM.get(model_type, 0),
         )
+        for name in ("parallel_residual", "use_parallel_residual"):
+            fields.expect(name, False)
         fields.expect("activation", "swiglu")  # in Falcon 3's files, in addition to hidden_act
         seed = model_type == "seed_oss"
         has_bias = model_type in _ATTENTION_BIAS and fields.boolean("attention_bias", seed)

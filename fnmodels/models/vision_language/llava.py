@@ -87,9 +87,10 @@ class Config:
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_select_strategy", "default")
         outer.expect("tie_word_embeddings", False, True)  # true is transformers 4's default, which reads the text's
-        outer.take("vocab_size", None)  # nothing reads it: the text has its own
         # Old files leave out what equals the defaults of Llama.
+        outer.take("vocab_size", None)  # compared below
         text = vision_language.text_config(outer, "llama", _LLAMA)
+        outer.expect("vocab_size", text.vocab_size, 32000)  # the latter is the default in older releases, for any text
         if text.tie_word_embeddings:
             raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
         vision = clip_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "clip_vision_model"))

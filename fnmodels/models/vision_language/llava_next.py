@@ -108,8 +108,9 @@ class Config:
         own = _TYPES[model_type]
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("use_image_newline_parameter", True)
-        outer.take("vocab_size", None)  # nothing reads it: the text has its own
+        outer.take("vocab_size", None)  # compared below
         text = vision_language.text_config(outer, *own.text)
+        outer.expect("vocab_size", text.vocab_size, 32000)  # the latter is the default in older releases, for any text
         tied = vision_language.tied_head(outer, text, False)
         tied = tied or (model_type == "llava_onevision" and text.tie_word_embeddings)
         seen = two_towers.tower_fields(outer, "vision_config", own.tower)

@@ -15,6 +15,8 @@ CLIP, LLAVA, MISTRAL = (
     published()[name] for name in ("clip-vit-base-patch32", "llava-1.5-7b", "mistral-small-3.1-24b")
 )
 QWEN3, DEEPSEEK, BERT = (published()[name] for name in ("qwen3-0.6b", "deepseek-v3", "bert-base-uncased"))
+MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA = published()["gemma-2-2b"]
 SLIDING = {**LLAMA, "model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 2}
 HUNYUAN = {**LLAMA, "model_type": "hunyuan_v1_dense"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -57,6 +59,15 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FIVE_MOE, inside(FIVE_MOE, "text_config", **_TEXT_OF_FIVE) | {"language_model_only": False}),
     (_FIVE, inside(_FIVE, "text_config", output_gate_type="silu") | {"quantization_config": FP8}),
     (MISTRAL, {"quantization_config": FP8}),
+    (BERT, {"num_labels": 2, "_num_labels": 3}),
+    (QWEN3, {"num_labels": 2}),
+    (QWEN3, {"use_bias": False, "bias": False, "qkv_bias": False, "layer_types": ["full_attention"] * 28}),
+    (LLAMA, {"use_qk_norm": False, "parallel_residual": False, "layer_types": ["full_attention"] * 2}),
+    (SLIDING | {"sliding_window": None}, {"use_sliding_window": False}),
+    (LLAMA | {"hidden_act": "silu"}, {"activation_function": "swish"}),
+    (MOE, {"top_k": 50, "num_experts_per_token": 2, "initializer_factor": 1.0, "router_loss_factor": 0.1}),
+    (MOE, {"top_k": 20, "top_p": 0.9, "train_batch_size": 8, "loss_scaling_factor": 2.0, "boi_token": 3}),
+    (LLAVA, {"image_token_id": 32000, "vocab_size": 32000}),
     (VL, {"hidden_size": 3584, "num_attention_heads": 28, "sliding_window": 32768, "vocab_size": 152064}),
 ]
 
@@ -91,6 +102,29 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (DEEPSEEK, {"num_experts": 128}),
         (DEEPSEEK, {"moe_router_dtype": "bfloat16"}),
         (BERT, {"use_causal_mask": False}),
+        (MOE, {"num_experts_per_token": 4}),
+        (MOE, {"top_k": 4}),
+        (MOE, {"num_active_experts_per_token": 4}),
+        (MOE, {"moe_top_k_per_token": 4}),
+        ({n: value for n, value in MOE.items() if n != "num_experts_per_tok"}, {"num_experts_per_token": 4}),
+        (LLAMA, {"init_residual_scale": 3.0}),
+        (LLAMA, {"loss_logit_scale": 3.0}),
+        (LLAMA, {"flash_scale": 3.0}),
+        (LLAMA, {"flash_scale": True}),
+        (LLAMA, {"tf_legacy_scale": 3}),
+        (LLAMA, {"train_scales": [1.0, 2.0]}),
+        (LLAMA, {"scale_attention_by_token": True}),
+        (LLAMA, {"use_cls_token": True}),
+        (LLAVA, {"image_token_id": 31999}),
+        (LLAVA, {"vocab_size": 99}),
+        (GEMMA, {"zero_centered": False}),
+        (GEMMA, {"use_sandwich": False}),
+        (GEMMA, {"use_softcap": False}),
+        (GEMMA, {"use_qk_norm": True}),
+        (published()["qwen2.5-0.5b"], {"qkv_bias": False}),
+        (published()["qwen2.5-0.5b"], {"use_bias": False}),
+        (LLAMA, {"parallel_residual": True}),
+        (LLAMA | {"hidden_act": "silu"}, {"activation_function": "gelu"}),
         (HUNYUAN, {"use_cla": True}),
         (HUNYUAN, {"norm_type": "layer"}),
     ],

@@ -71,7 +71,18 @@ def test_fields_of_parts(tmp_path: Path) -> None:
     P.save_pretrained(tmp_path / "b", read, params)
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     inner = [written["text_config"], written["vision_config"], written]
-    assert [one["_ignored_fields"] for one in inner] == [{"a": 1}, {"a": 3}, {"b": 4}]
+    assert [one["_ignored_fields"] for one in inner] == [{"a": 1}, {"a": 3}, {"b": 4, "r": 2}]
+    assert P.load_config(tmp_path / "b") == config
+
+
+@pytest.mark.parametrize("name", ["mpt", "llama"])
+def test_fields_of_objects_that_keep_nothing_are_recorded_at_the_top(name: str, tmp_path: Path) -> None:
+    config = next(case for case in cases() if case.name == name).config
+    inner = "attn_config" if name == "mpt" else "rope_parameters"
+    folder = saved(tmp_path / "a", config, **{inner: {"novelty": 1}})
+    read, params = P.load_pretrained(folder, ignore_fields=("novelty",))
+    P.save_pretrained(tmp_path / "b", read, params)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["_ignored_fields"] == {"novelty": 1}
     assert P.load_config(tmp_path / "b") == config
 
 

@@ -111,7 +111,7 @@ def test_embedding_gemma_has_the_class_of_a_text_without_a_head(tmp_path: Path) 
     with torch.no_grad():
         assert_close(hidden, model.model(input_ids=tokens).last_hidden_state)
     (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": ["Gemma3Model"]}))
-    with pytest.raises(P.UnsupportedError, match="'Gemma3Model'; of 'gemma3_text' only Gemma3ForCausalLM"):
+    with pytest.raises(P.UnsupportedError, match="'Gemma3Model'; of 'gemma3_text' supported are Gemma3ForCausalLM"):
         P.load_pretrained(tmp_path)
 
 

@@ -15,6 +15,7 @@ from ..family import traits_of
 from ..heads import decoder_head_to_hf, with_head
 from ..registry import family_of
 from ..rope_config import rope_from_hf, rope_to_hf
+from .stated import stated
 
 C = TypeVar("C")
 
@@ -49,7 +50,7 @@ def base_fields(
 
 def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
     """The config with the fields kept for saving; ConfigError for fields that the family did not read, see `Fields`."""
-    return with_head(config, fields, fields.finish(ignored))
+    return with_head(config, fields, fields.finish((*ignored, *stated(config, fields))))
 
 
 def decoder_sizes(

@@ -83,7 +83,8 @@ def read_once(outer: Fields, values: Mapping[str, Any], read: Callable[[Mapping[
     ConfigError where another model would result from the repeated fields.
     """
     config = read(values)
-    names = [n for n in outer.values if n in (*_REPEATED, *values) and n not in outer.read and not is_bookkeeping(n)]
+    unread = {n: value for n, value in outer.values.items() if n in (*_REPEATED, *values) and n not in outer.read}
+    names = [n for n, value in unread.items() if not is_bookkeeping(n, value)]
     repeated = {n: outer.take(n) for n in names if outer.values[n] is not None and n != "tie_word_embeddings"}
     if repeated and read({**values, **repeated}) != config:
         raise ConfigError(f"{outer.where} has {', '.join(sorted(repeated))} beside 'text_config', and they disagree.")

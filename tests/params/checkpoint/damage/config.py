@@ -171,7 +171,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         "an unknown architecture": (configured(architectures=["NoSuchForCausalLM"]), "'NoSuchForCausalLM'"),
         "an architecture with another head": (
             configured(architectures=["LlamaForQuestionAnswering"]),
-            *("'LlamaForQuestionAnswering'", "only LlamaForCausalLM is supported"),
+            *("'LlamaForQuestionAnswering'", "of 'llama' supported are LlamaForCausalLM, LlamaModel"),
         ),
         "an unknown activation": (configured(hidden_act="swish2"), "'hidden_act'", "swish2", "supported are"),
         "an unknown rope": (with_rope(rope_type="spiral"), "'rope_type'", "spiral", "supported are default"),
