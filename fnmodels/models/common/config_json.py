@@ -86,7 +86,8 @@ _DROPOUTS = """
 DROPOUTS = tuple(_DROPOUTS.split())
 # How the weights in the files are quantized, under every published name: `params.quantized` reads it on loading.
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION))
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # whose values are checked with the checkpoint
+HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION, *SPECIAL_TOKENS))
 _BOOKKEEPING, _GENERIC = frozenset(_BOOKKEEPING_WORDS.split()), frozenset(_GENERIC_WORDS.split())
 _COMMON = tuple(_COMMON_PARTS.split())
 _SCALING, _MEASURES = frozenset(_SCALES.split()), frozenset((_SCALES + _COUNTS).split())
@@ -97,7 +98,7 @@ _SAMPLING, _TOP_K = ("do_sample", "temperature", "top_p"), 50
 IGNORED_FIELDS = "_ignored_fields"
 _IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
+KEPT = (*SPECIAL_TOKENS, "max_length", "tokenizer_class", *DROPOUTS)
 KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
 
 # The depth of the deepest published transformer. A larger number is probably a mistake, and `spec` lists every layer.

@@ -182,7 +182,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         **{f"the quantization {n}": (_quantized(n), "'quant_method'", n) for n in ("no such", "exl3", "aqlm")},
         "heads that are pruned": (configured(pruned_heads={"0": [0]}), "'pruned_heads' is", "only {} is supported"),
         "an interleaved rotation": (configured(rope_interleaved=True), "'rope_interleaved' is true"),
-        **{f"the dtype {n}": (configured(dtype=n), "'dtype'", n) for n in ("float99", "int8", "float8_e4m3fn")},
+        **{f"the dtype {n}": (configured(dtype=n), "'dtype'", n) for n in ("float99", "int8", "float8_e5m2")},
     },
     P.MismatchError: {
         "another model_type": (configured(model_type="qwen3", architectures=None), "q_norm.weight: missing"),
