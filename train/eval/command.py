@@ -55,6 +55,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name in ("limit", "batch_tokens"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+    if arguments.out is not None and not arguments.out.parent.is_dir():  # said before the work, not after it
+        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    if arguments.device is not None:
+        check_device(arguments.device)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     folder = local_folder(arguments.checkpoint)
     family = None if arguments.family is None else imported_family(arguments.family)
@@ -94,6 +98,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         arguments.out.write_text("\n".join(lines) + "\n")
     return 0
+
+
+def check_device(name: str) -> None:
+    """UserError where torch cannot compute on the device of that name."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises another for each kind of device
+        raise UserError(f"--device {name}: torch cannot compute there: {str(error).splitlines()[0]:.200}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

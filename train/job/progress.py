@@ -24,9 +24,11 @@ def progress(total: int, start: int) -> Iterator[Report]:
         passed = time.monotonic() - begin
         if step == start + 1:
             first[0] = passed
-        later = step - start - 1
-        left = ((passed - first[0]) / later if later else passed) * (total - step)
-        return f"loss {loss:6.3f}  lr {lr:.1e}  {speed:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+        text, later = f"loss {loss:6.3f}  lr {lr:.1e}  {speed:,.0f} tokens/s", step - start - 1
+        if not later:  # the first step tells nothing of the others
+            return text
+        left = (passed - first[0]) / later * (total - step)
+        return f"{text}  {timedelta(seconds=round(left))} left"
 
     if not sys.stdout.isatty():
         every, last_line = max(1, total // PLAIN_LINES), begin

@@ -122,3 +122,14 @@ def test_the_sums_are_those_of_the_harness_over_transformers(
         assert run(folder, "--data", folder.parent / "texts.jsonl", "--out", tmp_path / "out", *flags) == 0
         found = [json.loads(line)["nats"] for line in (tmp_path / "out").read_text().splitlines()]
         assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_what_cannot_be_computed_on_or_written_to_is_refused_before_the_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("train.eval.command.Evaluator", None)  # no work begins
+    data = folder.parent / "texts.jsonl"
+    assert run(folder, "--data", data, "--device", "tpu") == 2
+    assert "--device tpu: torch cannot compute there: " in capsys.readouterr().err
+    assert run(folder, "--data", data, "--out", tmp_path / "absent" / "scores.jsonl") == 2
+    assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_most_causal_types_need_no_fields_but_the_sizes() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model": "lama"}, "--model lama: there is no such model type.*llama"),
+        ({"model": "lama"}, "--model lama: there is no such model type.*llama.*--family adds yours"),
         ({"preset": "qwen3-0.6"}, r"--preset qwen3-0.6: there is no such preset.*qwen3-0.6b"),
         ({"model": "bert"}, "--model bert: this job trains next-token prediction"),
         ({"set": "hiden_size=3"}, "--model llama: .*hiden_size"),

@@ -1,6 +1,8 @@
 """Tests of settings: round trips through flags, TOML and JSON, and a message for every invalid value."""
 
+import re
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +96,9 @@ def test_whole_numbers_do_where_a_number_is_asked_and_paths_are_of_the_file(tmp_
     found = read_toml(tmp_path / "a.toml")
     assert found == {"weight_decay": 0.0, "betas": (0.0, 0.5), "data": str(tmp_path / "below"), "init": "/abs"}
     assert all(type(value) is float for value in (found["weight_decay"], *found["betas"]))
+
+
+def test_the_guide_names_each_setting_that_a_resumed_run_may_change():
+    guide = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    paragraph = next(text for text in guide.split("\n\n") if "Settings that are passed again" in text)
+    assert set(re.findall(r"`(\w+)`", paragraph)) == changeable(Settings)

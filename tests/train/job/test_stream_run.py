@@ -89,7 +89,10 @@ def test_what_cannot_be_a_stream_is_refused(tmp_path: Path, notes: Path, capsys:
     few = tmp_path / "few.txt"
     few.write_text("few words")
     assert train(tmp_path / "run", "--data", few, "--stream", 8) == 2
-    assert "too few documents to hold some out" in capsys.readouterr().err
+    assert "can be read without --stream." in capsys.readouterr().err
+    few.with_suffix(".jsonl").write_text('{"txt": "few words"}\n' * 300)
+    assert train(tmp_path / "run", "--data", few.with_suffix(".jsonl"), "--stream", 8) == 2
+    assert "(few.jsonl, byte 0: no field 'text' or 'messages' among txt)" in capsys.readouterr().err
     (tmp_path / "a.toml").write_text('data = "mine.py:texts"\n')
     with pytest.raises(UserError, match="names code"):
         read_toml(tmp_path / "a.toml")

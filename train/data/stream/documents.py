@@ -192,12 +192,24 @@ def heldout_texts(source: Documents) -> tuple[str, ...]:
     return tuple(found)
 
 
+def first_fault(source: Documents) -> str:
+    """The end of a sentence about a source that is too small: its first record that cannot be read, or ""."""
+    for _, _, name, record in source.records(Cursor(), shuffle=None):
+        if record.fault:
+            return f" ({_where(name, record)}: {record.fault})"
+    return ""
+
+
+def _where(name: str, record: Record) -> str:
+    return f"{name}, {record.place}" if record.place else name
+
+
 def _texts(
     source: Documents, cursor: Cursor, shuffle: tuple[int, ...] | None, report: Report | None
 ) -> Iterator[Document]:
     """The documents to the end of a pass. UserError for a conversation."""
     for begin, end, name, record in source.records(cursor, shuffle=shuffle):
-        where = f"{name}, {record.place}" if record.place else name
+        where = _where(name, record)
         if record.messages is not None:
             raise UserError(f"{source.name} holds conversations ({where}), which are not streamed: leave --stream out")
         if record.text is None:

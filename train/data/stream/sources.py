@@ -10,7 +10,7 @@ from typing import Any
 from fnmodels.errors import UserError
 from train.data.sources import integer_weights, is_url, parse_sources
 
-from .documents import Documents, FileDocuments, IteratedDocuments, first_train_texts, heldout_texts
+from .documents import Documents, FileDocuments, IteratedDocuments, first_fault, first_train_texts, heldout_texts
 from .files import stream_files
 
 Import = Callable[[str], Callable[[], Iterable[Any]]]  # (import path) -> the function there
@@ -36,7 +36,10 @@ class StreamedSources:
         found = tuple(map(heldout_texts, self.sources))
         for source, texts in zip(self.sources, found, strict=True):
             if not texts:
-                raise UserError(f"{source.name} has too few documents to hold some out: leave --stream out")
+                raise UserError(
+                    f"{source.name} has too few documents to hold some out: a stream needs some hundred, and a file "
+                    f"or folder of this machine can be read without --stream{first_fault(source)}"
+                )
         return found
 
     @cached_property

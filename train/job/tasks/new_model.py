@@ -51,7 +51,9 @@ def _sized(settings: Settings) -> dict[str, Any]:
         return {**sizes, "model_type": own_type(own, settings)}
     if settings.model not in families():
         near = suggestion(settings.model, families())
-        raise UserError(f"--model {settings.model}: there is no such model type{near}")
+        raise UserError(
+            f"--model {settings.model}: there is no such model type{near} (docs/models.md has all, --family adds yours)"
+        )
     return {**sizes, "model_type": settings.model}
 
 
