@@ -40,6 +40,8 @@ def parser() -> Parser:
 def cook(arguments: argparse.Namespace) -> int:
     """Runs the command; returns 0, or the exit code of the stage that failed."""
     recipe = read_recipe(arguments.recipe, arguments.folder)
+    if not arguments.report:
+        check_flags(recipe)
     with run_folder.locked(recipe.folder):
         state: dict[str, Any] = run_folder.read_json(recipe.folder / STATE) or {}
         for number, stage in enumerate([] if arguments.report else recipe.stages, 1):
@@ -60,6 +62,22 @@ def cook(arguments: argparse.Namespace) -> int:
         write_text(recipe.folder / REPORT, write_report(recipe, state))
         print(f"report: {recipe.folder / REPORT}")
     return 0
+
+
+def check_flags(recipe: Recipe) -> None:
+    """UserError for a flag or value of any stage that its command refuses: said before the first stage runs."""
+    from train import cli  # here, as these import torch, and --help need not
+    from train.commands import sample
+    from train.eval import command as evaluation
+    from train.rl import command as rewards
+
+    parsers = {"train": cli.parser, "rl": rewards.parser, "eval": evaluation.parser, "sample": sample.parser}
+    for stage in recipe.stages:
+        place = ["--run", str(recipe.folder / stage.name)] if stage.command in RUNS else [str(stage.checkpoint)]
+        try:
+            parsers[stage.command]().parse_args([*place, *stage.flags])
+        except UserError as error:
+            raise UserError(f"{recipe.path}: [{stage.name}] {error}") from error
 
 
 def check_same(recipe: Recipe, stage: Stage, entry: dict[str, Any]) -> None:

@@ -176,6 +176,28 @@ def test_a_file_that_is_no_recipe_is_refused_with_the_reason(text: str, tmp_path
         read_recipe(tmp_path / "r.toml")
 
 
+@pytest.mark.parametrize(
+    ("of", "wrong", "said"),
+    [
+        ("updates = 2", "updatess = 2", "[reward] there is no flag --updatess; the nearest is --updates"),
+        ("steps = 2", 'steps = "few"', "[chat] argument --steps: 'few' is not a whole number from 1"),
+        ("chat = true", 'chat = "yes"', "[answers] argument --chat: ignored explicit argument 'yes'"),
+        ("[evaluation]\n", "[evaluation]\nlimit = 0.5\n", "[evaluation] argument --limit: invalid int value: '0.5'"),
+    ],
+)
+def test_a_wrong_flag_of_a_late_stage_is_refused_before_the_first_stage_runs(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], of: str, wrong: str, said: str
+) -> None:
+    recipe.write_text(TINY.replace(of, wrong))
+    assert run.main([str(recipe), "--folder", str(tmp_path / "made")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_flags_of_the_example_are_those_of_its_commands(tmp_path: Path) -> None:
+    run.check_flags(read_recipe(EXAMPLE, tmp_path))
+
+
 def test_charts_place_points_by_their_values() -> None:
     picture = chart([Curve("a < b", [(0, 1.0), (10, 3.0), (5, float("nan"))]), Curve("none", [])], "step", "loss")
     assert Checked(picture).open == [] and picture.count("<polyline") == 1 and "a &lt; b" in picture
