@@ -22,6 +22,7 @@ from .tensor_map import (
     stored_leaves,
     tied_names,
 )
+from .value_checks import unknown_experts
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
@@ -40,7 +41,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
 
     Raises:
         MismatchError: It lists every tensor that is missing, unexpected, repeated, or of another shape or kind of
-            dtype.
+            dtype, or every one that names an expert which the model has not.
     """
     found: dict[str, Tensor] = {}
     faults: list[str] = []
@@ -70,7 +71,10 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
             f"The tensors are not those that the config calls for ({len(faults)} differences):{as_lines(faults)}"
             + (hint if unexpected and expected.keys() - found.keys() else "")
         )
-    return tree.unflatten({leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters})
+    flat = {leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters}
+    if faults := unknown_experts(parameters, flat):
+        raise MismatchError(f"The tensors name experts that do not exist:{as_lines(faults)}")
+    return tree.unflatten(flat)
 
 
 def _faults(name: str, piece: Piece, found: dict[str, Tensor]) -> list[str]:

@@ -43,8 +43,8 @@ class Piece:
     @property
     def dtype_class(self) -> str:
         """The class of the dtype of the tensor on disk."""
-        integers = isinstance(self.stored, TensorSlice) and self.stored.integers
-        return "integer" if integers else dtype_class(self.leaf.dtype)
+        numbers = isinstance(self.stored, TensorSlice) and self.stored.experts
+        return "integer" if numbers else dtype_class(self.leaf.dtype)
 
     def value(self, flat: Mapping[str, Tensor]) -> Tensor:
         """The piece's values, given all parameters by path."""

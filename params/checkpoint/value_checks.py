@@ -1,4 +1,4 @@
-"""The checks of a checkpoint that read values: redundant copies of a tensor, and NaN or infinities."""
+"""The checks of a checkpoint that read values: redundant copies of a tensor, numbers of experts, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
-from fnmodels.models.common.storage import Stack, disk_name
+from fnmodels.models.common.storage import Stack, TensorSlice, disk_name
 from params.io.safetensors_file import Box, TensorEntry, read_into
 from params.quantized.kept import dequantize
 from params.quantized.weight import Found, QuantizedWeight
@@ -54,6 +54,21 @@ def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) ->
         if not torch.equal(*chunks):
             return False
     return True
+
+
+def unknown_experts(leaves: Sequence[StoredLeaf], flat: dict[str, Tensor]) -> list[str]:
+    """A line for each leaf that names an expert which the model has not. flat: {path: the leaf or a shard of it}."""
+    faults = []
+    for leaf in leaves:
+        if isinstance(leaf.stored, TensorSlice) and (count := leaf.stored.experts):
+            value = flat[leaf.path]
+            wrong = value[(value < 0) | (value >= count)]
+            if len(wrong):
+                faults.append(
+                    f"{leaf.path}, {leaf.stored.name}: holds {int(wrong[0])}, but the model has {count} experts, "
+                    f"from 0 to {count - 1} ({len(wrong):,} of {value.numel():,} numbers name no expert)"
+                )
+    return faults
 
 
 def refuse_non_finite(

@@ -24,9 +24,20 @@ FAMILIES = {case.family: case for case in richest()}
 SHORT = Case("llama", "short", None, llama.Config(32, 16, 24, 1, 4, 2, head_dim=8, tie_word_embeddings=True))
 _GEMMA = dataclasses.replace(FAMILIES["gemma"].config, num_hidden_layers=1, layer_kinds=("sliding",))
 SOFTCAP = Case("gemma", "softcap", None, _GEMMA)
+
+
+def _with_kinds(case: Case, kinds: tuple[str, ...]) -> Case:
+    """Of layers of these kinds, whose names in `Config.layer_kinds` may lack what the first and the last layer add."""
+    named = dict(zip(fnmodels.family_of(case.config).kinds(case.config), case.config.layer_kinds, strict=True))
+    config = dataclasses.replace(
+        case.config, num_hidden_layers=len(kinds), layer_kinds=tuple(named[kind] for kind in kinds)
+    )
+    return dataclasses.replace(case, config=config)
+
+
 # Every second one, for test_compile.py traces the blocks of all, with layers of the kinds that none before it has.
 EXPORTED = [
-    dataclasses.replace(case, config=dataclasses.replace(case.config, num_hidden_layers=len(kinds), layer_kinds=kinds))
+    _with_kinds(case, kinds)
     if len(fnmodels.family_of(case.config).kinds(case.config)) > 1
     and hasattr(case.config, "layer_kinds")
     and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys

@@ -10,8 +10,6 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.edits import BoundEdit
-from fnmodels.models.common.family import field_of
-from fnmodels.ops.rotary import Rope, frequencies
 from tests.support.cases import (
     Case,
     gradients,
@@ -23,14 +21,13 @@ from tests.support.cases import (
     tap_names,
     tokens_of,
 )
+from tests.support.doubles import KeepsDoubles, doubled, with_exact_frequencies
 from tests.support.oracle import model_of, params_of, position_ids
-from tests.support.reference_taps import KeepsDoubles, Site, sites_of
+from tests.support.reference_taps import Site, sites_of
 
 BOUND = 1e-6  # selection biases are fp32 in both, and the frequencies of scaled ropes
 ROWS = segments((9,), (9,))
 CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case: case.family)) if case.values}
-# streams are mixed in fp32 there, whatever the dtype, and the choices of experts and keys follow from them
-CASES = {name: case for name, case in CASES.items() if not field_of(case.config, "residual_streams")}
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook
@@ -41,9 +38,13 @@ OTHERS = {
     "deepseek_v32": ("q_a_layernorm",),  # the indexer computes it again here, for its own choice
     # sinks scale what attention returns, after its softmax
     **dict.fromkeys(("granite_swa", "granitemoe"), ("attention.scores", "attention.pattern")),
+    # between layers it has all rows of streams, the tap "streams"; keys of windows are joined to those of tokens before
+    # attention, whose softmax reads differences to the largest score
+    "deepseek_v4": ("input", "output", "attention.k", "attention.scores"),
     "laguna": ("experts", "expert_weights"),  # the sum of the experts is scaled, and not their weights
     "llama4": ("experts", "expert_weights"),  # one output per expert, not their sum; weights are in its inputs
-    **dict.fromkeys(("kimi_linear", "olmo_hybrid", "qwen3_next"), ("attention.norm",)),  # gated in the same module
+    # gated in the same module
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_next"), ("attention.norm",)),
 }
 # Values that no module, input or function call of transformers has.
 NOWHERE = ("middle", "counts", "expert_indices", "choices", "attention.state")  # sums, integers, caches
@@ -57,12 +58,7 @@ UNREACHED = {
     "deberta_v2": (*_INLINE, "attention.z"),
     **dict.fromkeys(("granitemoe", "granitemoehybrid"), ("mlp",)),  # a sum of two modules, multiplied
     **dict.fromkeys(("qwen_moe", "qwen3_next"), ("shared_expert",)),  # a gate outside of the module multiplies it
-    # files name the modules of these norms otherwise
-    **dict.fromkeys(("gte", "nomic_bert"), ("post_attention_layernorm", "post_feedforward_layernorm")),
-    "bailing_hybrid": ("attention.norm", "attention.q_a_layernorm", "attention.kv_a_layernorm"),
-    "glm4_moe": ("attention.q_norm", "attention.k_norm"),
-    "olmo_hybrid": ("input_layernorm", "post_attention_layernorm"),
-    "opt": ("input_layernorm", "post_attention_layernorm", "final.norm", "hidden"),
+    "glm4_moe": ("attention.q_norm", "attention.k_norm"),  # of Sarvam, whose files name the modules otherwise
 }
 
 
@@ -143,30 +139,6 @@ def test_a_wrong_edit_is_found(variant: str, name: str, bug: str, monkeypatch: p
     monkeypatch.setattr(BoundEdit, "__call__", edited)
     with pytest.raises(AssertionError):
         test_edits_equal_hooks(CASES[variant])
-
-
-def with_exact_frequencies(model: Any, config: Any) -> Any:
-    """Frequencies of rotary tables in float64: a rounding of the table to float32 grows beyond 1e-6 in some models."""
-    ropes = [rope for rope in vars(config).values() if isinstance(rope, Rope) and rope.kind in ("default", "linear")]
-    exact = [frequencies(rope, rope.dim(config.head_dim)) for rope in ropes]
-    for module in model.modules():
-        rounded = getattr(module, "inv_freq", torch.empty(0))
-        for one in exact:
-            if one.shape == rounded.shape and torch.allclose(one.float(), rounded, rtol=1e-6, atol=0):
-                module.inv_freq = one
-    return model
-
-
-def doubled(model: Any) -> Any:
-    """Parameters in float64; rotary tables remain float32."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # with a padding_idx, torch gives that row no gradient
-        if hasattr(module, "reorder_and_upcast_attn"):
-            module.reorder_and_upcast_attn = False  # GPT-2's form for half precision, which insists on float32
-    for parameter in model.parameters():
-        parameter.data = parameter.data.double()
-    return model
 
 
 def by_values(logits: Tensor, edits: dict[str, Edit]) -> dict[str, tuple[Tensor, Tensor]]:

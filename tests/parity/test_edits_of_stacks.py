@@ -15,8 +15,9 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.context import Context
 from tests.fnmodels.models import test_pairs, test_vision, test_whisper
-from tests.parity.test_edits import Edit, by_values, doubled, near, same
-from tests.support.reference_taps import ATTENTION, KeepsDoubles, Site
+from tests.parity.test_edits import Edit, by_values, near, same
+from tests.support.doubles import KeepsDoubles, doubled
+from tests.support.reference_taps import ATTENTION, Site
 
 # Modules of a layer, by model type: attention, what is added after it, the activation, the last projection of the MLP,
 # what is added after that, and cross attention.

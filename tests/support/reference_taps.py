@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import fnmodels
+from fnmodels.models.common.family import field_of
+from params.checkpoint.module_names import module_names
 from params.compare.activations import sublayers_of
 from params.compare.reference import layers_of
 from tests.support.cases import Case, sparse_layers, tap_names
@@ -34,19 +34,6 @@ SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 ROUTERS = ("gate", "gate.wg", "router", "router.gate", "router.layer", "router.proj")
 LAST_OF_MLP = ("down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj", "Wo", "w2", "lin2", "output_linear")
 IN_LAYER = {"activation_fn": "mlp.pre", "fc2": "mlp.neurons"}  # OPT's MLP is no module of its own
-
-
-class KeepsDoubles(TorchFunctionMode):
-    """What a model computes in float32 "for accuracy" from float64 tensors stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
-            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -139,14 +126,17 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
     """{tap: site} of the first layer of each kind and of the model's ends, in the order of `fnmodels.tap_names`."""
     names, family = tap_names(case.config), fnmodels.family_of(case.config)
     kinds, layers = family.kinds(case.config), layers_of(model)
-    found = {"embed": Site(layers[0], "input")}
+    streams = bool(field_of(case.config, "residual_streams"))
+    found = {"embed": Site(model.get_input_embeddings(), "output") if streams else Site(layers[0], "input")}
     here = [i for i in range(len(kinds)) if kinds[i] not in kinds[:i]]  # others have the same code
     for i in here:
         inner = _of_layer(model, layers[i], i in sparse_layers(case.config))
+        if streams:  # their mean is the taps "input" and "output"
+            inner["streams"] = inner["output"]
         found |= {f"layers.{i}.{tap}": site for tap, site in inner.items()}
-    modules = dict(model.named_modules())
+    modules, stored_names = dict(model.named_modules()), module_names(case.config)
     for tap, path in ((tap, "norm" if tap == "final.norm" else tap) for tap in names):
-        stored = family.hf_names(case.config).get(path)
+        stored = stored_names.get(path)
         if isinstance(stored, str) and "norm" in tap and (tap == "final.norm" or int(tap.split(".")[1]) in here):
             owner = stored.rpartition(".")[0]
             rest = owner.partition(".")[2]  # where files name the base otherwise

@@ -16,9 +16,7 @@ REFUSED: dict[str, set[str]] = {
         *("rope_parameters.main.partial_rotary_factor", "router_jitter_noise", "scoring_func"),
     }
 }
-# At the eighth step fp32 makes another choice than fp64; up to there they agree to 5e-6.
-TRAINING_TOLERANCE = {"deepseek_v4": 2e-3}
-SEEDS = {"deepseek_v4": 11}  # of those with clear choices, gradients of streams here are the least sums that cancel
+SEEDS = {"deepseek_v4": 3}  # the first whose choices are clear and that every tensor of an indexer has an effect on
 SEPARATE = {
     "packed": "windows, and the keys of windows that queries see, are counted along the row",
     "left": "windows are counted from the padding",

@@ -26,8 +26,9 @@ class TensorSlice:
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
     projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. ones (a, b): the
     parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after. columns: the slice is of
-    the columns of a tensor [out, rows] instead, in one group. integers: on disk it is int64; the parameter is floating,
-    so that it may stand in a tree of which gradients are taken.
+    the columns of a tensor [out, rows] instead, in one group. experts: on disk it is int64, of numbers of so many
+    experts, from 0 on; the parameter is floating, so that it may stand in a tree of which gradients are taken. 0: it is
+    floating on disk too.
     """
 
     name: str
@@ -39,7 +40,7 @@ class TensorSlice:
     batched: bool = False
     ones: tuple[int, int] | None = None
     columns: bool = False
-    integers: bool = False
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.rows % self.groups or not 0 <= self.start < self.stop <= self.rows // self.groups:
@@ -119,7 +120,7 @@ def extract(stored: Single, tensor: Tensor) -> Tensor:
     axis, rows = _rows(stored, tensor)
     value = rows.flatten(axis, axis + 1)
     value = value.mT if stored.columns else value
-    value = value.to(torch.float32) if stored.integers else value
+    value = value.to(torch.float32) if stored.experts else value
     return value if 1 in value.stride() else value.contiguous()
 
 

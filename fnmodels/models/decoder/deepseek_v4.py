@@ -420,7 +420,7 @@ def _stored(path: str, config: Config) -> Stored:
         return f"{where}.ffn.shared_experts.{_EXPERT[last]}"
     if inner == "mlp.tid2eid":
         rows = config.vocab_size
-        return TensorSlice(f"{where}.ffn.gate.tid2eid", 0, rows, rows, integers=True)
+        return TensorSlice(f"{where}.ffn.gate.tid2eid", 0, rows, rows, experts=config.n_routed_experts)
     if inner.startswith("fold."):
         return f"hc_head_{last}"
     return f"{where}.hc_{'attn' if inner.startswith('attention_hyper') else 'ffn'}_{last}"
@@ -517,7 +517,7 @@ def _hashed(mlp: Tree, ctx: Context) -> Tensor | None:
     ids = ctx.shared("ids")
     if ids is None:
         raise ValueError('This layer chooses experts by token ids: pass shared={"ids": int64 [B, S]}.')
-    # Memory that was never filled holds NaN, which is no index.
+    # Files are checked when they are read; memory that was never filled may hold NaN or any number.
     return mlp["tid2eid"][ids].nan_to_num().round().long().clamp(0, len(mlp["router"]) - 1)
 
 

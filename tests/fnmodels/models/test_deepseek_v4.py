@@ -1,15 +1,18 @@
 """DeepSeek V4: its choices of windows, streams under taps and edits, caches with several documents, and its files."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import fnmodels
+import params as P
 from fnmodels import deepseek_v4
-from fnmodels.errors import ConfigError
+from fnmodels.errors import ConfigError, MismatchError
 from fnmodels.inputs import windows
 from tests.support.cases import batch_of, generic_params, off, positions_of, segments
 from tests.variants.deepseek_v4 import TINY
@@ -128,6 +131,23 @@ def test_experts_by_token_id_need_ids() -> None:
     del vectors["token_ids"]
     with pytest.raises(ValueError, match="add int64 ids"):
         fnmodels.forward(PARAMS, vectors, masks, freqs, config=CONFIG)
+
+
+@pytest.mark.parametrize("number", [-1, CONFIG.n_routed_experts, 2**40])
+def test_experts_that_do_not_exist_are_refused(number: int, tmp_path: Path) -> None:
+    """In the table of experts by token id, which a file holds and no head of a file shows."""
+    tensors = {name: value.clone() for name, value in P.export(CONFIG, PARAMS)}
+    P.from_tensors(CONFIG, tensors.items())
+    P.save_pretrained(tmp_path, CONFIG, PARAMS)
+    P.load_pretrained(tmp_path)
+    tensors["layers.0.ffn.gate.tid2eid"][7, 1] = number
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = f"layers.0.mlp.tid2eid, layers.0.ffn.gate.tid2eid: holds {number}, but the model has 6 experts, from 0 to 5"
+    with pytest.raises(MismatchError, match=said):
+        P.from_tensors(CONFIG, tensors.items())
+    for copy in (False, True):
+        with pytest.raises(MismatchError, match=said):
+            P.load_pretrained(tmp_path, copy=copy)
 
 
 @pytest.mark.parametrize(
