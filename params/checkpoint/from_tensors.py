@@ -22,7 +22,7 @@ from .tensor_map import (
     stored_leaves,
     tied_names,
 )
-from .value_checks import unknown_experts
+from .value_checks import refuse_unknown_experts
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
@@ -72,8 +72,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
             + (hint if unexpected and expected.keys() - found.keys() else "")
         )
     flat = {leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters}
-    if faults := unknown_experts(parameters, flat):
-        raise MismatchError(f"The tensors name experts that do not exist:{as_lines(faults)}")
+    refuse_unknown_experts("The tensors", parameters, flat)
     return tree.unflatten(flat)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from fnmodels import tree
-from fnmodels.errors import MismatchError, memory_for
+from fnmodels.errors import memory_for
 from fnmodels.models.common import storage
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import family_of
@@ -31,9 +31,8 @@ from .header_checks import CheckedFolder, check_folder
 from .hub import local_folder
 from .load_gguf import is_gguf, load_gguf
 from .read_leaf import Source, full_box, keep_leaf, read_leaf
-from .shard_index import as_lines
 from .tensor_map import StoredLeaf, dtype_class
-from .value_checks import check_ties, refuse_non_finite, unknown_experts
+from .value_checks import check_ties, refuse_non_finite, refuse_unknown_experts
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,7 @@ def load_pretrained(
             kept = keep_leaf(one, source, target, how) if keep_quantized else None
             made[one.path] = read_leaf(one, boxes[one.path], source, target) if kept is None else (kept, False)
         flat = {path: leaf for path, (leaf, _) in made.items()}
-        if faults := unknown_experts(chosen, flat):
-            raise MismatchError(f"{folder}: experts that do not exist:{as_lines(faults)}")
+        refuse_unknown_experts(folder, chosen, flat)
         if check_finite:
             refuse_non_finite(folder, chosen, boxes, flat, checked.found)
         if report is not None:

@@ -56,8 +56,8 @@ def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) ->
     return True
 
 
-def unknown_experts(leaves: Sequence[StoredLeaf], flat: dict[str, Tensor]) -> list[str]:
-    """A line for each leaf that names an expert which the model has not. flat: {path: the leaf or a shard of it}."""
+def refuse_unknown_experts(source: object, leaves: Sequence[StoredLeaf], flat: dict[str, Tensor]) -> None:
+    """MismatchError listing the leaves that name experts which the model has not. flat: {path: the leaf or a shard}."""
     faults = []
     for leaf in leaves:
         if isinstance(leaf.stored, TensorSlice) and (count := leaf.stored.experts):
@@ -68,7 +68,8 @@ def unknown_experts(leaves: Sequence[StoredLeaf], flat: dict[str, Tensor]) -> li
                     f"{leaf.path}, {leaf.stored.name}: holds {int(wrong[0])}, but the model has {count} experts, "
                     f"from 0 to {count - 1} ({len(wrong):,} of {value.numel():,} numbers name no expert)"
                 )
-    return faults
+    if faults:
+        raise MismatchError(f"{source}: experts that do not exist:{as_lines(faults)}")
 
 
 def refuse_non_finite(
