@@ -20,6 +20,7 @@ from typing import Any
 
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError, printable
+from fnmodels.models.common.config_json import IgnoreFields
 from fnmodels.models.common.registry import model_type_of
 from params import lora
 from params.checkpoint.config import CONFIG, read_config
@@ -124,7 +125,9 @@ def _model(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines:
     """Family, layers and parameters, from config.json."""
     config, values = read_config(folder, family, ignore_fields=ignore_fields)
     yield from _config(config, model_type_of(values))
-    if quantization := read_quantization(values, folder):
+    with IgnoreFields(frozenset(ignore_fields)).asked():
+        quantization = read_quantization(values, folder)
+    if quantization:
         yield "quantized", quantization.summary
     if ignore_fields:
         yield "without", f"the fields {', '.join(ignore_fields)} of config.json"

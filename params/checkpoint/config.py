@@ -27,6 +27,7 @@ from fnmodels.models.common.registry import (
     to_hf,
 )
 from params.io.files import read_json
+from params.quantized.methods import read_quantization
 
 from .hub import local_folder
 from .wrapped_text import refuse_whole, text_values
@@ -112,7 +113,10 @@ def read_config(
             refuse_whole(values)
         reading = own or values
         read = config_class(family or family_reading(reading, part)).from_hf
-        config = read(ignored.added_to(reading) if ignored.names else reading)
+        with ignored.asked():
+            config = read(reading)
+            if ignored.names - ignored.used.keys():  # they may be of the quantization, which `header_checks` reads
+                read_quantization(values)
         if unused := ignored.names - ignored.used.keys() - _ignored_earlier(values):
             raise ConfigError(
                 f"ignore_fields has {', '.join(map(shown, sorted(unused)))}, which is no unknown field: it is read, or "

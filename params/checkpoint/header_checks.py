@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.config_json import QUANTIZATION, ConfigJson
+from fnmodels.models.common.config_json import QUANTIZATION, ConfigJson, IgnoreFields
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import disk_names
@@ -59,7 +59,8 @@ def check_folder(
     opened = open_folder(folder, stack, traits_of(family_of(declared)).weights)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     buffer = cast_buffer()
-    found, others, where = _paired(folder, opened, values, buffer), dict[str, int](), ""
+    with IgnoreFields(frozenset(ignore_fields)).asked():
+        found, others, where = _paired(folder, opened, values, buffer), dict[str, int](), ""
     if family is None and part == "text" and wrapped_text.text_values(values) is not None:
         found, others, where = wrapped_text.text_tensors(folder, declared, found)
         declared = wrapped_text.tied_by_files(declared, values, bool(_head_names(declared) & found.keys()))

@@ -38,9 +38,16 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
     It is looked for at the top of config.json and in the configs of a model's parts. UnsupportedError for a method that
     is not read, ConfigError for what cannot be, both with the name of the file.
     """
-    for inner, keys in _places(values):
-        where = f"config.json, {', '.join(keys)}"
-        return replace(read_method(inner, where, values), declaration=_declaration(inner, keys))
+    if places := list(_places(values)):
+        declared = [read_method(inner, f"config.json, {', '.join(keys)}", values) for inner, keys in places]
+        first = declared[0]
+        for other, (_, keys) in zip(declared, places, strict=True):
+            if (other.method, other.forms, other.modules) != (first.method, first.forms, first.modules):
+                raise ConfigError(
+                    f"config.json: {', '.join(places[0][1])} and {', '.join(keys)} disagree: {first.method} and "
+                    f"{other.method}, or their settings; one of them is to be removed."
+                )
+        return replace(first, declaration=_declaration(*places[0]))
     if folder is not None and os.path.lexists(folder / HF_QUANT):
         content = read_json(folder / HF_QUANT)
         if not isinstance(content, dict):
@@ -97,7 +104,7 @@ _GPTQ = """
 """
 _AWQ = "desc_act do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
 _BNB = """
-    _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant
+    bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold
 """
 _AUTO_ROUND = """
@@ -161,10 +168,13 @@ def _gptq(inner: Fields, method: str) -> Quantization:
     if len(formats) > 1:
         raise ConfigError(f"{inner.where}: 'checkpoint_format' and 'format' disagree.")
     offset, indexed = int(formats == {"gptq"}), inner.boolean("desc_act", False)
+    if inner.take("autoround_version", None) is not None:  # AutoRound writes files of GPTQ under this name
+        inner.expect("data_type", "int")
     overrides = inner.take("dynamic", {})
     if not isinstance(overrides, Mapping) or not all(isinstance(one, Mapping) for one in overrides.values()):
         raise ConfigError(f"{inner.where}: 'dynamic' is {shown(overrides)}, but must map patterns to settings.")
-    inner.finish(ignored=_GPTQ.split())
+    quantizer = _AUTO_ROUND.split() if inner.read["autoround_version"] is not None else []
+    inner.finish(ignored=(*_GPTQ.split(), *quantizer))
     settings = {(bits, group)}
     for pattern, override in overrides.items():
         if not pattern.startswith("-:"):  # patterns are not matched: shapes tell which settings a module has
@@ -218,7 +228,9 @@ def _auto_round(inner: Fields, method: str) -> Quantization:
 
 
 def _bitsandbytes(inner: Fields, method: str) -> Quantization:
-    four, eight = inner.boolean("load_in_4bit", False), inner.boolean("load_in_8bit", False)
+    four, eight = (
+        any([inner.boolean(name, False), inner.boolean(f"_{name}", False)]) for name in ("load_in_4bit", "load_in_8bit")
+    )
     kind = inner.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     inner.finish(ignored=_BNB.split())
     if four == eight:

@@ -14,6 +14,7 @@ from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, 
 from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
 
+WORDS = (torch.bfloat16, torch.float16, torch.float32)  # that files may hold codes of bytes in
 CHUNK = 1 << 18  # elements dequantized at a time, few enough to stay in cache; ten bytes of temporary memory for each
 
 Located = tuple[TensorFile, TensorEntry]
@@ -60,6 +61,7 @@ Found = dict[str, tuple[TensorFile, TensorEntry | QuantizedWeight]]
 
 def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tensor) -> tuple[Found, list[str]]:
     """(`found` with the tensors of each quantized weight as one `QuantizedWeight`, what is wrong with them)."""
+    found = _as_bytes(found, quantization)
     paired: Found = {**found}
     faults: list[str] = []
     for name in found:
@@ -88,6 +90,21 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
         located = {name.removeprefix(weight.module): found[name] for name in names if name in found}
         paired[weight.name] = (file, replace(weight, beside=located))
     return paired, faults
+
+
+def _as_bytes(found: Mapping[str, Located], quantization: Quantization) -> dict[str, Located]:
+    """`found` with codes of bytes as such where a file has them in words of another dtype.
+
+    bitsandbytes' `quant_storage` does so, in which FSDP shards them; the tensor of a state says that they are codes.
+    """
+    out = dict(found)
+    for form in quantization.forms:
+        if form.state and form.codes.dtypes == (torch.uint8,) and not form.codes.ending:
+            for name in (state.removesuffix(form.state) for state in found if state.endswith(form.state)):
+                file, entry = found.get(name, (None, None))
+                if file is not None and entry is not None and entry.dtype in WORDS:
+                    out[name] = (file, replace(entry, dtype=torch.uint8, shape=(entry.stop - entry.start, 1)))
+    return out
 
 
 def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:

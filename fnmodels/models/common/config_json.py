@@ -7,7 +7,9 @@ harmless, so that no field that could change the maths is ignored silently.
 import json
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +98,6 @@ _LIKE_INITIAL, _LIKE_RUNS = frozenset(_OF_TRAINING.split()), frozenset(_OF_RUNS.
 _SAMPLING, _TOP_K = ("do_sample", "temperature", "top_p"), 50
 # Where the fields that `ignore_fields` named when a file was read are recorded in what is saved, {name: value}.
 IGNORED_FIELDS = "_ignored_fields"
-_IGNORE = "_ignore_fields"  # where `IgnoreFields` stands in an object
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = (*SPECIAL_TOKENS, "max_length", "tokenizer_class", *DROPOUTS)
 KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
@@ -134,19 +135,17 @@ class IgnoreFields:
     names: frozenset[str]
     used: dict[str, Any] = field(default_factory=dict)
 
-    def added_to(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of config.json in which every object that `Fields` reads has this request.
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Within it every `Fields`, of whatever object of the file, reads without these fields."""
+        token = _ASKED.set(self)
+        try:
+            yield
+        finally:
+            _ASKED.reset(token)
 
-        No file can have it: it is no JSON.
-        """
-        inner = {n: v for n, v in values.items() if isinstance(v, Mapping) and (n.endswith("_config") or "rope" in n)}
-        nested = {n: self.added_to(v) for n, v in inner.items() if n.endswith("_config") or not _by_layer_type(v)}
-        nested |= {n: {t: self.added_to(one) for t, one in v.items()} for n, v in inner.items() if n not in nested}
-        return {**values, **nested, _IGNORE: self}
 
-
-def _by_layer_type(rope: Mapping[str, Any]) -> bool:
-    return bool(rope) and all(isinstance(one, Mapping) for one in rope.values())
+_ASKED: ContextVar[IgnoreFields | None] = ContextVar("ignore_fields", default=None)
 
 
 class Fields:
@@ -221,17 +220,15 @@ class Fields:
         """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs.
 
         A field is accepted unread if it is bookkeeping, restates what was read, says that a part which the family does
-        not have is off, or is named by `ignored` or by `IgnoreFields` in the object.
+        not have is off, or is named by `ignored` or by `IgnoreFields.asked`.
         """
         self.expect("pruned_heads", {})  # pruned layers have fewer rows than the sizes imply
-        request = self.values.get(_IGNORE)
-        asked = request.names if isinstance(request, IgnoreFields) else frozenset()
+        request = _ASKED.get() or IgnoreFields(frozenset())
         known, off = self.read.keys() | set(ignored), self._parts_off()
         unread = sorted(n for n, value in self.values.items() if value is not None and n not in known)
         unknown = [n for n in unread if not (self._is_bookkeeping(n) or self._is_restated(n) or n in off)]
-        dropped = {n: self.values[n] for n in unknown if n in asked}
-        if isinstance(request, IgnoreFields):
-            request.used.update(dropped)
+        dropped = {n: self.values[n] for n in unknown if n in request.names}
+        request.used.update(dropped)
         if unknown := [n for n in unknown if n not in dropped]:
             listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}{self._beside(n)}" for n in unknown[:_SHOWN])
             listed += f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""

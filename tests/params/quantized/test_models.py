@@ -189,6 +189,71 @@ def test_half_precision_of_config_json_is_the_default(tmp_path: Path) -> None:
         P.load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_in_words_of_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """bitsandbytes' quant_storage; the weights are those of codes in bytes, kept or not."""
+    said = SAID["bitsandbytes_nf4"] | {"bnb_4bit_quant_storage": str(dtype).removeprefix("torch.")}
+    wanted = write(tmp_path, "bitsandbytes_nf4", quantization_config=said)
+    tensors = load_file(tmp_path / FILE)
+    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].flatten().view(dtype)[:, None]
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    config, loaded = P.load_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(loaded["layers"][0]["mlp"]["up_proj"], wanted)
+    kept = P.load_pretrained(tmp_path, keep_quantized=True)[1]
+    P.save_pretrained(tmp_path / "out", config, kept)
+    again = P.load_pretrained(tmp_path / "out", dtype=torch.float32)[1]
+    assert torch.equal(again["layers"][0]["mlp"]["up_proj"], wanted)
+
+
+def test_the_older_name_of_a_switch(tmp_path: Path) -> None:
+    said = {name: value for name, value in SAID["bitsandbytes_int8"].items() if name != "load_in_8bit"}
+    wanted = write(tmp_path, "bitsandbytes_int8", quantization_config=said | {"_load_in_8bit": True})
+    loaded = P.load_pretrained(tmp_path, dtype=torch.float32)[1]
+    assert torch.equal(loaded["layers"][0]["mlp"]["up_proj"], wanted)
+
+
+def test_two_declarations_must_agree(tmp_path: Path) -> None:
+    said, other = SAID["bitsandbytes_nf4"], {"quant_method": "awq", "bits": 4, "group_size": 32}
+    wanted = write(tmp_path, "bitsandbytes_nf4", compression_config=said)
+    assert torch.equal(P.load_pretrained(tmp_path, dtype=torch.float32)[1]["layers"][0]["mlp"]["up_proj"], wanted)
+    for more in ({"compression_config": other}, {"inner": {"quantization_config": other}}):
+        write(tmp_path, "bitsandbytes_nf4", **more)
+        with pytest.raises(P.ConfigError, match=r"quantization_config and .* disagree: bitsandbytes and awq"):
+            P.load_pretrained(tmp_path, ignore_fields=("inner",) if "inner" in more else ())
+
+
+def test_a_new_field_of_a_quantization_can_be_ignored(tmp_path: Path) -> None:
+    """Also of an object inside of it, as the message says."""
+    for said in (
+        SAID["bitsandbytes_nf4"] | {"novelty": 1},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"a": {"bits": 8, "novelty": 1}}},
+    ):
+        write(tmp_path, "bitsandbytes_nf4", quantization_config=said)
+        with pytest.raises(P.ConfigError, match=r'novelty = 1.*ignore_fields=\("novelty",\) reads the file without'):
+            P.load_pretrained(tmp_path)
+        if said["quant_method"] == "bitsandbytes":
+            config, loaded = P.load_pretrained(tmp_path, ignore_fields=("novelty",))
+            P.save_pretrained(tmp_path / "out", config, loaded)
+            assert json.loads((tmp_path / "out" / "config.json").read_text())["_ignored_fields"] == {"novelty": 1}
+        else:  # its tensors are not of the case
+            with pytest.raises(P.MismatchError):
+                P.load_pretrained(tmp_path, ignore_fields=("novelty",))
+        with pytest.raises(P.ConfigError, match='ignore_fields has "bits", which is no unknown field'):
+            P.load_pretrained(tmp_path, ignore_fields=("novelty", "bits"))
+
+
+def test_a_file_of_gptq_that_autoround_wrote(tmp_path: Path) -> None:
+    name = "auto_round_4_bits_auto_gptq"
+    said = {name: value for name, value in SAID[name].items() if name != "packing_format"} | {"quant_method": "gptq"}
+    said |= {"amp": True, "enable_minmax_tuning": True, "iters": 200, "lr": 0.005, "data_type": "int"}
+    assert "autoround_version" in said
+    wanted = write(tmp_path, name, quantization_config=said)
+    assert torch.equal(P.load_pretrained(tmp_path, dtype=torch.float32)[1]["layers"][0]["mlp"]["up_proj"], wanted)
+    write(tmp_path, name, quantization_config=said | {"data_type": "mx_fp"})
+    with pytest.raises(P.UnsupportedError, match="'data_type' is"):
+        P.load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
