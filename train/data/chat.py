@@ -8,11 +8,11 @@ The assistant's turns are located in the rendered text, which is tokenized in on
 tokenizing turn by turn gives other tokens at the boundaries.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,13 @@ from params.io.files import plain_file, read_json
 from .chat_process import render_elsewhere
 from .chat_renderer import MARK_BEGIN, MARK_END
 from .encoder import RenderedChat, encode_chats
-
-Message = Mapping[str, Any]
+from .turns.proof import check_context, check_target, forms
+from .turns.said import Message, is_trained, said
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SOURCE_LIMIT = 1_000_000  # bytes of a template; the longest published ones have 20,000
 
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _OPENED = re.compile(r"<think>\s*$")  # a cue that opens the reasoning
 _STOPS = re.compile(r"</s?>|<[^<>/\s][^<>\s]*>|\[/?[A-Z_]+\]")  # what looks like a special token
 _MARKER = re.compile(rf"\s*({_STOPS.pattern})")
@@ -131,16 +130,15 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
 
 
 def render_prompt(template: Template, messages: Sequence[Message], **extra: Any) -> str:
-    """`render` up to the assistant's cue; UserError where the template leaves out what others than it have said."""
+    """`render` up to the assistant's cue; UserError where the template leaves out what a turn says, or a tool."""
     text = render(template, messages, prompt=True, **extra)
-    for index, message in enumerate(messages):
-        for what, piece in _said(message) if message.get("role") != "assistant" else ():
-            if not any(form in text for form in _forms(piece)):
-                raise UserError(
-                    f"the chat template leaves out the {what} of turn {index + 1} of {len(messages)}: {piece[:40]!r} "
-                    "is not in the prompt"
-                )
+    check_prompt(template, messages, text, **extra)
     return text
+
+
+def check_prompt(template: Template, messages: Sequence[Message], text: str, **extra: Any) -> None:
+    """UserError where the rendered text of these messages lacks something that they say, see `check_context`."""
+    check_context(messages, text, partial(render, template, prompt=True, **extra), extra.get("tools"))
 
 
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
@@ -174,17 +172,20 @@ def assistant_spans(
 
     RewrittenError where a template renders a turn differently when further turns follow it (without its reasoning, for
     example), so that it cannot be located; UserError where it cannot be for another reason, or where a text, a part, a
-    reasoning or a tool call of a turn is not in what would be trained for it.
+    reasoning or a tool call of a turn is not in what would be trained for it, or something of the turns before in the
+    text. Turns of weight 0 are context.
     """
     text, found = _extract_marks(_rendered(template, messages, **extra))
-    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    turns = [index for index, message in enumerate(messages) if is_trained(message)]
+    read = messages[: turns[-1] + 1] if turns else messages
     if found:
-        _check_said(messages, turns, "".join(text[start:stop] for start, stop in found))
-        _check_parts(template, messages, turns, **extra)
+        found = _marked(messages, turns, found)
+        check_target(messages, turns, "".join(text[start:stop] for start, stop in found))
+        check_context(read, text, partial(render, template, **extra), extra.get("tools"))
         return text, found
+    turns = turns[-1:] if last else turns
+    whole = text
     for index in turns:
-        if last and index + 1 < len(messages):
-            continue
         before = render(template, messages[:index], prompt=True, **extra)
         if index == 0 and before == render(template, [], **extra):
             raise UserError(
@@ -203,12 +204,25 @@ def assistant_spans(
                 f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
                 "it cannot be located in the text: give each turn to train on as an example of its own"
             )
-        _check_said(messages, [index], until[len(cue) :])
-        _check_parts(template, messages, [index], **extra)
+        check_target(messages, [index], until[len(cue) :])
         stop = _stop(template, messages[: index + 1], until, text, **extra)
         text = text if text.startswith(until + stop) else until + stop
         found.append((len(cue), len(until) + len(stop)))
+    check_context(read, whole, partial(render, template, **extra), extra.get("tools"))
     return text, found
+
+
+def _marked(messages: Sequence[Message], turns: Sequence[int], found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans that a template marks, without those of the assistant's turns that are context."""
+    spoken = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if len(spoken) == len(turns):
+        return found
+    if len(spoken) != len(found):
+        raise UserError(
+            f"the chat template marks {len(found)} spans for {len(spoken)} turns of the assistant, of which only "
+            f"{len(turns)} are to be trained: it must mark one span for each turn"
+        )
+    return [span for index, span in zip(spoken, found, strict=True) if index in turns]
 
 
 def _stop(template: Template, messages: Sequence[Message], until: str, text: str, **extra: Any) -> str:
@@ -216,8 +230,8 @@ def _stop(template: Template, messages: Sequence[Message], until: str, text: str
 
     until: the text of `messages`, with which `text` begins.
     """
-    forms = [form for _, piece in _said(messages[-1]) for form in _forms(piece)]
-    end, last = max(((until.rfind(form) + len(form), form) for form in forms if form in until), default=(0, ""))
+    written = [form for piece in said(messages[-1]) for form in forms(piece.text)]
+    end, last = max(((until.rfind(form) + len(form), form) for form in written if form in until), default=(0, ""))
     tail = until[end:]
     if not last or _STOPS.search(tail) or tail[-1:].isspace():  # a line may end a turn
         return ""
@@ -235,87 +249,6 @@ def _stop(template: Template, messages: Sequence[Message], until: str, text: str
     return marker.group() if marker else ""
 
 
-def _check_said(messages: Sequence[Message], turns: Sequence[int], target: str) -> None:
-    """UserError where something that these turns say is not in the text that is trained for them, in their order."""
-    begin = 0
-    for index in turns:
-        end, content = begin, messages[index].get("content")
-        where = f"turn {index + 1} of {len(messages)}"
-        for what, piece in _said(messages[index]):
-            places = [place for form in _forms(piece) if (place := target.find(form, begin)) >= 0]
-            if not places:
-                raise UserError(
-                    f"the chat template leaves out the {what} of {where}: {piece[:40]!r} is not in the text that would "
-                    "be trained"
-                )
-            end = max(end, min(places) + 1)
-        if isinstance(content, list) and str(content) in target:
-            raise UserError(f"the chat template writes the parts of {where} as a list: give its content as one text")
-        if content is None and "None" in target[begin:] and "None" not in str(messages[index]).replace(": None", ""):
-            raise UserError(f"the chat template writes None for {where}, whose content is null: give it an empty text")
-        begin = end
-
-
-def _check_parts(template: Template, messages: Sequence[Message], turns: Sequence[int], **extra: Any) -> None:
-    """UserError where a part that is no text leaves no trace in the rendered text."""
-    for index in turns:
-        content = messages[index].get("content")
-        parts = content if isinstance(content, list) else []
-        for number, part in enumerate(parts):
-            if not isinstance(part, Mapping) or "text" in part:
-                continue
-            without = {**messages[index], "content": [*parts[:number], *parts[number + 1 :]]}
-            if render(template, messages, **extra) == render(
-                template, [*messages[:index], without, *messages[index + 1 :]], **extra
-            ):
-                raise UserError(
-                    f"the chat template leaves out part {number + 1} of turn {index + 1} of {len(messages)}, of type "
-                    f"{part.get('type')!r}"
-                )
-
-
-def _said(message: Message) -> list[tuple[str, str]]:
-    """(what it is, text) of all that a turn says: texts, reasoning, and the names and values of tool calls."""
-    content, said = message.get("content"), list[tuple[str, str]]()
-    texts = content if isinstance(content, list) else [content]
-    for text in (part.get("text") if isinstance(part, Mapping) else part for part in texts):
-        if isinstance(text, str):  # reasoning within tags may be moved
-            said += [("text", piece.strip()) for piece in re.split("</?think>", text)]
-    said += [("reasoning", str(message[name]).strip()) for name in _REASONING if message.get(name)]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        said.append(("tool call", str(function.get("name", ""))))
-        said += [("tool call", value) for value in _values(function.get("arguments"))]
-    return [(what, text) for what, text in said if text]
-
-
-def _values(arguments: Any) -> list[str]:
-    """The names and values in a tool call's arguments, which may be JSON in a text."""
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            return [arguments.strip()]
-        return [arguments.strip()] if isinstance(parsed, str) else _values(parsed)
-    if isinstance(arguments, Mapping):
-        return [text for name, value in arguments.items() for text in (str(name), *_leaf(value))]
-    return _leaf(arguments)
-
-
-def _leaf(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return _values(value)
-    if isinstance(value, (list, tuple)):
-        return [text for item in value for text in _leaf(item)]
-    return [] if value is None else [value.strip() if isinstance(value, str) else json.dumps(value)]
-
-
-def _forms(piece: str) -> tuple[str, ...]:
-    """The ways in which a template may write a text: as it is, in JSON, or true and false as Python does."""
-    escaped = (json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    return (piece, *escaped, *({"true": ("True",), "false": ("False",)}.get(piece, ())))
-
-
 def render_examples(template: Template, messages: Sequence[Message], **extra: Any) -> list[RenderedChat]:
     """A conversation as one rendered text with its target ranges, or, on RewrittenError, as one per assistant turn.
 
@@ -325,7 +258,7 @@ def render_examples(template: Template, messages: Sequence[Message], **extra: An
     try:
         return [assistant_spans(template, messages, **extra)]
     except RewrittenError:
-        ends = [index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        ends = [index + 1 for index, message in enumerate(messages) if is_trained(message)]
         return [assistant_spans(template, messages[:end], last=True, **extra) for end in ends]
 
 
@@ -368,3 +301,5 @@ def _check_roles(messages: Sequence[Message]) -> None:
     roles = [str(message.get("role")) for message in messages]
     if "assistant" not in roles:
         raise UserError(f"the conversation has no turn of the assistant; its roles are {', '.join(roles) or 'none'}")
+    if not any(map(is_trained, messages)):
+        raise UserError("the conversation has no turn of the assistant to train on: all have weight 0")

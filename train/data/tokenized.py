@@ -227,7 +227,7 @@ def tokenize_chats(
         sizes = (len(texts[0]), len(texts[1]), len(zlib.compress(texts[1], 9)))
         return TokenizedSource(found[0], found[1], sizes, known_as, tuple(skipped))
 
-    return _cached("chats", f"2 {known_as} {length} {tokenizer.to_str()}", known_as, make)
+    return _cached("chats", f"3 {known_as} {length} {tokenizer.to_str()}", known_as, make)
 
 
 def encode_conversations(

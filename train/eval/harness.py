@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from fnmodels.errors import UserError
 from fnmodels.options import Kernel
-from train.data.chat import Template, read_template, render, special_tokens
+from train.data.chat import Template, check_prompt, read_template, render, special_tokens
 from train.generation.loops import serve
 from train.generation.requests import Event, Request, capacity_of, collect
 from train.generation.sampling import Sampling
@@ -133,12 +133,16 @@ class Checkpoint(LM):
         return text[: min(places, default=len(text))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The rendered conversation, ending with the assistant's cue, or else with the content of the last message."""
+        """The rendered conversation, ending with the assistant's cue, or else with the content of the last message.
+
+        UserError where the template leaves out what a message says.
+        """
         try:
             text = render(self._template, chat_history, prompt=add_generation_prompt)
         except UserError:  # some templates accept no system message
-            without_system = [message for message in chat_history if message["role"] != "system"]
-            text = render(self._template, without_system, prompt=add_generation_prompt)
+            chat_history = [message for message in chat_history if message["role"] != "system"]
+            text = render(self._template, chat_history, prompt=add_generation_prompt)
+        check_prompt(self._template, chat_history, text)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_a_cue_that_opens_the_reasoning_is_context() -> None:
     )
     ((text, spans),) = render_examples(template, CHAT)
     assert [text[start:stop] for start, stop in spans] == ["Hello!</s>", "4</s>"]
-    with pytest.raises(UserError, match=r"leaves out the text of turn 2 of 2: 'So\.' is not in the text"):
+    with pytest.raises(UserError, match=r"leaves out the reasoning of turn 2 of 2: 'So\.' has no place"):
         render_examples(template, [CHAT[0], {"role": "assistant", "content": "<think>So.</think>Hello!"}])
 
 
@@ -446,7 +447,9 @@ def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
 
 
 TRL = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-# Every text is of one turn alone.
+CALLED: dict[str, Any] = {"name": "Tname", "arguments": {"Tkey": "Tvalue"}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]}
+# Each word is to be trained as often as the assistant's turns have it; those that begin with C are context.
 TOLD: dict[str, list[dict[str, Any]]] = {
     "turns": [
         {"role": "user", "content": "Uone"},
@@ -485,29 +488,78 @@ TOLD: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
+TOLD |= {
+    "legacy call": [TOLD["call"][0], {"role": "assistant", "content": "", "function_call": CALLED}],
+    "another key": [TOLD["call"][0], {"role": "assistant", "content": "Aone", "thought": "Rone"}],
+    "said twice": [
+        {"role": "user", "content": "Uone"},
+        {"role": "assistant", "content": "It is Rone indeed", "reasoning_content": "Rone"},
+    ],
+    "called twice": [{"role": "user", "content": "Uone"}, {**CALL, "content": "I use Tname with Tkey Tvalue"}],
+    "system": [{"role": "system", "content": "Csystem"}, *TOLD["turns"]],
+    "developer": [{"role": "developer", "content": "Cdeveloper"}, *TOLD["turns"]],
+    "result": [
+        {"role": "user", "content": "Uone"},
+        {**CALL, "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALLED}]},
+        {"role": "tool", "name": "Tname", "tool_call_id": "abcdefghi", "content": "Cresult"},
+        {"role": "assistant", "content": "Aone"},
+    ],
+    "picture": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Uone"}]}, TOLD["turns"][1]],
+    "user's null": [TOLD["turns"][0], {"role": "assistant", "content": "Aone"}, {"role": "user", "content": None}],
+}
+TOLD["tools"] = TOLD["system"]
+TOLD["user's null"].append({"role": "assistant", "content": "Atwo"})
 SAID = re.compile("[ART](?:one|two|more|name|key|value)")
+CONTEXT = re.compile("C(?:system|developer|result|tool|parameter)")
 ENDS = re.compile(r"(</s>|<[^</][^<]*>)\s*$")
 
 
 # How many of the 72 templates render each conversation in full.
-IN_FULL = {"turns": 66, "parts": 36, "reasoning": 18, "thoughts": 62, "call": 45, "null": 37}
-REFUSED = "leaves out the (text|reasoning|tool call)|cannot render|as a list|writes None|does not begin turn"
+IN_FULL = {
+    "turns": 66,
+    "parts": 36,
+    "reasoning": 18,
+    "thoughts": 62,
+    "call": 45,
+    "null": 37,
+    "legacy call": 0,
+    "another key": 0,
+    "said twice": 26,
+    "called twice": 41,
+    "system": 64,
+    "developer": 30,
+    "result": 45,
+    "picture": 30,
+    "user's null": 28,
+    "tools": 46,
+}
+REFUSED = "leaves out (the|part)|cannot render|as a list|writes None|does not begin turn"
+PARAMETERS = {"type": "object", "properties": {"Cparameter": {"type": "string", "description": "Its value."}}}
+TOOL = {"name": "Ctool", "description": "A tool.", "parameters": PARAMETERS}
+TOOLS = {"tools": [{"type": "function", "function": TOOL}]}  # of the conversation of this name
 
 
 @pytest.mark.parametrize("talk", TOLD)
 def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -> None:
-    """By every template that trl has: all that is said, nothing of the user, no None."""
-    said = set(SAID.findall(json.dumps([m for m in TOLD[talk] if m["role"] == "assistant"])))
+    """By every template that trl has: all that is said, nothing of the user, no None; and with all of the context."""
+    said = Counter(SAID.findall(json.dumps([m for m in TOLD[talk] if m["role"] == "assistant"])))
+    context = set(CONTEXT.findall(json.dumps([TOLD[talk], TOOLS.get(talk)])))
     reasons: dict[str, str] = {}
     for path in TRL:
         try:
-            examples = render_examples(Template(path.read_text(), SPECIAL, "2026-01-01"), TOLD[talk])
+            examples = render_examples(
+                Template(path.read_text(), SPECIAL, "2026-01-01"), TOLD[talk], tools=TOOLS.get(talk)
+            )
         except UserError as error:
             reasons[path.stem] = str(error)
             continue
         targets = ["".join(text[start:stop] for start, stop in spans) for text, spans in examples]
-        assert set(SAID.findall(" ".join(targets))) == said, path.stem
-        assert all(ENDS.search(target) for target in targets), path.stem
+        trained = Counter(SAID.findall(" ".join(targets)))
+        assert set(trained) == set(said) and trained >= said, path.stem  # a tool's name may stand in the header, too
+        assert set(CONTEXT.findall(examples[-1][0])) == context, path.stem
+        assert not any("None" in text for text, _ in examples), path.stem
+        if (talk, path.stem) != ("called twice", "diffusion_gemma_training"):  # its marks end before the token
+            assert all(ENDS.search(target) for target in targets), path.stem
         assert not any(re.search("None|U(one|two)", target) for target in targets), path.stem
     assert len(TRL) - len(reasons) == IN_FULL[talk], reasons
     assert all(re.search(REFUSED, reason) for reason in reasons.values()), reasons
@@ -527,7 +579,7 @@ def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -
         (
             "<{{ m['role'] }}>{{ m['content'] }}{% for c in m['tool_calls'] %}{{ c.function.name }}{% endfor %}</s>",
             {"content": "So", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": [1, 27]}'}}]},
-            "leaves out the tool call of turn 2 of 2: '1' is not",
+            "leaves out the tool call of turn 2 of 2: '27' has no place",
         ),
         ("{% generation %}{{ m['content'][:1] }}</s>{% endgeneration %}", {"content": "So"}, "leaves out the text"),
     ],
@@ -544,6 +596,90 @@ def test_a_prompt_that_leaves_out_a_message_is_refused() -> None:
     silent = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert render_prompt(Template(silent, {}), messages[1:]) == "<user>Hi</s><assistant>"
-    with pytest.raises(UserError, match=r"leaves out the text of turn 1 of 2: 'Be brief\.' is not in the prompt"):
+    with pytest.raises(UserError, match="leaves out the tool of the conversation"):
+        render_prompt(Template(CHATML, {}), CHAT[:3], **TOOLS)
+    with pytest.raises(UserError, match=r"leaves out the text of turn 1 of 2: 'Be brief\.' has no place"):
         render_prompt(Template(silent, {}), messages)
     assert render_prompt(Template(CHATML, {}), CHAT[:3]) == render(Template(CHATML, {}), CHAT[:3], prompt=True)
+
+
+ALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({"content": {"answer": "secret"}}, "content of turn 2 of 2 is .* a text, a list of parts, or null"),
+        ({"content": 5}, "content of turn 2 of 2 is 5"),
+        ({}, "turn 2 of 2 has no content"),
+        ({"content": [5]}, "part 1 of turn 2 of 2 is 5"),
+        ({"content": "", "tool_calls": {"name": "add"}}, "'tool_calls' of turn 2 of 2 is .* must be a list"),
+        ({"content": "", "tool_calls": [{"function": None}]}, "a tool call of turn 2 of 2 is .*'function': None"),
+        ({"content": "So", "tool_plan": "First"}, "leaves out the 'tool_plan' of turn 2 of 2: 'First'"),
+        ({"content": "So", "audio": {"data": "abc"}}, "leaves out the 'audio' of turn 2 of 2: 'abc'"),
+        ({"content": "So", "thinking_blocks": [{"thinking": "Why"}]}, "leaves out the 'thinking_blocks' of turn 2"),
+        ({"content": "So", "partial": True}, "leaves out 'partial' of turn 2 of 2: True"),
+        ({"content": "So", "name": "Ann"}, "leaves out the name of turn 2 of 2: 'Ann'"),
+        ({"content": "So", "weight": 0.5}, "'weight' of a turn is 0.5: it must be 1"),
+        ({"content": "So", "weight": 0}, "no turn of the assistant to train on"),
+    ],
+)
+def test_what_no_template_can_read_is_refused(turn: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        render_examples(Template(ALL, {}), [CHAT[0], {"role": "assistant", **turn}])
+
+
+def test_bookkeeping_and_empty_keys_are_no_part_of_what_is_said() -> None:
+    extra = {"id": "x", "refusal": None, "tool_calls": [], "audio": None, "metadata": {"from": "y"}, "weight": 1}
+    turn = {"role": "assistant", "content": "Hello", **extra}
+    assert render_examples(Template(ALL, {}), [CHAT[0], turn]) == render_examples(
+        Template(ALL, {}), [CHAT[0], {"role": "assistant", "content": "Hello"}]
+    )
+
+
+def test_one_thought_in_two_keys_is_said_once() -> None:
+    source = ALL.replace("{{ m.content }}", "{{ m.reasoning }}{{ m.content }}")
+    turn = {"role": "assistant", "content": "So", "reasoning": "Why", "reasoning_content": "Why"}
+    ((text, spans),) = render_examples(Template(source, {}), [CHAT[0], turn])
+    assert [text[start:stop] for start, stop in spans] == ["WhySo</s>"]
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize("source", [CHATML, MARKED["without the cue"], THOUGHTS], ids=["plain", "marked", "rewritten"])
+def test_a_turn_of_weight_zero_is_context(source: str, key: str) -> None:
+    talk = [CHAT[0], {**CHAT[1], key: 0}, *CHAT[2:]]
+    ((text, spans),) = render_examples(Template(source, {}), talk)
+    assert "Hello!" in text and [text[start:stop].rstrip()[-11:] for start, stop in spans] == ["4<|im_end|>"]
+    marked = MARKED["without the cue"].replace("{% generation %}", "{% if loop.last %}{% generation %}", 1)
+    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}", 1)
+    with pytest.raises(UserError, match="marks 1 spans for 2 turns"):
+        render_examples(Template(marked, {}), talk)
+
+
+def test_the_context_of_a_trained_turn_is_not_left_out() -> None:
+    for words, source, talk in (
+        ("text of turn 1 of 3", ALL.replace("in messages", "in messages if m.role != 'system'"), TALKS["system"]),
+        ("writes None for turn 1 of 2", ALL, [{"role": "user", "content": None}, CHAT[1]]),
+        ("has no content", ALL, [{"role": "user"}, CHAT[1]]),
+        ("as a list", ALL, [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]),
+        ("name of turn 1 of 2", ALL, [{**CHAT[0], "name": "Ann"}, CHAT[1]]),
+        (
+            "text of turn 2 of 4",
+            THOUGHTS.replace("m['content'] + '<", "(m['content'] if loop.last or m['role'] == 'user' else '') + '<"),
+            CHAT,
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            render_examples(Template(source, {}), talk)
+    with pytest.raises(UserError, match="leaves out the tool of the conversation: 'Cparameter'"):
+        render_examples(Template(ALL, {}), CHAT, **TOOLS)
+    told = [{"role": "system", "content": json.dumps(TOOL)}, *CHAT]
+    assert render_examples(Template(ALL, {}), told, **TOOLS)[0][1]  # the conversation itself tells of the tool
+    answer = [CHAT[0], {"role": "tool", "content": {"sum": "4"}}, CHAT[1]]
+    as_json = ALL.replace("m.content", "m.content if m.content is string else m.content | tojson")
+    assert '{"sum": "4"}' in render_examples(Template(as_json, {}), answer)[0][0]
+    with pytest.raises(UserError, match="writes the result of turn 2 of 3 as Python shows it"):
+        render_examples(Template(ALL, {}), answer)

@@ -31,7 +31,7 @@ from params.io.files import plain_file
 from train.batch import Entries
 from train.checkpoint import saved_steps as checkpoint
 from train.data import tokenized
-from train.data.chat import Template, render
+from train.data.chat import Template, render_prompt
 from train.data.stream.sources import StreamedSources
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
@@ -134,7 +134,7 @@ class LanguageModel:
             return str(self.model.tokenizer.decode(self.text.heldout["tokens"][0, :PROMPT_TOKENS].tolist()))
         if first.messages is not None and self.template is not None:
             turns = list(takewhile(lambda message: message.get("role") != "assistant", first.messages))
-            return render(self.template, turns, prompt=True)
+            return render_prompt(self.template, turns, tools=list(first.tools) or None)
         words = re.match(r"\s*(\S+\s+){0,3}\S+", first.text)
         return (words[0] if words else first.text)[:PROMPT_LETTERS]
 

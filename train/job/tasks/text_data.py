@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class TextData:
             text of a stream: how a loss becomes bits per byte.
         size: What there is to train on, in words.
         fill: The fraction of the rows' tokens that are not padding.
-        first: The first document, which samples continue; None: there are token ids alone.
+        first: The first document that is trained, which samples continue; None: there are token ids alone.
         batch: (step) -> the batch of a step.
         epochs: (steps) -> {source: passes over it}.
         position: (steps) -> what a saved step needs beside the number of steps; None: nothing.
@@ -116,13 +116,17 @@ def in_memory(
         target_bytes=dataset.train.bytes,
         size=f"{dataset.train.bytes / 1e6:.2f} MB to train on",
         fill=rows.fill,
-        first=texts.train[0] if texts.train else None,
+        first=next((text for text in texts.train if not _is_among(text, dataset.skipped)), None),
         batch=lambda step: mixture.batch(rows, settings.seed, step, settings.batch_rows),
         epochs=lambda steps: mixture.epochs(rows, steps, settings.batch_rows),
         position=lambda steps: None,
         skipped=texts.skipped + dataset.skipped,
         duplicates=texts.duplicates,
     )
+
+
+def _is_among(text: CorpusDocument, skipped: Sequence[str]) -> bool:
+    return any(f"{text.name} (" in reason for reason in skipped)
 
 
 def as_stream(
