@@ -48,7 +48,7 @@ class WindowKeys(NamedTuple):
 def of_tokens(weights: Mapping[str, Tensor], x: Tensor, windows: Windows) -> OfTokens:
     """`OfTokens` of x [B, S, D]; weights: "kv_proj" and "gate_proj" [H or 2 H, D]."""
     numbers, gates = linears(x, weights, ("kv", "gate"))
-    positions, segments = (t.expand(len(numbers), -1) for t in (windows.positions, windows.segments))
+    positions, segments = (t.expand(numbers.shape[0], -1) for t in (windows.positions, windows.segments))
     return OfTokens(numbers, gates, positions, segments)
 
 

@@ -60,7 +60,7 @@ def window_keys(
         return _with_cache(ctx, weights, new, starts, how)
     slots = windows.slots
     if ranks is not None:
-        new, starts = _of_ranks(new, ranks), ranks.gather(starts.expand(len(x), -1, -1, -1))
+        new, starts = _of_ranks(new, ranks), ranks.gather(starts.expand(x.shape[0], -1, -1, -1))
         slots = window_slots(new.positions, new.segments, windows.ratio)
     return _keys(weights, new, slots, starts, how)
 
@@ -71,7 +71,7 @@ def _keys(
     """Sums of these tokens, normed and rotated. starts: of these tokens."""
     sums = weighted_sums(tokens, slots, weights["bias"], overlap=how.overlap)
     last = last_tokens(tokens, slots.expand_as(tokens.positions), len(weights["bias"]))
-    tables = in_slots(starts.expand(len(last), -1, -1, -1), last, sums.keys.shape[1])
+    tables = in_slots(starts.expand(last.shape[0], -1, -1, -1), last, sums.keys.shape[1])
     keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=how.eps)
     return sums._replace(keys=how.rotate(keys.unsqueeze(-2), tables).squeeze(-2))
 
@@ -99,7 +99,7 @@ def _with_cache(
         return empty
     known = continued(OfTokens(*(entry[f"{name}_{part}"] for part in _OPEN)), new)
     slots = window_slots(known.positions, known.segments, ratio)
-    none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(len(starts), count, -1, -1)
+    none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(starts.shape[0], count, -1, -1)
     found = _keys(weights, known, slots, torch.cat((none, starts), 1), how)
     last, index = last_tokens(known, slots, ratio), torch.arange(known.positions.shape[1], device=slots.device)
     fresh = in_slots((index >= count).expand_as(last), last, found.keys.shape[1])
@@ -144,7 +144,7 @@ def choose_windows(
         named = Keys(allowed, windows.segments, keys.segments, keys.ends)
         if given is None and keys.keys.shape[1] <= indexer.count:
             if ctx.wants("choices"):
-                ctx.aux["choices"] = all_visible(named).expand(len(x), -1, -1)
+                ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
             return None
         if given is None:
             given = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
@@ -189,7 +189,7 @@ def attend_to_windows(
     near = to_dense(tokens)
     far = visible(mask["windows"], windows)
     far = far if among is None else far & among
-    rows = max(len(near), len(far))
+    rows = max(near.shape[0], far.shape[0])
     seen = torch.cat([part.expand(rows, -1, -1, -1) for part in (near, far)], -1)
     keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
     show = ctx.tap if ctx.wants_any(("attention.scores", "attention.pattern")) else None
