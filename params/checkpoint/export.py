@@ -101,11 +101,23 @@ def _lazy_tensor(
     return LazyTensor(dtype, pieces[0].disk_shape, make)
 
 
+def _above(path: str) -> list[str]:
+    """The paths of the nodes that a leaf is in."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
 def _check(config: DecoderConfig, flat: dict[str, Any], *, meta: bool) -> None:
     parameters = stored_leaves(config)
     leaves = {parameter.path: parameter.leaf for parameter in parameters}
+    inner = {path: next((leaf for leaf in _above(path) if leaf in leaves), "") for path in flat.keys() - leaves.keys()}
+    nodes = {leaf for leaf in inner.values() if leaf}
     faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
+    faults = [fault for fault in faults if fault.partition(":")[0] not in nodes]
+    faults += [f"{path}: has an adapter or is replaced; params.lora.merge makes it plain" for path in sorted(nodes)]
     for path, value in flat.items():
+        if inner.get(path):
+            continue
         if path not in leaves:
             faults.append(f"{path}: unexpected")
         elif isinstance(value, KeptWeight):

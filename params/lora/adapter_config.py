@@ -13,6 +13,8 @@ from params.io.files import read_json
 
 CONFIG = "adapter_config.json"
 _HIGHEST = 1 << 24  # of ranks and scales: far above all that exist, and exact in every float
+_ANY = "\0"  # stands for any character in a name
+_DEFAULT = 8  # PEFT's, of both
 _EXPRESSIONS = 64  # of these in a field, beside names
 _QUANTIFIERS = 2  # in a pattern of a file: with more of them, matching a name could take hours
 
@@ -20,14 +22,13 @@ READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("init_lora_weights", "target_parameters", "trainable_token_indices", "peft_version"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
     }
 )
 # Fields that change nothing in what the tensors of a file compute, and why.
 NEUTRAL: dict[str, str] = {
     **dict.fromkeys(("task_type", "auto_mapping", "base_model_name_or_path", "revision"), "where it comes from"),
     **dict.fromkeys(("inference_mode", "lora_dropout", "velora_config", "runtime_config"), "acts in training alone"),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform"), "the tensors say which modules"),
-    **dict.fromkeys(("layers_pattern", "modules_to_save", "bias"), "the tensors say which modules"),
     **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), "init_lora_weights says it"),
     "fan_in_fan_out": "how PEFT's module stores its weight; A and B are the same",
     "qalora_group_size": "use_qalora says it",
@@ -46,6 +47,8 @@ REFUSED: dict[str, str] = {
     "use_bdlora": "A or B is block-diagonal",
     "use_qalora": "inputs are pooled before A",
 }
+_OR_EXPRESSION = ("target_modules", "exclude_modules")  # lists of names, or a regular expression
+_ALL_LINEAR = "all-linear"
 _INITIAL = ("true", "false", "gaussian", "eva", "orthogonal", "mica")  # the base model is as published
 _MUTATED = ("pissa", "olora")  # the base model has lost what A and B begin with, which follows from it
 _TRAINED_WITH = {  # the base model has lost what no file says
@@ -60,19 +63,48 @@ _TRAINED_WITH = {  # the base model has lost what no file says
 class Patterns:
     """The values of modules by patterns of their names, of which the first that matches counts.
 
-    names: {name, or the end of one: (its place in the file, value)}; expressions: (place, expression, value).
+    names: {name, or the end of one, with _ANY for a dot that stands for any character: (its place in the file, value)}.
+    dots: {length of such a name: the places of these dots}. expressions: (place, expression, value).
     """
 
     names: dict[str, tuple[int, float]]
+    dots: dict[int, set[tuple[int, ...]]]
     expressions: tuple[tuple[int, re.Pattern[str], float], ...]
 
     def value(self, module: str, default: float) -> float:
         """The value of a module of this name."""
         parts = module.split(".")
         ends = ("^" + module, *(".".join(parts[start:]) for start in range(len(parts))))
-        found = [self.names[end] for end in ends if end in self.names]
+        keys = [_with_any(end, places) for end in ends for places in self.dots.get(len(end), ())]
+        found = [self.names[key] for key in keys if key in self.names]
         found += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
         return min(found, default=(0, default))[1]
+
+
+def _with_any(name: str, places: tuple[int, ...]) -> str:
+    """The name with _ANY in these places."""
+    letters = list(name)
+    for place in places:
+        letters[place] = _ANY
+    return "".join(letters)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The modules that the fields name.
+
+    modules: names, or ends of names; None: not said. expression: of target_modules, in place of names. excluded,
+    excluded_expression: of exclude_modules. layers, patterns: of layers_to_transform and layers_pattern. saved: of
+    modules_to_save.
+    """
+
+    modules: tuple[str, ...] | None = None
+    expression: str = ""
+    excluded: tuple[str, ...] = ()
+    excluded_expression: str = ""
+    layers: tuple[int, ...] = ()
+    patterns: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,7 @@ class AdapterConfig:
     ranks, alphas: of modules that differ from `rank` and `alpha`.
     mutated: "pissa" or "olora", what the base model has lost; "": nothing. parameters: the ends of names of
     parameters, not modules, that have adapters. token_rows: (end of a module's name, rows of its embedding that are
-    trained); "" for every module.
+    trained); "" for every module. selection, bias: what else the file must have, and may.
     """
 
     file: Path
@@ -96,6 +128,8 @@ class AdapterConfig:
     parameters: tuple[str, ...]
     token_rows: tuple[tuple[str, tuple[int, ...]], ...]
     peft_version: str
+    selection: Selection = Selection()
+    bias: str = "none"
 
     def rank_of(self, module: str) -> int:
         """The rank of the adapter of a module of this name."""
@@ -117,8 +151,10 @@ def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfi
         raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
     values = {name: value for name, value in values.items() if name not in ignore_fields}
     _audit(file, values)
-    rank = _rank(file, "r", values.get("r"))
-    alpha = _alpha(file, "lora_alpha", values.get("lora_alpha"))
+    rank, alpha = (
+        _rank(file, "r", values.get("r", _DEFAULT)),
+        _alpha(file, "lora_alpha", values.get("lora_alpha", _DEFAULT)),
+    )
     rslora, dora = (values.get(name) or False for name in ("use_rslora", "use_dora"))
     if not isinstance(rslora, bool) or not isinstance(dora, bool):
         raise ConfigError(f"{file}: use_rslora is {rslora!r} and use_dora {dora!r}; they must be true or false.")
@@ -134,16 +170,19 @@ def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfi
         parameters=_names(file, values, "target_parameters"),
         token_rows=_token_rows(file, values.get("trainable_token_indices")),
         peft_version=str(values.get("peft_version") or ""),
+        selection=_selection(file, values),
+        bias=values.get("bias") or "none",
     )
 
 
 def _audit(file: Path, values: Mapping[str, Any]) -> None:
-    """Errors for fields that are refused, or that nobody knows and that are not null."""
+    """Errors for fields that are refused, or that nobody knows and that are not off."""
     for name, value in values.items():
         if name in REFUSED and value not in (None, False, {}, []):
             raise UnsupportedError(f"{file}: {name} is {shown(value)} ({REFUSED[name]}), which is not supported.")
         known = name in READ or name in NEUTRAL or name in REFUSED or name.startswith("_") or "." in name
-        if not known and value is not None:
+        is_off = value is None or value is False or value == {} or value == []
+        if not known and not is_off:
             raise ConfigError(
                 f"{file}: the field {name!r} is unknown ({shown(value)}); if it changes nothing in what the adapter "
                 f"computes, pass ignore_fields=({name!r},)."
@@ -165,21 +204,56 @@ def _alpha(file: Path, name: str, alpha: Any) -> float:
     return float(alpha)
 
 
+def is_slow(pattern: str) -> bool:
+    """Whether matching a regular expression of a stranger could take hours."""
+    return len(re.findall(r"[*+{]", pattern)) > _QUANTIFIERS or re.search(r"\)[*+{]", pattern) is not None
+
+
+def _selection(file: Path, values: Mapping[str, Any]) -> Selection:
+    """The fields that name modules; their expressions are compiled, slow ones aside."""
+    texts = {name: values[name] for name in _OR_EXPRESSION if isinstance(values.get(name), str)}
+    for name, text in texts.items():
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ConfigError(f"{file}: {name} is {shown(text)}, no regular expression: {error}.") from None
+    names = {name: () if name in texts else _names(file, values, name) for name in (*_OR_EXPRESSION, "modules_to_save")}
+    target = texts.get("target_modules", "")
+    layers = values.get("layers_to_transform")
+    layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+    if not all(type(one) is int and one >= 0 for one in layers):
+        raise ConfigError(f"{file}: layers_to_transform is {shown(layers)}; it must be numbers of layers.")
+    patterns = values.get("layers_pattern") or []
+    patterns = [patterns] if isinstance(patterns, str) else _names(file, values, "layers_pattern")
+    said = values.get("target_modules") is not None or values.get("target_parameters") is not None
+    return Selection(
+        modules=names["target_modules"] if said and not target else None,
+        expression="" if target.lower() == _ALL_LINEAR else target,
+        excluded=names["exclude_modules"],
+        excluded_expression=texts.get("exclude_modules", ""),
+        layers=tuple(layers),
+        patterns=tuple(patterns),
+        saved=names["modules_to_save"],
+    )
+
+
 def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[..., float]) -> Patterns:
     """The entries of rank_pattern or alpha_pattern, whose keys are regular expressions of a stranger."""
     patterns = values.get(field) or {}
     if not isinstance(patterns, dict):
         raise ConfigError(f"{file}: {field} is {shown(patterns)}; it maps names of modules to numbers.")
     names: dict[str, tuple[int, float]] = {}
+    dots: dict[int, set[tuple[int, ...]]] = {}
     expressions: list[tuple[int, re.Pattern[str], float]] = []
     for place, (pattern, value) in enumerate(patterns.items()):
         number, plain = read(file, pattern, value), re.sub(r"\\([.-])", r"\1", pattern)
         if re.fullmatch(r"\^?[\w.-]+", plain):
-            names.setdefault(plain, (place, number))
+            name = re.sub(r"\\([.-])|\.", lambda one: one[1] or _ANY, pattern)
+            dots.setdefault(len(name), set()).add(tuple(at for at, letter in enumerate(name) if letter == _ANY))
+            names.setdefault(name, (place, number))
             continue
         short = repr(pattern[:80])
-        slow = len(re.findall(r"[*+{]", pattern)) > _QUANTIFIERS or re.search(r"\)[*+{]", pattern)
-        if slow or len(expressions) == _EXPRESSIONS:
+        if is_slow(pattern) or len(expressions) == _EXPRESSIONS:
             raise UnsupportedError(
                 f"{file}: {field} has the pattern {short}, which repeats a group or in more than {_QUANTIFIERS} "
                 f"places, or is one of more than {_EXPRESSIONS}: this could take hours; write the modules' names."
@@ -188,7 +262,7 @@ def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[
             expressions.append((place, re.compile(rf"(.*\.)?({pattern})$"), number))
         except re.error as error:
             raise ConfigError(f"{file}: the pattern {short} of {field} is no regular expression: {error}.") from None
-    return Patterns(names, tuple(expressions))
+    return Patterns(names, dots, tuple(expressions))
 
 
 def _mutated(file: Path, initial: Any) -> str:
@@ -199,9 +273,11 @@ def _mutated(file: Path, initial: Any) -> str:
     if name in _MUTATED:
         return name
     if (kind := re.sub(r"_\d+$", "", name)) in _TRAINED_WITH:
+        way = "convert them by PEFT's path_initial_model_for_weight_conversion"
+        way = "merge them into the model in PEFT" if kind == "loftq" else way
         raise UnsupportedError(
             f"{file}: init_lora_weights is {shown(initial)}: the base model that these adapters add to was changed "
-            f"by {_TRAINED_WITH[kind]}; convert them by PEFT's path_initial_model_for_weight_conversion."
+            f"by {_TRAINED_WITH[kind]}; {way}."
         )
     raise UnsupportedError(f"{file}: init_lora_weights {shown(initial)} is unknown.")
 

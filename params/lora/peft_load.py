@@ -25,6 +25,7 @@ from params.sharding import is_stage_share, sharding_of
 from .adapter_config import CONFIG, AdapterConfig, read_config
 from .leaves import adapter_leaves, initial_magnitude, map_leaves, on_same_mesh, params_by_path
 from .nodes import Lora, Replaced, TwoUses, base_of, with_base
+from .peft_agree import Contents, disagreements
 from .peft_modules import INNER, PREFIX, Factors, Layout, Place, cut, layout_of, whole
 
 WEIGHTS = "adapter_model.safetensors"
@@ -92,7 +93,7 @@ class _Reader:
 
     weights: the base model's parameters by path. share: they are those of a pipeline stage alone. found: {path:
     {expert, or None: (factors, scale)}}. values: {path: a parameter trained in full}. both: the paths in `values` that
-    hold for both uses of a tied embedding.
+    hold for both uses of a tied embedding. contents: what must agree with adapter_config.json.
     """
 
     config: DecoderConfig
@@ -104,22 +105,28 @@ class _Reader:
     found: dict[str, dict[int | None, tuple[Factors, float]]] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     both: set[str] = field(default_factory=set)
+    contents: Contents = field(default_factory=Contents)
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         modules: dict[str, dict[str, Tensor]] = {}
+        names: dict[str, str] = {}  # {module: its name in the file}
         pattern, replacement = _renaming(self.layout, tensors)
         for name, value in tensors.items():
-            module, part = _parsed(re.sub(pattern, replacement, name.removeprefix(PREFIX)))
+            written = name.removeprefix(PREFIX)
+            module, part = _parsed(re.sub(pattern, replacement, written))
             if not name.startswith(PREFIX) or (part == "" and not self._full(module, value)):
                 self._unexpected(name)
             elif part != "":
                 modules.setdefault(module, {})[part] = value
+                names[module] = _parsed(written)[0]
         square: list[tuple[str, str, dict[str, Tensor]]] = []
         for module, parts in modules.items():
             places = self.layout.memory.linear.get(module) or self.layout.files.linear.get(module)
             if "token_rows" in parts:
                 self._token_rows(module, places, parts.pop("token_rows"))
             if parts and places is not None:
+                self.contents.names[module] = names[module]
+                self.contents.paths |= {place.path for place in places}
                 self._linear(module, places, parts)
             elif parts and (parameter := self._parameter(module)) is not None:
                 square.append((module, parameter, parts))
@@ -127,6 +134,8 @@ class _Reader:
                 self._unexpected(*(f"{PREFIX}{module}.{_NAMES[part]}" for part in parts))
         self._stacked(square)
         self.missing_experts()
+        if not self.faults:  # a tensor that does not fit explains more
+            self.faults += disagreements(self.config, self.settings, self.layout, self.contents)
 
     def _unexpected(self, *names: str) -> None:
         self.faults += [f"{name!r}: unexpected, the model has no such weight that takes an adapter" for name in names]
@@ -138,6 +147,7 @@ class _Reader:
         places = self.layout.memory.tensors.get(plain) or self.layout.files.tensors.get(plain)
         if places is None:
             return is_leftover(self.config, plain)
+        self.contents.full |= {place.path for place in places}
         for place in places:
             shape = disk_shape(place.stored, place.leaf.shape)
             if tuple(value.shape) != shape:
@@ -169,6 +179,7 @@ class _Reader:
 
     def _token_rows(self, module: str, places: list[Place] | None, rows: Tensor) -> None:
         """Rows of an embedding that are trained, in both of its uses."""
+        self.contents.rows.add(module)
         if places is not None and self._is_elsewhere(places[0].path):
             return
         named = [ids for end, ids in self.settings.token_rows if f".{module}".endswith(f".{end}") or not end]
@@ -255,6 +266,7 @@ class _Reader:
         for module, parameter, parts in modules:
             container, _, leaf = parameter.rpartition(".")
             places = self.layout.memory.stacked[container][leaf]
+            self.contents.paths |= {place.path for place in places}
             *experts, out_size, in_size = places[0].module_shape
             count = self.settings.rank_of(parameter) * (experts[0] if experts else 1)
             shapes = {"a": (count, in_size), "b": (out_size, count)}

@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -184,7 +185,12 @@ def test_other_mistakes_are_named(tmp_path: Any) -> None:
         ({"trainable_token_indices": {"embed_tokens": [-1]}}, P.ConfigError, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1, 2]}, P.UnsupportedError, "acts only behind these tokens"),
         ({"init_lora_weights": "pissa_niter_16"}, P.UnsupportedError, "a random projection"),
-        ({"init_lora_weights": "corda"}, P.UnsupportedError, "changed by its data"),
+        (
+            {"init_lora_weights": "corda"},
+            P.UnsupportedError,
+            "changed by its data; convert them by PEFT's path_initial",
+        ),
+        ({"init_lora_weights": "loftq"}, P.UnsupportedError, "its quantized form; merge them into the model in PEFT"),
         ({"init_lora_weights": "new"}, P.UnsupportedError, '"new" is unknown'),
         ({"use_future": True}, P.ConfigError, r"'use_future' is unknown.*ignore_fields=\('use_future',\)"),
         ({"bias": "some"}, P.ConfigError, "bias is"),
@@ -203,6 +209,98 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: 
     (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
     with pytest.raises(kind, match=words):
         lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+
+
+# {what adapter_config.json says: the error}, beside adapters of q_proj in two layers
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, r"layers\.0\..*q_proj: .*exclude"),
+    "a layer": (
+        {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+        r"layers\.1\..*q_proj: .*exclude",
+    ),
+    "other modules": ({"target_modules": ["k_proj"]}, r"q_proj: .*exclude(.|\n)*k_proj: missing, target_modules"),
+    "more modules": (
+        {"target_modules": ["q_proj", "k_proj"]},
+        r"layers\.1\..*k_proj: missing, target_modules names it",
+    ),
+    "no modules": (
+        {"target_modules": None, "target_parameters": ["k_proj.weight"]},
+        r"k_proj\.weight: missing, target_par",
+    ),
+    "an expression": ({"target_modules": ".*k_proj"}, "q_proj: .*exclude"),
+    "excluded": ({"exclude_modules": ["layers.0.self_attn.q_proj"]}, r"layers\.0\..*q_proj: .*exclude"),
+    "excluded by an expression": ({"exclude_modules": r".*1\.self_attn\.q_proj"}, r"layers\.1\..*q_proj: .*exclude"),
+    "saved and adapted": ({"modules_to_save": ["self_attn"]}, "q_proj: .*exclude"),
+    "saved": ({"modules_to_save": ["lm_head", "absent"]}, r"lm_head\.weight: missing, modules_to_save names it"),
+    "saved norms": ({"modules_to_save": ["norm"]}, r"layers\.1\.input_layernorm\.weight: missing, modules_to_save"),
+    "rows": ({"trainable_token_indices": [3]}, "embed_tokens: rows are missing, trainable_token_indices"),
+    "rows by module": ({"trainable_token_indices": {"lm_head": [3]}}, "lm_head: rows are missing"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_fields_that_contradict_the_tensors_are_refused(what: str, tmp_path: Any) -> None:
+    """A save that was cut, or a field that was changed: PEFT would skip tensors, or lack some."""
+    change, words = CONTRADICTIONS[what]
+    lora.save_adapters(tmp_path, CONFIG, _adapted(targets=("q_proj",)))
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
+    with pytest.raises(P.MismatchError, match=words):
+        lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_the_file_lacks_are_named(bias: str, tmp_path: Any) -> None:
+    config = next(case.config for case in cases() if case.name == "llama_attention_bias")
+    adapted = lora.add(config, generic_params(config), rank=3, targets=("q_proj",))
+    lora.save_adapters(tmp_path, config, adapted)
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | {"bias": bias}))
+    with pytest.raises(P.MismatchError, match=r"q_proj\.bias: missing, bias names it") as caught:
+        lora.load_adapters(tmp_path, config, generic_params(config))
+    assert ("k_proj.bias" in str(caught.value)) == (bias == "all")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": ["q_proj", "absent"], "modules_to_save": ["score", "classifier"]},
+        {"target_modules": r".*\.self_attn\.q_proj"},
+        {
+            "target_modules": r"^(?:.*?(?:text).*?(?:attn).*?(?:v_proj).*?)|(?:.*?self_attn.*?q_proj)$"
+        },  # too slow to try
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]},
+        {"exclude_modules": ["lm_head"], "future_switch": False, "future_config": {}},
+    ],
+    ids=range(6),
+)
+def test_fields_that_the_tensors_agree_with_are_read(change: dict[str, Any], tmp_path: Any) -> None:
+    lora.save_adapters(tmp_path, CONFIG, adapted := _adapted(targets=("q_proj",)))
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
+    again = lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
+
+
+def test_rank_and_alpha_are_pefts_where_a_file_has_none(tmp_path: Any) -> None:
+    adapted = lora.add(CONFIG, generic_params(CONFIG), rank=8, alpha=8.0, targets=("q_proj",))
+    lora.save_adapters(tmp_path, CONFIG, adapted)
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    assert (values.pop("r"), values.pop("lora_alpha")) == (peft.LoraConfig().r, peft.LoraConfig().lora_alpha)
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values))
+    again = lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["q.proj", "self_attn.q.proj", r"self_attn\.q_proj", r"self_attn\.q.proj", "q\\.proj"]
+)
+def test_a_dot_in_a_pattern_is_any_character_as_in_peft(pattern: str, tmp_path: Any) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    (tmp_path / lora.CONFIG).write_text(json.dumps({"peft_type": "LORA", "rank_pattern": {pattern: 3}}))
+    wanted = 3 if get_pattern_key([pattern], module) == pattern else 8
+    assert adapter_config.read_config(tmp_path / lora.CONFIG).rank_of(module) == wanted
 
 
 def test_every_field_of_pefts_config_is_read_neutral_or_refused(tmp_path: Any) -> None:
@@ -463,3 +561,13 @@ def test_every_parameter_may_be_trained_in_full_beside_adapters(case: Any) -> No
         assert (got is None) == (want is None)
         if want is not None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_a_tree_with_adapters_is_saved_after_a_merge(tmp_path: Any) -> None:
+    adapted = lora.unfreeze(_adapted(targets=("q_proj",)), ("norm",))
+    with pytest.raises(P.MismatchError, match="differences") as caught:
+        P.save_pretrained(tmp_path, CONFIG, adapted)
+    lines = str(caught.value).splitlines()[1:]
+    assert all("has an adapter or is replaced; params.lora.merge makes it plain" in line for line in lines)
+    assert len(lines) == 3
+    P.save_pretrained(tmp_path, CONFIG, lora.merge(adapted))
