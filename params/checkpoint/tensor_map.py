@@ -124,13 +124,15 @@ def published_names(
 ) -> list[str]:
     """The names `on_disk`, with the published one for a name in the trait `resaved`.
 
+    A wrapper's class without a head (Gemma3Model) has in memory the names of that with one but for the first part.
     Only where the published one is expected and not there too, so that no two tensors get one name.
     """
     patterns = traits_of(family_of(config)).resaved
 
     def published(name: str) -> str:
-        for pattern, replacement in patterns.items() if name not in expected else ():
-            if match := re.fullmatch(pattern, prefix + name):
+        whole = [prefix + name, f"model.{name}"] if name not in expected else []
+        for form, pattern, replacement in ((form, *rule) for form in whole for rule in patterns.items()):
+            if match := re.fullmatch(pattern, form):
                 other = match.expand(replacement).removeprefix(prefix)
                 if other in expected and other not in on_disk:
                     return other

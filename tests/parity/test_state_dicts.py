@@ -11,6 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import fnmodels
 import params as P
 from fnmodels import tree
+from params.checkpoint.config import with_head
 from tests.fnmodels.models import test_vision
 from tests.support import wrappers
 from tests.support.cases import Case, is_routed, richest
@@ -76,6 +77,17 @@ def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path:
     P.save_pretrained(tmp_path / "ours", config, params)
     assert json.loads((tmp_path / "ours/config.json").read_text())["architectures"] == [type(model.model).__name__]
     assert P.load_pretrained(tmp_path / "ours")[0] == config
+
+
+@pytest.mark.parametrize("case", image_cases(), ids=str)
+def test_wrappers_without_a_head_in_memory(case: ImageCase) -> None:
+    """The state dict of transformers' class without a head, by the names that the model has in memory."""
+    model, wanted = case.reference(), tree.flatten(case.params())
+    if not hasattr(model, "model") or is_routed(case.config.text):
+        pytest.skip("transformers has no class without a head, or experts in one tensor")
+    params = tree.flatten(P.from_tensors(with_head(case.config, "none"), model.model.state_dict().items()))
+    assert wanted.keys() - params.keys() <= {"text.lm_head"}
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())
 
 
 @pytest.mark.parametrize("name", test_vision.EVERY)
