@@ -220,7 +220,7 @@ def test_recurrent(output: Output, ratio: Ratio) -> None:
 
 @pytest.mark.slow
 def test_recurrent_cp(output: Output) -> None:
-    out = output("recurrent_cp.py", "--quick")
+    out = output("dev/recurrent_cp.py", "--quick")
     assert all(out.count(f"\n| {layer} | 64 | {world} | ") == 1 for layer in ("gdn", "ssd") for world in (1, 2, 4)), out
 
 

@@ -14,7 +14,7 @@ STANDS_FOR = {"kimi_k2": "deepseek_v3"}
 BLIND = {
     "deepseek_v3_dense": {  # no MoE layer
         *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group"),
-        *("topk_group", "norm_topk_prob", "routed_scaling_factor", "softmax_scores"),
+        *("topk_group", "norm_topk_prob", "routed_scaling_factor", "softmax_scores", "mlp_norm"),
     },
     "deepseek_v2_lite": {"intermediate_size"},  # all layers are MoE layers
     "kimi_k2": {"rope.truncate"},  # a ramp with equal ends is a step in both cases

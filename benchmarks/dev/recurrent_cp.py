@@ -1,8 +1,8 @@
 """Times recurrent layers over context parallelism: the CPU time and memory of a rank, for cp = 1, 2 and 4.
 
-    python benchmarks/recurrent_cp.py                rows of 4,096 and 32,768 tokens
-    python benchmarks/recurrent_cp.py --quick        short rows and one round, to check that everything runs
-    python benchmarks/recurrent_cp.py --write        also writes the table into benchmarks/results/recurrent_cp.md
+    python benchmarks/dev/recurrent_cp.py                rows of 4,096 and 32,768 tokens
+    python benchmarks/dev/recurrent_cp.py --quick        short rows and one round, to check that everything runs
+    python benchmarks/dev/recurrent_cp.py --write        also writes the table into dev/results/recurrent_cp.md
 
 gdn   two Gated DeltaNet layers of Qwen3.5's form: width 128, 4 heads of 32
 ssd   two layers of Mamba 2: width 128, 8 heads of 32, state 32
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 import torch.distributed as dist
 from ranks import together
@@ -104,9 +105,9 @@ def write(lines: list[str]) -> None:
     RESULTS.write_text(
         "# Recurrent layers over context parallelism\n\n"
         f"{datetime.date.today()}, commit {commit.strip()}, torch {torch.__version__}, gloo, fp32:\n\n"
-        "    python benchmarks/recurrent_cp.py --write\n\n"
-        "`benchmarks/recurrent_cp.py` says what is computed. Times are CPU time of the slowest rank, of one thread\n"
-        "each; waiting is left out.\n\n" + "\n".join(lines) + "\n"
+        "    python benchmarks/dev/recurrent_cp.py --write\n\n"
+        "`benchmarks/dev/recurrent_cp.py` says what is computed. Times are CPU time of the slowest rank, of one\n"
+        "thread each; waiting is left out.\n\n" + "\n".join(lines) + "\n"
     )
 
 
