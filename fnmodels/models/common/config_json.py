@@ -43,12 +43,16 @@ _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # end
 _SCALES = "scale scales scaling scaled multiplier factor temperature cap softcap softcapping"
 _COUNTS = """
     base beta count ctx depth dim dims dimension dimensions eps epsilon experts freq group groups heads height k
-    kernel kv layers length limit multiple n num offset period positions rank ratio size sizes slope stride theta top
+    kernel kv layers multiple n num offset period positions rank ratio size sizes slope stride theta top
     topk vocab width window
 """
-# But for those about the sizes of initial values, and about the weight of a loss, where these words follow.
+# But for those about the sizes of initial values, and about the weight of a loss, where these words follow, and for
+# numbers of runs, whatever the rest of the name.
 _OF_TRAINING = "init initializer loss"
-_OF_RUNS = "batch batches dropout dropouts epochs layerdrop pdrop workers"
+_OF_RUNS = """
+    autotrain axolotl batch batches chunk chunks deepspeed dropout dropouts epochs layerdrop llamafactory optimizer
+    pdrop trainer wandb workers
+"""
 # Defaults of PreTrainedConfig that files of transformers 4 state for models and parts that have no use for them.
 _PRETRAINED_DEFAULTS = {"tie_word_embeddings": True, "ignore_index": -100}
 # Names of one thing in files of different publishers.
@@ -75,8 +79,8 @@ _ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _SYNONYM_GROUPS = [group.split() for group in _SYNONYMS.strip().splitlines()]
 # Pieces of words about what every model has. A switch of another part that is off says that there is no such part.
 _COMMON_PARTS = """
-    act attention attn bias cap caus cent decod direction embed encod final gate glu head linear mask mlp norm offset
-    output parallel pos pre qk regress resid rope rot sandwich scal softmax tie
+    act attention attn bias caus center decod direction embed encod final gate glu head linear mask mlp norm offset
+    output parallel pos qk regress resid rope rot sandwich scal softcap softmax tie
 """
 _GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
@@ -290,7 +294,7 @@ def is_bookkeeping(name: str, value: Any) -> bool:
         return True
     if _measures(words, value):
         return False
-    ids = value if isinstance(value, list) else [value]
+    ids = value if isinstance(value, list) else [value or 0]  # a token's switch that is off is harmless
     is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(one, bool | float) for one in ids)
     return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or is_token
 

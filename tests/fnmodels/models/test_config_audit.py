@@ -67,6 +67,8 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA | {"hidden_act": "silu"}, {"activation_function": "swish"}),
     (MOE, {"top_k": 50, "num_experts_per_token": 2, "initializer_factor": 1.0, "router_loss_factor": 0.1}),
     (MOE, {"top_k": 20, "top_p": 0.9, "train_batch_size": 8, "loss_scaling_factor": 2.0, "boi_token": 3}),
+    (LLAVA, {"tokenizer_model_max_length": 2048, "mm_use_im_patch_token": False, "optimizer_eps": 1e-8}),
+    (LLAMA, {"num_train_epochs": 3, "fused_linear_cross_entropy_chunk_size": 64, "use_pretrained_weights": False}),
     (LLAVA, {"image_token_id": 32000, "vocab_size": 32000}),
     (VL, {"hidden_size": 3584, "num_attention_heads": 28, "sliding_window": 32768, "vocab_size": 152064}),
 ]
