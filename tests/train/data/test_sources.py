@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from train.data import cache, sources, tokenized, tokenizer
 from train.data.chat import Template
 from train.data.rows import all_rows
 from train.job.tasks import initial_model
+from train.job.tasks.text_data import in_memory
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +204,17 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+
+
+def test_samples_continue_the_first_conversation_that_is_trained(tmp_path: Path) -> None:
+    made = tokenizer.train_tokenizer(["<user><assistant> 0123456789?+.\n"] * 9, 300)
+    path = _talks(tmp_path / "a.jsonl")
+    refused = json.dumps({"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "4"}]})
+    path.write_text(f"{refused}\n{path.read_text()}")
+    settings: Any = SimpleNamespace(broken="skip", data=str(path), batch_rows=2, seed=0)
+    data = in_memory(sources.read_sources(str(path)), made, 0, 300, Template(TEMPLATE, {}), settings, 16)
+    assert "line 1 (the chat template cannot render" in " ".join(data.skipped)
+    assert data.first is not None and data.first.messages is not None and data.first.name.endswith("line 2")
 
 
 def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tmp_path: Path) -> None:
