@@ -299,6 +299,10 @@ def test_as_the_harness_reads_the_same_folder_by_transformers(
     chats = [ours.apply_chat_template(asked), ours.apply_chat_template(conversation, add_generation_prompt=False)]
     assert chats[0] == theirs.apply_chat_template(asked)
     assert chats[1] == theirs.apply_chat_template(conversation, add_generation_prompt=False)
+    if not begun:
+        silent = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
+        with pytest.raises(UserError, match=r"leaves out the text of turn 1 of 2: 'Be brief\."):
+            Checkpoint(_write(tmp_path / "silent", tokenizer, chat_template=silent)).apply_chat_template(asked)
     for until in ([], ["e", "\n"], "1"):
         settings = {"until": until, "max_gen_toks": 8, "do_sample": False}
         contexts = [*chats, *(_text(i, i + 1) for i in range(4))]
