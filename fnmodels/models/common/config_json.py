@@ -40,11 +40,11 @@ _BOOKKEEPING_WORDS = """
 """
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
 # Words in names of numbers that scale or count a part, so that no other word makes such a number bookkeeping.
-_SCALES = "scale scales scaling scaled multiplier factor temperature cap softcap softcapping"
+_SCALES = "scale scales scaling scaled multiplier factor"
 _COUNTS = """
-    base beta count ctx depth dim dims dimension dimensions eps epsilon experts freq group groups heads height k
-    kernel kv layers multiple n num offset period positions rank ratio size sizes slope stride theta top
-    topk vocab width window
+    base beta cap count ctx depth dim dims dimension dimensions eps epsilon experts freq group groups heads height k
+    kernel kv layers multiple n num offset period positions rank ratio size sizes slope softcap softcapping stride
+    temperature theta top topk vocab width window
 """
 # But for those about the sizes of initial values, and about the weight of a loss, where these words follow, and for
 # numbers of runs, whatever the rest of the name.
@@ -289,14 +289,14 @@ def is_bookkeeping(name: str, value: Any) -> bool:
     A number that scales or counts a part is none, whatever else its name says, nor is a switch of a scale; what ends
     like the name of a token is an id or a text.
     """
-    words = name.lower().split("_")
-    if name in HARMLESS or "." in name:
+    words = name.lower().replace(".", "_").split("_")
+    if name in HARMLESS:
         return True
     if _measures(words, value):
         return False
     ids = value if isinstance(value, list) else [value or 0]  # a token's switch that is off is harmless
     is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(one, bool | float) for one in ids)
-    return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or is_token
+    return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or "." in name or is_token
 
 
 def _measures(words: list[str], value: Any) -> bool:
@@ -306,7 +306,7 @@ def _measures(words: list[str], value: Any) -> bool:
         return False
     of_model, training = [], False
     for word in words:
-        training = word in _LIKE_INITIAL or (training and word in _MEASURES)
+        training = word in _LIKE_INITIAL or (training and word in _SCALING)
         of_model += [] if training else [word]
     return bool(set(of_model) & (_SCALING if any(isinstance(one, bool) for one in numbers) else _MEASURES))
 
