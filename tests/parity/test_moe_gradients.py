@@ -1,8 +1,8 @@
 """Gradients of all parameters of MoE models (experts, routers, biases, shared experts) equal those of transformers.
 
-In float32; in float64 where gradients are sums over all tokens that nearly cancel. Those are the maps of several residual
-streams, which have scales of three numbers and one (transformers is off by up to 2.5e-5 of them in float32), and the decay
-of Ling 3's delta layers, one number per head (2.5e-5 as well).
+In float32; in float64 where gradients are sums over all tokens that nearly cancel. Those are the maps of several
+residual streams, which have scales of three numbers and one (transformers is off by up to 2.5e-5 of them in float32),
+and the decay of Ling 3's delta layers, one number per head (2.5e-5 as well).
 """
 
 import contextlib
