@@ -35,6 +35,7 @@ TRAITS = Traits(
     router=ROUTER,
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer that some files hold
+    in_memory={r"(layers\.\d+)\.post_mlp_layernorm\.": r"\1.mlp.post_mlp_layernorm."},  # of A.X K1
 )
 
 # Defaults of absent fields: positions, key/value heads (0: as many as query heads), rank of queries (0: no latent),

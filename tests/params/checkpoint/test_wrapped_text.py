@@ -47,7 +47,6 @@ WRAPPERS = {
     "paligemma": "gemma",
     "pp_chart2table": "qwen2",
     "qianfan_ocr": "qwen3",
-    "qwen3_asr": "qwen3",
     "shieldgemma2": "gemma3_text",
     "video_llama_3": "qwen2",
     "video_llava": "llama",
