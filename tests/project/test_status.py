@@ -113,6 +113,11 @@ def test_a_full_run_fails_where_the_page_says_more_or_less(project: Project, mon
         assert page.read_text() == wrong
 
 
+def test_a_notebook_that_is_ignored_leaves_no_test_out(project: Project) -> None:
+    """As `make test` ignores one."""
+    check_refused(project.run_tests("--ignore", "examples/one.ipynb"))
+
+
 @pytest.mark.slow
 def test_several_processes_are_one_run(project: Project) -> None:
     result = project.run_tests("-p", "xdist", "-n", "2")

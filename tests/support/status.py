@@ -22,7 +22,7 @@ PRESET, CHECKED = "published sizes", "largest config checked"  # names of proper
 HEAD = ("model type", "file", *COLUMNS, PRESET, CHECKED)
 BEGIN, END = "<!-- status: written by FNMODELS_UPDATE_DOCS=1 make test -->\n", "<!-- /status -->\n"
 # Options that leave tests out, as pytest stores them.
-NARROWING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+NARROWING = ("keyword", "markexpr", "deselect", "ignore_glob", "lf", "stepwise", "collectonly")
 
 Shown = dict[tuple[str, str], list[Any]]
 
@@ -74,7 +74,9 @@ def is_full(session: pytest.Session, exitstatus: int) -> bool:
     """Whether all tests were selected and have run."""
     config, tests = session.config, session.config.rootpath / "tests"
     asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    ignored = [(config.invocation_params.dir / path).resolve() for path in getattr(config.option, "ignore", None) or ()]
     narrowed = any(getattr(config.option, name, None) for name in NARROWING) or session.shouldfail or session.shouldstop
+    narrowed = narrowed or any(tests in (path, *path.parents) for path in ignored)  # notebooks are no rows of the table
     finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     return finished and not narrowed and any(path == tests or path in tests.parents for path in asked)
 
