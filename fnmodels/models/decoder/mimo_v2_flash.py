@@ -68,14 +68,16 @@ class Config(mixture.GroupedConfig):
         ropes = ropes_by_layer_type(fields, {_FULL: 5e6, _NEAR: 1e4}, scaled=_FULL, partials=partials, **where)
         slides = decoder.sliding_layers(fields, [bool(i and (i + 1) % 6) for i in range(layers)])
         routed = mixture.routed_layers(fields, layers)
-        experts = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+        experts, chosen = mixture.experts_from_hf(fields, 256, 8, layers)
         groups = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
         fields.expect("scoring_func", "sigmoid")
         fields.expect("topk_method", "noaux_tc")
         fields.expect("n_shared_experts", 0)
         config = Config(
             **sizes,
-            **fields.plain(**experts | groups, v_head_dim=128, attention_value_scale=0.707),
+            n_routed_experts=experts,
+            num_experts_per_tok=chosen,
+            **fields.plain(**groups, moe_intermediate_size=2048, v_head_dim=128, attention_value_scale=0.707),
             **fields.plain(rms_norm_eps=1e-5, attention_bias=False),
             rope=ropes[_FULL],
             local_rope=ropes[_NEAR],

@@ -15,7 +15,9 @@ _QUERY_NORMS = ("qk_layernorm", "qk_norm", "use_qk_layernorm", "use_qk_norm")
 
 def stated(config: Any, fields: Fields) -> tuple[str, ...]:
     """The names of such fields: switches that are off, of parts that the model lacks, and layers that are all full."""
-    found = _without_parameters(config, [name for name, value in fields.values.items() if value is False])
+    found = _without_parameters(
+        config, [n for n, value in fields.values.items() if value is False and n not in fields.read]
+    )
     full = all(kind.name == "full" for kind in parsed(config.layer_kinds))
     if full and fields.values.get("layer_types") == ["full_attention"] * config.num_hidden_layers:
         found.append("layer_types")
