@@ -112,7 +112,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH, fami
         return _runs_alone(folder, config, params, tokens, batches[0])
     reference = load_reference(transformers, folder, config)
     theirs = as_published(config, on_disk(reference))
-    faults = leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
+    faults = leaf_faults(config, theirs)
     if faults:
         lines = printable(as_lines(faults))
         print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{lines}")
