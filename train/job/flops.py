@@ -15,6 +15,7 @@ import sys
 
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
 from params.axes import EXPERT, HEADS
 
@@ -31,9 +32,15 @@ def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
             continue
         active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == EXPERT else 1.0
         flops += (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
-        if path.endswith(".o_proj") and leaf.axes[1] == HEADS:
-            flops += 6 * length * leaf.shape[1]
+        flops += 6 * length * _heads_width(config, path, leaf)
     return flops
+
+
+def _heads_width(config: DecoderConfig, path: str, leaf: Leaf) -> int:
+    """The width of all heads, where the leaf is the first that reads what they return; else 0."""
+    if path.endswith(".o_proj") and leaf.axes[1] == HEADS:
+        return leaf.shape[1]
+    return config.num_attention_heads * config.head_dim if path.endswith(".attention.o_a") else 0  # by groups of heads
 
 
 def peak_memory() -> int:

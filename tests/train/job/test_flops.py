@@ -49,7 +49,8 @@ def test_every_family_has_attention_and_no_more_flops_than_all_its_weights_would
     assert 0 < none < 6 * everything
     layers = enumerate(spec["layers"])
     attention = attending_layers(case.config)
-    widths = [layer["attention"]["o_proj"].shape[1] for index, layer in layers if index in attention]
+    heads = [layer["attention"] for index, layer in layers if index in attention]
+    widths = [one["o_proj"].shape[1] if "o_proj" in one else one["q_b_proj"].shape[0] for one in heads]
     assert some - none == 6 * 7 * sum(widths)
     assert bool(widths) == bool(attending((case,)))
 
