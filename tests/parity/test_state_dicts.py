@@ -55,14 +55,15 @@ def test_wrappers_in_memory(case: ImageCase) -> None:
         assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())
 
 
-@pytest.mark.parametrize("case", image_cases(), ids=str)
+# Without llama4, of which transformers has no class without a head, and qwen3_vl_moe: 5.24 saves its experts in another
+# layout than that of published files.
+HEADLESS = [case for case in image_cases() if case.config.model_type not in ("llama4", "qwen3_vl_moe")]
+
+
+@pytest.mark.parametrize("case", HEADLESS, ids=str)
 def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path: Path) -> None:
     """A folder that transformers' class without a head (Gemma3Model) wrote is read and written as one of that class."""
     model, wanted = case.reference(), tree.flatten(case.params())
-    if not hasattr(model, "model"):
-        pytest.skip("transformers has no class without a head")
-    if case.config.model_type == "qwen3_vl_moe":
-        pytest.skip("transformers 5.24 saves its experts in another layout than that of published files")
     model.model.save_pretrained(tmp_path / "theirs")
     config, params = P.load_pretrained(tmp_path / "theirs")
     assert config.text.head == "none"
@@ -79,12 +80,10 @@ def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path:
     assert P.load_pretrained(tmp_path / "ours")[0] == config
 
 
-@pytest.mark.parametrize("case", image_cases(), ids=str)
+@pytest.mark.parametrize("case", [case for case in HEADLESS if not is_routed(case.config.text)], ids=str)
 def test_wrappers_without_a_head_in_memory(case: ImageCase) -> None:
     """The state dict of transformers' class without a head, by the names that the model has in memory."""
     model, wanted = case.reference(), tree.flatten(case.params())
-    if not hasattr(model, "model") or is_routed(case.config.text):
-        pytest.skip("transformers has no class without a head, or experts in one tensor")
     params = tree.flatten(P.from_tensors(with_head(case.config, "none"), model.model.state_dict().items()))
     assert wanted.keys() - params.keys() <= {"text.lm_head"}
     assert all(torch.equal(leaf, wanted[path]) for path, leaf in params.items())
