@@ -268,7 +268,7 @@ def family_for(model_type: str) -> Family:
         known = every_model(naming)
     if model_type not in known and model_type not in (known := every_model()):
         raise UnsupportedError(
-            f"The model type {model_type!r} is not supported; a module of yours reads it with family= (--family in "
-            f"commands), and supported are {', '.join(known)}."
+            f"The model type {model_type!r} is not supported; supported are {', '.join(known)}. To read it by "
+            "a module of yours, name the module with family= (--family in commands)."
         )
     return cast(Family, importlib.import_module(known[model_type]))

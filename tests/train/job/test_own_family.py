@@ -65,7 +65,7 @@ def test_commands_read_it_with_the_flag_and_name_it_without(
 ) -> None:
     capsys.readouterr()
     assert inspect_main([str(run)]) == 2
-    assert "a module of yours reads it with family= (--family in commands)" in capsys.readouterr().err
+    assert "a module of yours, name the module with family= (--family in commands)" in capsys.readouterr().err
     assert inspect_main([str(run), "--verify", "--family", str(family)]) == 0
     assert "model type scaled" in capsys.readouterr().out
     assert evaluate([str(run), "--data", str(text), "--limit", "1"]) == 2
@@ -76,7 +76,7 @@ def test_commands_read_it_with_the_flag_and_name_it_without(
 
 
 def test_an_unknown_model_type_names_the_argument() -> None:
-    with pytest.raises(UnsupportedError, match=r"'nosuch' is not supported; a module of yours reads it with family="):
+    with pytest.raises(UnsupportedError, match=r"'nosuch' is not supported; .* name the module with family="):
         fnmodels.family_for("nosuch")
 
 
