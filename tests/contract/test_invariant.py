@@ -259,10 +259,10 @@ def test_scores_of_keys_have_their_bits() -> None:
     def differ(heads: int) -> int:
         draw = torch.Generator().manual_seed(0)
         q, k, share = (torch.randn(2, 200, *shape, generator=draw) for shape in ((heads, 24), (24,), (heads,)))
-        whole, found = indexer._scores(q, share, k), 0
+        whole, found = indexer.index_scores(q, share, k), 0
         for rows, at in parts:
             for length in (117, 200):
-                got = indexer._scores(q[rows, at], share[rows, at], k[rows, :length])
+                got = indexer.index_scores(q[rows, at], share[rows, at], k[rows, :length])
                 found += not torch.equal(got, whole[rows, at, :length])
         return found
 

@@ -389,6 +389,7 @@ def _of_torch(node: ast.AST) -> list[str]:
 
 # os._exit is documented. The others are used by subclasses of nn.Module and ArgumentParser, which have no public ones.
 KNOWN = ("os._exit", "self._modules", "self._parameters", "self._option_string_actions")
+OF_NAMED_TUPLES = ("_replace", "_asdict", "_fields")  # public, by the documentation of collections.namedtuple
 BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 
 
@@ -397,8 +398,8 @@ def _of_objects(node: ast.AST, ours: set[str]) -> list[str]:
     if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_STRING:
         names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node) not in KNOWN:
-        own = ast.unparse(node.value) in ("self", "cls") and node.attr in ours
-        names = [] if own else [node.attr]
+        own = ast.unparse(node.value) in ("self", "cls", "super()") and node.attr in ours
+        names = [] if own or node.attr in OF_NAMED_TUPLES else [node.attr]
     else:
         names = []
     return [name for name in names if name.startswith("_") and not name.startswith("__")]
