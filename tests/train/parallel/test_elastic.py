@@ -36,10 +36,11 @@ sys.exit(cli.main())
 """
 
 
-def agent(program: Path, port: int, *arguments: str, lost: bool = False) -> subprocess.Popen[str]:
-    """An agent with one process of a run of two."""
+def agent(program: Path, port: int, *arguments: str, host: bool = False, lost: bool = False) -> subprocess.Popen[str]:
+    """An agent with one process of a run of two; the `host` serves the rendezvous, and no run outlives it."""
     how = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     how += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "it", "--local-addr", "127.0.0.1"]
+    how += ["--rdzv-conf", f"is_host={int(host)}"]  # else it is the agent that is first, which may be the lost one
     settings = {"XDG_CACHE_HOME": str(program.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a new agent waits for an address that none tells again
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)} | ({"LOST": "1"} if lost else {})
@@ -62,7 +63,7 @@ def test_a_lost_agent_is_replaced_and_the_run_has_the_bits_of_an_uninterrupted_o
         cwd=ROOT,
     )
     assert own.wait(300) == 0
-    agents = [agent(program, port, *path, "--resume")]
+    agents = [agent(program, port, *path, "--resume", host=True)]
     try:
         agents.append(agent(program, port, *path, "--resume", lost=True))
         assert agents[1].wait(300) == -signal.SIGKILL
