@@ -66,7 +66,9 @@ QUESTIONS = {
     "pack documents": "positions-and-masks",
     "train on two GPUs": "parallel",
     "add a model": "adding-a-family",
+    "supported models": "models",
     "write a loss": "adding-a-loss",
+    "custom optimizer": "adding-an-optimizer",
     "LoRA": "training",
     "quantized": "checkpoints",
     "export to Hugging Face": "checkpoints",
@@ -121,9 +123,13 @@ def test_entries_of_the_reference_have_rows_with_real_defaults_and_links_to_thei
 
 
 @pytest.mark.slow
-def test_the_search_finds_the_right_page_first(site: Path) -> None:
+def test_the_search_finds_the_right_page_first_by_a_wide_margin(site: Path) -> None:
     pytest.importorskip("lunr")
     from tests.support.site_search import SiteSearch
 
     search = SiteSearch(site)
-    assert {question: search.pages(question)[0].strip("/") for question in QUESTIONS} == QUESTIONS
+    answers = {question: list(search.pages(question).items())[:2] for question in QUESTIONS}
+    assert {question: first for question, ((first, _), _) in answers.items()} == QUESTIONS
+    margins = {question: best / second for question, ((_, best), (_, second)) in answers.items()}
+    close = {question: (answers[question], margin) for question, margin in margins.items() if margin < 2}
+    assert not close, f"Name words of these pages in docs/hooks.py, so that changes of a text do not move them: {close}"

@@ -31,14 +31,15 @@ class SiteSearch:
         texts = {name: self.separator.sub(" ", entry[name]) for name in ("title", "text")}
         return {"location": entry["location"], "tags": entry.get("tags", []), **texts}
 
-    def pages(self, query: str) -> list[str]:
-        """The addresses of the pages that the search shows, the first one first."""
+    def pages(self, query: str) -> dict[str, float]:
+        """The addresses of the pages that the search shows with their scores, the best one first."""
         words = [word for word in self.separator.split(query.lower()) if word]
-        scored = []
+        scores: dict[str, float] = {}
         for result in self.index.search(" ".join(f"{word}*" for word in words)):
             matched = list(result["match_data"].metadata)
             counted = [word for word in words if stop_word_filter(word) or any(m.startswith(word) for m in matched)]
             found = sum(any(m.startswith(word) for m in matched) for word in counted) / len(counted)
             page, _, section = result["ref"].partition("#")
-            scored.append((result["score"] * (1 + ((not section) + found) ** 2), page))
-        return list(dict.fromkeys(page for _, page in sorted(scored, key=lambda pair: -pair[0])))
+            score = result["score"] * (1 + ((not section) + found) ** 2)
+            scores[page.strip("/")] = max(score, scores.get(page.strip("/"), 0.0))
+        return dict(sorted(scores.items(), key=lambda pair: -pair[1]))
