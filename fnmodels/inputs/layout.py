@@ -54,7 +54,7 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     if positions.shape != segment_ids.shape:
         positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
-    if length and (one := _one_document_per_row(positions, segment_ids)) is not None:
+    if length and (one := one_document_per_row(positions, segment_ids)) is not None:
         return one
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     if length:
@@ -76,7 +76,7 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     return Layout(tuple(rows), length, tuple(firsts))
 
 
-def _one_document_per_row(positions: Tensor, segment_ids: Tensor) -> Layout | None:
+def one_document_per_row(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     """The layout of [B, S] positions and segment ids where every row is one full document in order; else None."""
     rows, length = segment_ids.shape
     segments, firsts = segment_ids[:, 0].tolist(), positions[:, 0].tolist()

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
-from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.noise import fold
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
+from fnmodels.ops.attention.checks import layout_at_hand
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.dropout import Noise
 from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
@@ -246,6 +247,7 @@ def _ready_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
     ready: dict[str, MaskLike] = {}
+    layout, finds = options.layout, kernel == "auto" and options.layer_fn is None and options.layout is None
     made: list[str] = []  # kinds with masks of their own; compared by `is`, since a compiled graph would guard an id()
     for kind in kinds:
         mask = ready[kind] = masks[kind]
@@ -255,8 +257,10 @@ def _ready_masks(
         twin = next((other for other in made if masks[other] is mask), None)
         if twin is None:
             part, device, dtype = attention_part(mask), x.device, x.dtype
-            how: Any = {"device": device, "dtype": dtype, "asks": plan.asks, "checked": options.checked}
-            ready[kind] = with_attention(mask, materialize(part, kernel, options.layout, **how))
+            if finds and isinstance(part, Mask):  # blocks that layer_fn compiles would be compiled again for each batch
+                layout = layout_at_hand(part)
+            how: Any = {"device": device, "dtype": dtype, "asks": plan.asks, "checked": options.checked or finds}
+            ready[kind] = with_attention(mask, materialize(part, kernel, layout, **how))
             made.append(kind)
         else:
             ready[kind] = ready[twin]

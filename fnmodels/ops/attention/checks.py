@@ -7,17 +7,20 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.convert import shape_of
-from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.layout import Layout, document_layout, one_document_per_row
 from fnmodels.inputs.layout import layout as layout_of
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Everything
-from fnmodels.inputs.values import has_values, unwrapped
+from fnmodels.inputs.values import has_values, host_is_away, unwrapped
 from fnmodels.ops.invariant.attention import Tiles
 from fnmodels.ops.torch_internals import undisturbed
 
 from .block_sparse import Plan
 from .kernels import FORMS
 from .sdpa import ByIndex
+
+SHORT = 256  # tokens up to which the fused call on a CPU is as fast as blocks for rows of one document
+PACKED = 128  # tokens from which blocks for rows of several documents gain more than finding their ranges takes
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any, form: Any) -> None:
@@ -57,6 +60,23 @@ def check_layout(mask: Mask, layout: Layout) -> None:
             f"{lengths[1]} keys: make it of this batch, or leave it out."
         )
     _check_documents(mask, layout)
+
+
+def layout_at_hand(mask: Mask) -> Layout | None:
+    """The layout of a mask whose values lie on the host, for a call of eager mode that was given none.
+
+    None where reading them would wait or cannot be done, where the keys are not the queries' tokens, and for short rows
+    of more than one document, whose dense mask costs less than finding their ranges.
+    """
+    if mask.q_positions is not mask.kv_positions or mask.q_segments is not mask.kv_segments:
+        return None
+    if torch.compiler.is_compiling() or host_is_away():
+        return None
+    positions, segments = unwrapped(mask.q_positions), unwrapped(mask.q_segments)
+    if not (has_values(positions) and has_values(segments) and positions.is_cpu):
+        return None
+    how = document_layout if positions.shape[1] >= PACKED else one_document_per_row
+    return undisturbed(how, positions, segments) if positions.shape == segments.shape else None
 
 
 def _check_documents(mask: Mask, layout: Layout) -> None:

@@ -17,14 +17,12 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Kernel, Tap
 
-from .checks import check_layout, check_shapes
+from .checks import SHORT, check_layout, check_shapes, layout_at_hand
 from .choice import Choice
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import Bias
 from .sdpa import by_index
 from .varlen import varlen_window
-
-SHORT = 256  # tokens up to which the fused call on a CPU is as fast as blocks for rows of one document
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,8 @@ def explain_kernel(
 
     Args:
         mask: The mask of a kind of layer.
-        layout: The document ranges of the batch; None: not known.
+        layout: The document ranges of the batch; None: those that `forward` finds in eager mode, if the mask lies on the
+            host.
         device: Of the tensors.
         dtype: Of queries, keys and values.
         softcap: The soft-cap of scores; None: none.
@@ -159,6 +158,8 @@ def explain_kernel(
         (kernel, reason).
     """
     kind = torch.device(device).type
+    if layout is None and isinstance(mask, Mask) and kind == "cpu" and not compiled:
+        layout = layout_at_hand(mask)
     return _choose(mask, layout, kind, dtype, Asks(softcap is not None, sinks is not None), compiled)
 
 

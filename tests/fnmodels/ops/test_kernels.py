@@ -427,6 +427,21 @@ def test_a_window_over_131072_tokens() -> None:
     assert largest.numel <= 10 * length
 
 
+def test_a_forward_pass_without_a_layout_has_no_dense_mask() -> None:
+    """In eager mode it finds the documents of its masks: no tensor grows with the square of the row."""
+    length = 4096
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": length}
+    config = llama.Config.from_hf(
+        {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    )
+    positions = (torch.arange(length) % (length // 4))[None]
+    segments = torch.arange(4).repeat_interleave(length // 4)[None] + 1
+    given = fnmodels.prepare(config, torch.zeros_like(positions), positions=positions, segment_ids=segments)
+    with torch.no_grad(), Largest() as largest:
+        fnmodels.forward(P.init(config, 0), *given, config=config)
+    assert largest.numel <= length**2 // 8
+
+
 @pytest.mark.parametrize("rule", ["causal", "window 16", "prefix or images"])
 def test_blocks_never_read_padding_nor_other_documents(rule: str) -> None:
     """0 times NaN is NaN, so only what is not read cannot leak: "math" and "sdpa" need padding that is finite."""
@@ -453,14 +468,15 @@ def test_blocks_never_read_padding_nor_other_documents(rule: str) -> None:
         ("encoder", "one document", {}, "sdpa"),
         ("window over S", "one document", {}, "sdpa"),
         ("causal", "one document", {"layout": None}, "sdpa"),
-        ("causal", "two equal rows", {"layout": None}, "sdpa"),
+        ("causal", "two equal rows", {"layout": None}, "blocks"),
         ("causal", "two equal rows", {}, "blocks"),
         ("window 16", "one document", {}, "blocks"),
         ("prefix or images", "one document", {}, "blocks"),
         ("window 16", "one document", {"sinks": torch.zeros(4)}, "blocks"),
         ("causal", "one document", {"sinks": torch.zeros(4)}, "blocks"),
         ("causal", "one document", {"softcap": 2.0}, "blocks"),
-        ("causal", "one document", {"softcap": 2.0, "layout": None}, "math"),
+        ("causal", "one document", {"softcap": 2.0, "layout": None}, "blocks"),
+        ("causal", "one document", {"softcap": 2.0, "layout": None, "compiled": True}, "math"),
         ("causal", "one document", {"compiled": True}, "sdpa"),
         ("causal", "one document", {"compiled": True, "softcap": 2.0}, "blocks"),
         ("causal", "two equal rows", {"compiled": True}, "blocks"),
