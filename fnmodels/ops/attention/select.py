@@ -145,8 +145,7 @@ def explain_kernel(
 
     Args:
         mask: The mask of a kind of layer.
-        layout: The document ranges of the batch; None: those that `forward` finds in eager mode, if the mask lies on the
-            host.
+        layout: The document ranges of the batch; None: those that `forward` finds in eager mode of masks on the host.
         device: Of the tensors.
         dtype: Of queries, keys and values.
         softcap: The soft-cap of scores; None: none.
