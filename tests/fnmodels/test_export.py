@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import fnmodels
 from fnmodels import llama, tree
 from fnmodels.models.common.family import parsed
+from fnmodels.tree import nodes
 from tests.support.cases import Case, batch_of, covering_blocks, generic_params, is_routed, richest, segments, shortest
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
@@ -144,10 +145,10 @@ def test_export_with_parameters_as_state(case: Case) -> None:
 
 def test_a_saved_rule_is_the_same_rule() -> None:
     rule = fnmodels.inputs.Causal() & (fnmodels.inputs.Window(3) | fnmodels.inputs.SameSpan())
-    context = tree._from_json(tree._to_json((("q", "k"), (("rule", rule),))))
+    context = nodes._from_json(nodes._to_json((("q", "k"), (("rule", rule),))))
     assert context == (("q", "k"), (("rule", rule),)) and hash(context[1][0][1]) == hash(rule)
     with pytest.raises(ValueError, match="no dataclass that is imported here"):
-        tree._from_json({"module": "os", "class": "system", "fields": {}})
+        nodes._from_json({"module": "os", "class": "system", "fields": {}})
 
 
 def dot(a: Any, b: Any) -> Tensor:
