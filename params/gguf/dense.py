@@ -1,0 +1,271 @@
+"""Architectures of GGUF files whose layers have attention and one MLP."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from torch import Tensor
+
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.config_json import ConfigJson
+
+from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, tensor_of
+from .header import GgufFile
+from .metadata import Metadata
+from .rotary_factors import LONG_FACTORS
+
+_GEMMA = {
+    **LAYER,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TANH = "gelu_pytorch_tanh"
+_BIASES = {"attention_bias": "attn_q.bias"}
+GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def partial_rotary(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Of heads of which some channels are rotated."""
+    return {"partial_rotary_factor": metadata.integer("rope.dimension_count", metadata.head_dim) / metadata.head_dim}
+
+
+def sliding_layers(metadata: Metadata) -> ConfigJson:
+    """The window, and which layers have it, by a list of switches; none of a file without a window."""
+    window = metadata.count("attention.sliding_window")
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * metadata.layers}
+    flags = metadata.each_layer("attention.sliding_window_pattern")
+    if not all(type(one) is bool for one in flags):
+        raise UnsupportedError(
+            f"{metadata.path}: '{metadata.architecture}.attention.sliding_window_pattern' is read with true or false "
+            "for each layer."
+        )
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in flags],
+    }
+
+
+def _phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    original = metadata.integer("rope.scaling.original_context_length", 4096)
+    fields: ConfigJson = {
+        "original_max_position_embeddings": original,
+        "sliding_window": metadata.count("attention.sliding_window") or None,
+        **partial_rotary(metadata, file),
+    }
+    factors = {name: tensor for name, tensor in LONG_FACTORS.items() if tensor in file.tensors}
+    metadata.take("rope.scaling.attn_factor")  # that of the rule
+    if not factors:
+        return fields
+    if len(factors) < len(LONG_FACTORS):
+        raise UnsupportedError(f"{file.path}: factors of long contexts are there without those of short ones.")
+    lists = {name: [float(str(one)) for one in tensor_of(file, tensor).numpy()] for name, tensor in factors.items()}
+    return fields | {"rope_scaling": {"type": "longrope", **lists}}
+
+
+def _gemma2(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    widest = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+    return {
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        # No key has it: 27B, the model with 46 layers, divides by the root of hidden / heads, others by that of a head.
+        "query_pre_attn_scalar": widest if metadata.layers == 46 else metadata.head_dim,
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    layers = metadata.layers
+    widest = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+    pattern = metadata.integer("attention.sliding_window_pattern", 6)
+    return {
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)],
+        # No key has it: the models with 62 layers, 27B, divide by the root of hidden / heads, others by that of a head.
+        "query_pre_attn_scalar": widest if layers == 62 else metadata.head_dim,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": metadata.take("final_logit_softcapping"),
+    }
+
+
+def _cohere2(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    # llama.cpp knows no other pattern for it.
+    kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(metadata.layers)]
+    return {"sliding_window": metadata.integer("attention.sliding_window"), "layer_types": kinds}
+
+
+def _stablelm(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    if "blk.0.attn_q_norm.weight" in file.tensors:
+        raise UnsupportedError(f"{file.path}: norms of q and k in the architecture stablelm are not read.")
+    return {
+        "use_parallel_residual": metadata.take("use_parallel_residual", False),
+        **partial_rotary(metadata, file),
+    }
+
+
+def _olmo(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    metadata.expect("attention.layer_norm_epsilon", 1e-5)
+    metadata.put("attention.layer_norm_rms_epsilon", 1e-5)  # for the reader of all decoders; config.json has none
+    return {"clip_qkv": metadata.take("attention.clamp_kqv")}
+
+
+def _olmo2(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """OLMo 3 is of this architecture too, with a window."""
+    if not metadata.count("attention.sliding_window"):
+        return {}
+    metadata.expect("rope.freq_base_swa", metadata.number("rope.freq_base", 10000.0))
+    return {"model_type": "olmo3", **sliding_layers(metadata)}
+
+
+def _exaone4(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    return sliding_layers(metadata)
+
+
+def _conv(tensors: Sequence[Tensor]) -> Tensor:
+    """A filter for each channel, with the dimension of its one input."""
+    return tensors[0].unsqueeze(1)
+
+
+LFM2: dict[str, str | To] = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "shortconv.conv": To("conv.conv", _conv),
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+}
+LFM2_TOP = {"token_embd": "model.embed_tokens", "output": "lm_head"} | dict.fromkeys(
+    ("token_embd_norm", "output_norm"),
+    "model.embedding_norm",  # the first is llama.cpp's older name
+)
+
+
+def lfm2(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Layers without heads of keys are convolutions."""
+    heads = metadata.each_layer("attention.head_count_kv")
+    metadata.put("attention.head_count_kv", max(heads))
+    kinds = ["full_attention" if one else "conv" for one in heads]
+    norm = {"norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
+    return {"layer_types": kinds, "conv_L_cache": metadata.integer("shortconv.l_cache"), **norm}
+
+
+def _of(model_type: str, act: str = "silu") -> dict[str, str]:
+    return {"model_type": model_type, "hidden_act": act}
+
+
+_PLAIN_MLP = {name: one for name, one in LAYER.items() if name != "ffn_gate"}
+_PHI = {
+    **_PLAIN_MLP,
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+DENSE: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "qwen2": Architecture(_of("qwen2")),
+        "qwen3": Architecture(_of("qwen3"), with_head_dim=True),
+        "olmo": Architecture(_of("olmo"), more=_olmo, without=("rms_norm_eps",), interleaved=True),
+        "olmo2": Architecture(_of("olmo2"), LAYER | POST_NORMS, flags=_BIASES, more=_olmo2),
+        "seed_oss": Architecture(
+            _of("seed_oss"),
+            LAYER | {"post_attention_norm": "post_attention_layernorm"},
+            flags=_BIASES | {"attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_gate.bias"},
+            with_head_dim=True,
+        ),
+        "granite": Architecture(_of("granite"), numbers=GRANITE, flags=_BIASES, interleaved=True),
+        "smollm3": Architecture(
+            # every fourth layer does not rotate: the default of config.json, and llama.cpp's rule
+            _of("smollm3"),
+            flags=_BIASES | {"mlp_bias": "ffn_gate.bias"},
+            interleaved=True,
+        ),
+        "arcee": Architecture(
+            _of("arcee", "relu2"), flags=_BIASES | {"mlp_bias": "ffn_up.bias"}, with_head_dim=True, interleaved=True
+        ),
+        "ernie4_5": Architecture(_of("ernie4_5"), flags={"use_bias": "attn_q.bias"}, with_head_dim=True),
+        "exaone4": Architecture(_of("exaone4"), LAYER | POST_NORMS, more=_exaone4, with_head_dim=True),
+        "glm4": Architecture(
+            _of("glm4"),
+            LAYER
+            | {
+                "ffn_up": "mlp.gate_up_proj",
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+            },
+            flags=_BIASES,
+            more=partial_rotary,
+            with_head_dim=True,
+        ),
+        "phi2": Architecture(
+            _of("phi", "gelu_new"),
+            _PHI,
+            more=partial_rotary,
+            epsilon="layer_norm_eps",
+            top=TOP | {"output_norm": "model.final_layernorm"},
+        ),
+        "phi3": Architecture(_of("phi3"), LAYER | FUSED, more=_phi3),
+        "nemotron": Architecture(
+            _of("nemotron", "relu2"),
+            _PLAIN_MLP,
+            flags=_BIASES | {"mlp_bias": "ffn_up.bias"},
+            more=partial_rotary,
+            epsilon="norm_eps",
+            with_head_dim=True,
+            norm_offset=1.0,
+        ),
+        "jais2": Architecture(
+            _of("jais2", "relu2"),
+            _PLAIN_MLP,
+            flags=_BIASES | {"mlp_bias": "ffn_up.bias"},
+            epsilon="layer_norm_eps",
+            with_head_dim=True,
+        ),
+        "stablelm": Architecture(
+            _of("stablelm"), flags={"use_qkv_bias": "attn_q.bias"}, more=_stablelm, epsilon="layer_norm_eps"
+        ),
+        "starcoder2": Architecture(
+            _of("starcoder2", _TANH), LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, epsilon="norm_epsilon"
+        ),
+        "command-r": Architecture(
+            _of("cohere"),
+            numbers={"logit_scale": "logit_scale"},
+            flags={"use_qk_norm": "attn_q_norm.weight"},
+            epsilon="layer_norm_eps",
+        ),
+        "cohere2": Architecture(
+            _of("cohere2"),
+            numbers={"logit_scale": "logit_scale"},
+            more=_cohere2,
+            epsilon="layer_norm_eps",
+            with_head_dim=True,
+        ),
+        "lfm2": Architecture({"model_type": "lfm2", "block_auto_adjust_ff_dim": False}, LFM2, more=lfm2, top=LFM2_TOP),
+        "gemma": Architecture({"model_type": "gemma", "hidden_activation": _TANH}, with_head_dim=True, norm_offset=1.0),
+        "gemma2": Architecture(
+            {"model_type": "gemma2", "hidden_activation": _TANH},
+            _GEMMA,
+            more=_gemma2,
+            with_head_dim=True,
+            norm_offset=1.0,
+        ),
+        "gemma3": Architecture(
+            {"model_type": "gemma3_text", "hidden_activation": _TANH},
+            _GEMMA,
+            more=_gemma3,
+            with_head_dim=True,
+            norm_offset=1.0,
+        ),
+    }
+)
