@@ -402,7 +402,9 @@ def _of_objects(node: ast.AST, ours: set[str]) -> list[str]:
         names = [] if own else [node.attr]
     else:
         names = []
-    return [name for name in names if name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES]
+    return [
+        name for name in names if name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
+    ]
 
 
 def _own_names() -> set[str]:
