@@ -16,14 +16,12 @@ from torch import Tensor
 
 from fnmodels.edits import edit_end
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common import decoder
 from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers
 from fnmodels.ops.dropout import dropped
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry
 from fnmodels.ops.torch_internals import needs_second_order
 from fnmodels.preparation import prepare
@@ -31,12 +29,13 @@ from fnmodels.stack.checks import cleared, valid_of_masks
 from fnmodels.stack.loop import CacheStep, LayerInputs, run_stack
 from fnmodels.stack.plan import plan_stack
 
-from .options import Edit, ForwardKwargs, ForwardOptions
+from .options import ForwardKwargs, ForwardOptions
 from .run_params import RunParams, with_run
 from .taps import ENDS, FINAL, check_taps_tuple, list_of_taps
 from .tree import Tree, flatten
+from .unembedding import per_document, refuse_final, unembedded
 
-__all__ = ["CacheStep", "forward", "hidden", "prepare", "run_layers", "stack_params", "unembedded"]
+__all__ = ["CacheStep", "forward", "hidden", "prepare", "run_layers", "stack_params"]
 
 
 def forward(
@@ -89,10 +88,10 @@ def forward(
         ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
             if (outputs := function_of(family, "outputs")) is not None:
-                _refuse_final(config, final, edits)
+                refuse_final(config, final, edits)
                 logits = outputs(params, x, inputs, config=config)
             elif field_of(config, "head") in PER_DOCUMENT:
-                logits = _per_document(params, inputs, x, config, final, edits)
+                logits = per_document(params, inputs, x, config, final, edits)
             else:
                 logits, ends = unembedded(params, x, config, final, edits)
     except KeyError as error:
@@ -150,48 +149,6 @@ def stack_params(params: Tree, name: str) -> Tree:
     """
     shared = {key: value for key, value in params.items() if key not in ("encoder", "decoder")}
     return with_run(params, shared | params.get(name, {}))  # a stage of a pipeline may have nothing of one
-
-
-def unembedded(
-    params: Tree, x: Tensor, config: DecoderConfig, taps: tuple[str, ...], edits: Mapping[str, Edit]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(logits [B, S, V], taps) of hidden states x [B, S, D]: the final norm and the head. taps, edits: of FINAL."""
-    if not taps and not (edits and any(name in edits for name in FINAL)):
-        return decoder.scores(params, x, config=config), {}
-    if "norm" not in params:
-        raise ValueError(f"This model has no final norm, so it has no {' and no '.join(FINAL)}.")
-    tapped: dict[str, Tensor] = {}
-
-    def tap(name: str, value: Tensor) -> Tensor:
-        tapped[name] = edit_end(edits, name, value)
-        return tapped[name]
-
-    with watched_norms({FINAL[0]: params["norm"]}, tap):
-        logits = decoder.scores(params, x, config=config)
-    if not tapped:
-        raise ValueError(f"A {config.model_type} has no {' and no '.join(FINAL)}: its last norm is of pooled features.")
-    return logits, {name: tapped[name] for name in taps}
-
-
-def _refuse_final(config: Any, taps: tuple[str, ...], edits: Mapping[str, Edit]) -> None:
-    if unread := [*taps, *(name for name in FINAL if name in edits)]:
-        raise ValueError(f"A {config.model_type} has no {unread[0]!r}: what its last norm returns has no weight.")
-
-
-def _per_document(
-    params: Tree, inputs: Tree, x: Tensor, config: Any, taps: tuple[str, ...], edits: Mapping[str, Edit]
-) -> Tensor:
-    """Logits [N, labels] of hidden states x [B, S, D]: one row per document. ValueError for taps and edits of FINAL."""
-    if not isinstance(inputs, Mapping) or "documents" not in inputs:
-        raise ValueError(
-            f"The head {config.head!r} returns one row per document: pass the inputs that fnmodels.prepare returns, "
-            'which hold "documents".'
-        )
-    if unread := [*taps, *(name for name in FINAL if name in edits)]:
-        raise ValueError(f"{unread[0]!r} is of each token, but the head {config.head!r} reads one token per document.")
-    classify = function_of(family_of(config), "classify") or decoder.classify
-    logits: Tensor = classify(params, x, inputs["documents"], config=config)
-    return logits
 
 
 def hidden(

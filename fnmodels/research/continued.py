@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.apply import CacheStep, forward, hidden, run_layers, unembedded
+from fnmodels.apply import CacheStep, forward, hidden, run_layers
 from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.values import has_values
@@ -30,6 +30,7 @@ from fnmodels.taps import FINAL, tap_names
 from fnmodels.tree import Tree
 from fnmodels.tree import leaves as tree_leaves
 from fnmodels.tree import map as map_tree
+from fnmodels.unembedding import unembedded
 
 from .common import Prepared, layer_count
 

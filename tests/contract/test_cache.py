@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.cache import init, prepare, step, value
+from fnmodels.cache import init, prepare, step_plan, value
 from fnmodels.ops.slots import SLOTTED, SlotUse
 from fnmodels.ops.torch_internals import PRIVATE
 from tests.support.cases import (
@@ -363,7 +363,7 @@ def late(held: Any, segment_ids: Tensor, by: int = 1) -> Tensor:
     return NEXT_POSITIONS(held, segment_ids) + by
 
 
-NEXT_POSITIONS, PLAN, REACH = prepare._next_positions, step._plan, init._reach
+NEXT_POSITIONS, PLAN, REACH = prepare._next_positions, step_plan._plan, init._reach
 
 
 def evicted_first(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
@@ -400,7 +400,7 @@ def masks_by(change: Callable[[Any, Any], Any]) -> Any:
 
 
 INDEX_OF = value.Slots.index_of
-UNCHECKED, AS_GIVEN = (prepare, "check_values", lambda *_: None), (step, "_plan", kept_masks)
+UNCHECKED, AS_GIVEN = (prepare, "check_values", lambda *_: None), (step_plan, "_plan", kept_masks)
 BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "position + 1": [(prepare, "_next_positions", late)],
     "position - 1": [(prepare, "_next_positions", functools.partial(late, by=-1)), UNCHECKED],
@@ -409,9 +409,9 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "a ring one too small": [(init, "_reach", lambda rule: REACH(rule) - 1)],
     "index instead of position": [masks_by(by_slot), AS_GIVEN],
     "mask from a count": [masks_by(by_count), AS_GIVEN],
-    "evict before attend": [(step, "_plan", evicted_first)],
+    "evict before attend": [(step_plan, "_plan", evicted_first)],
     "the first of a chunk stay": [(value.Slots, "index_of", first_of_chunk)],
-    "all rows at the first one's slots": [(step, "_first", slots_of_the_first_row)],
+    "all rows at the first one's slots": [(step_plan, "_first", slots_of_the_first_row)],
 }
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels import Cache, mtp
 from fnmodels.cache.rows import is_recurrent
-from fnmodels.cache.step import logits_at, plan_step, step_on
+from fnmodels.cache.step import logits_at, step_on
+from fnmodels.cache.step_plan import plan_step
 from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import text_config

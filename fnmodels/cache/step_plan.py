@@ -1,0 +1,255 @@
+"""What one call on a cache does with its slots: where new tokens go, what queries read, and the slots after it."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.apply import CacheStep
+from fnmodels.inputs.layout import Layout, document_layout
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
+from fnmodels.inputs.rules import Everything, reads_spans, simplify
+from fnmodels.inputs.values import has_values, host_is_away
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
+from fnmodels.models.common.registry import family_of
+from fnmodels.ops.attention.sdpa import ByIndex
+from fnmodels.ops.invariant.attention import TILE
+from fnmodels.ops.slots import Entry, SlotUse, write
+from fnmodels.options import ForwardOptions
+from fnmodels.tree import Tree
+
+from .known_rows import KnownRows, stepping, with_rows
+from .next_steps import pass_on
+from .prepare import check_values, with_slots
+from .value import Cache, Slots, is_clean, known_clean
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The arguments of the layers for one call on a cache (step, masks, options), and the slots after it."""
+
+    step: CacheStep
+    masks: dict[str, MaskLike]
+    options: ForwardOptions
+    slots: dict[str, Slots]
+    rows: KnownRows | None = None  # before the call, where these are its next tokens
+
+    def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
+        """The cache after the call, from the layers' new entries."""
+        layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
+        after = known_clean(Cache(layers, self.slots, cache.kinds, cache.length, cache.memory))
+        return after if self.rows is None else pass_on(cache, with_rows(after, self.rows.next()))
+
+
+def plan_step(
+    prepared: tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]],
+    cache: Cache,
+    config: DecoderConfig,
+    options: ForwardOptions,
+    *,
+    run_params: bool = False,
+    inplace: bool = False,
+    clean: bool | None = None,
+    filled: int | None = None,
+) -> PlannedStep:
+    """prepared: of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
+    if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
+        raise ValueError(
+            'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
+            "without kv_dtype."
+        )
+    free = options.layer_fn is None and not run_params  # blocks are not compiled
+    clean = is_clean(cache) if clean is None else clean
+    rows = stepping(cache, prepared[1]) if free else None
+    masks = prepared[1] if rows is not None else _with_images(prepared[1], cache)
+    maskless = options.kernel in ("auto", "sdpa") and not _reads_mask(config, cache)
+    multiple = TILE if options.invariant else 1
+    highest = _highest_of(prepared[2], cache) if rows is None else None
+    how: dict[str, Any] = {"highest": highest, "filled": filled, "maskless": maskless, "multiple": multiple}
+    plans: dict[tuple[int, bool], _Plan] = {}
+    of_kind: dict[str, _Plan] = {}
+    for kind, slots in cache.slots.items():
+        mask = _mask_of_step(kind, masks, slots)
+        key = id(mask), slots.ring
+        if key not in plans:
+            if rows is not None:
+                plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple)
+            else:
+                plans[key] = _plan(mask, slots, free, **how)
+        of_kind[kind] = plans[key]
+    if rows is None and free and options.kernel == "auto" and options.layout is None:
+        layout = _new_layout(list(plans.values()))
+        options = options if layout is None else replace(options, layout=layout)
+    step = CacheStep(
+        dict(enumerate(cache.layers)),
+        {kind: plan.index for kind, plan in of_kind.items()},
+        {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
+        {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
+    )
+    read: dict[str, MaskLike] = dict(masks)
+    for kind in masks:
+        found = of_kind.get(LayerKind.parse(kind).source or kind)
+        if found is not None:
+            read[kind] = with_attention(masks[kind], found.mask)
+    return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()}, rows)
+
+
+def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
+    """Whether attention reads the mask of a query that sees every key."""
+    softcap = field_of(config, "attention_softcap") is not None
+    choosing = any(kind.indexed or kind.compresses for kind in map(LayerKind.parse, cache.slots))
+    return softcap or traits_of(family_of(config)).biased or choosing
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One call for the kinds that share a mask: where new tokens go, the slots after it, and what queries read."""
+
+    index: Tensor
+    after: Slots
+    mask: Any
+    use: SlotUse
+
+
+def _plan(
+    mask: Mask,
+    slots: Slots,
+    free: bool,
+    *,
+    highest: Tensor | None,
+    maskless: bool,
+    multiple: int,
+    filled: int | None,
+) -> _Plan:
+    """free: shapes may depend on values. highest: `Slots.highest` of the new tokens. maskless: attention without any
+    mask may replace a mask that is all True. multiple: so many slots are read at a time. filled: see `step_on`.
+    """
+    batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
+    positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
+    index = slots.index_of(positions, segments)
+    readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
+    readable = readable and not host_is_away()
+    free = free and readable and segments.is_cpu
+    first = _first(index, slots) if free else None
+    put = functools.partial(_put, index=index, first=first)
+    spans, new = slots.spans, mask.q_spans if slots.spans is not None or reads_spans(mask.rule) else None
+    if spans is not None or new is not None:
+        held = torch.zeros_like(slots.segments) if spans is None else spans
+        spans = put(held, torch.zeros_like(segments) if new is None else new.expand_as(segments))
+    after = Slots(put(slots.positions, positions), put(slots.segments, segments), spans, slots.ring)
+    if slots.highest is not None and highest is not None:
+        after = replace(after, highest=put(slots.highest, highest.expand_as(segments)))
+    if tokens > 1 and readable and not bool(slots.occupied.any()):
+        own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
+        return _Plan(index, after, own, SlotUse("new", first=first))
+    if slots.ring and tokens > 1:
+        return _Plan(index, after, mask, SlotUse("both"))
+    seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments)
+    seen = replace(seen, q_spans=new, kv_spans=None if new is None else after.spans)
+    if not free:
+        if filled is None or slots.ring:
+            return _Plan(index, after, seen, SlotUse("slots"))
+        return _Plan(index, after, seen.select(slice(None), slice(filled)), SlotUse("slots", filled))
+    last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
+    length = min(-(-int(last) // multiple) * multiple, after.segments.shape[1])
+    seen = seen.select(slice(None), slice(length))
+    full = first is not None or bool((index < slots.segments.shape[1]).all())
+    use = SlotUse("slots", length, full=full, first=first)
+    return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
+
+
+def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int) -> _Plan:
+    """`_plan` for the next tokens of plain rows, without a look at values."""
+    batch, room = slots.segments.shape
+    at = rows.slots(room, slots.ring)
+    positions, segments = (t if len(t) == batch else t.expand(batch, 1) for t in (mask.q_positions, mask.q_segments))
+    index, first = positions % room if slots.ring else positions, at[0] if rows.equal else None
+    positions = _put(slots.positions, positions, index=index, first=first)
+    segments = _put(slots.segments, segments, index=index, first=first)
+    after = Slots(positions, segments, None, slots.ring)
+    filled = min(max(rows.lengths) + 1, room)
+    length = min(-(-filled // multiple) * multiple, room)
+    use = SlotUse("slots", length, full=True, first=first)
+    if maskless and length == filled and rows.all_seen(mask, room):
+        return _Plan(index, after, ByIndex(Everything()), use)
+    kept = slice(length)
+    seen = Mask(mask.q_positions, mask.q_segments, positions[:, kept], segments[:, kept], None, None, mask.rule)
+    return _Plan(index, after, seen, use)
+
+
+def _first(index: Tensor, slots: Slots) -> int | None:
+    """`SlotUse.first` of the slots index [B, S], read from values."""
+    tokens = index.shape[1]
+    if not index.numel() or (first := int(index[0, 0])) + tokens > slots.segments.shape[1]:
+        return None
+    return first if bool((index == torch.arange(first, first + tokens, device=index.device)).all()) else None
+
+
+def _put(held: Tensor, new: Tensor, *, index: Tensor, first: int | None) -> Tensor:
+    """`write`, contiguous as in `init_cache`: compiled steps have one graph for the first step and later ones."""
+    return write(held, new, index, first=first).contiguous()
+
+
+def _sees_all(mask: Mask) -> bool:
+    """Whether one query per row sees every key, read from values."""
+    if mask.q_segments.shape[1] != 1 or not bool(((mask.kv_segments == mask.q_segments) & (mask.q_segments > 0)).all()):
+        return False
+    low, high = mask.kv_positions.aminmax(dim=1)
+    rows = set(zip(mask.q_positions[:, 0].tolist(), low.tolist(), high.tolist(), strict=True))
+    return all(simplify(mask.rule, (q, q), (a, b)) == Everything() for q, a, b in rows)
+
+
+def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mask:
+    """The mask of a kind; TypeError and ValueError if it is not of a step on these slots."""
+    mask = attention_part(masks[kind])
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"masks[{kind!r}] is a {type(mask).__name__}; a step's are fnmodels.inputs.Mask, from prepare_step."
+        )
+    queries, keys, room = mask.q_segments.shape[1], mask.kv_segments.shape[1], slots.segments.shape[1]
+    if keys != room + queries:
+        raise ValueError(
+            f"masks[{kind!r}] has {queries} queries and {keys} keys, but the cache has {room} slots, so that there are "
+            f"{room + queries} keys: prepare_step makes the masks, of the same cache."
+        )
+    return mask
+
+
+def _with_images(masks: Mapping[str, MaskLike], cache: Cache) -> Mapping[str, MaskLike]:
+    """The masks with those of new tokens alone made masks of the step, where they are of images: `image_masks`."""
+    alone: dict[str, Mask] = {}
+    for kind, mask in masks.items():
+        part = attention_part(mask)
+        if kind not in cache.slots or not isinstance(part, Mask) or part.q_spans is None:
+            continue
+        if part.kv_segments.shape[1] == part.q_segments.shape[1]:
+            alone[kind] = part
+    if not alone:
+        return masks
+    check_values(replace(cache, slots={kind: cache.slots[kind] for kind in alone}), alone)
+    made = {(id(mask), cache.slots[kind].ring): with_slots(mask, cache.slots[kind]) for kind, mask in alone.items()}
+    of_step = {kind: made[id(mask), cache.slots[kind].ring] for kind, mask in alone.items()}
+    return {kind: with_attention(mask, of_step[kind]) if kind in of_step else mask for kind, mask in masks.items()}
+
+
+def _highest_of(freqs_cis: Mapping[str, Tensor], cache: Cache) -> Tensor | None:
+    """`Slots.highest` of the new tokens; ValueError where a cache needs it and the tables do not say it."""
+    if all(slots.highest is None for slots in cache.slots.values()):
+        return None
+    if "highest" not in freqs_cis:
+        raise ValueError(
+            'The positions of this model have several axes, and a step needs freqs_cis["highest"], which prepare_step '
+            "makes: change its tables instead of replacing them."
+        )
+    return freqs_cis["highest"]
+
+
+def _new_layout(plans: list[_Plan]) -> Layout | None:
+    """The layout of the new tokens, if these are all keys and the kinds agree on it; else None."""
+    if not plans or any(plan.use.keys != "new" for plan in plans):
+        return None
+    layouts = [document_layout(plan.mask.q_positions, plan.mask.q_segments) for plan in plans]
+    return layouts[0] if all(layout == layouts[0] for layout in layouts) else None
