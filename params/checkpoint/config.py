@@ -223,8 +223,9 @@ def _check_architectures(values: ConfigJson, wanted: list[str] | None, heads: Se
     headless = [re.sub("(For[A-Z]|LMHead).*", end, one) for one in wanted]
     stem = re.sub("(Text)?Model$", "", headless[0])
     supported = dict.fromkeys([*wanted, *headless, *(stem + CLASSES[head] for head in ("lm", *heads) if heads)])
-    for name in declared:
-        if name not in wanted and name.replace("WithLMHead", "") not in headless:  # the former is in files of 2019
+    spelled = {one.lower() for one in (*wanted, *headless)}
+    for name in declared:  # files of 2019 say WithLMHead, and early ones of Llama LLaMAForCausalLM
+        if name.lower() not in spelled and name.replace("WithLMHead", "") not in headless:
             other = _model_type_of(name)
             if other not in (model_type, None):
                 raise ConfigError(

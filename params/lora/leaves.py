@@ -25,7 +25,6 @@ _OTHER_MATRICES = (
     "embed_types",
     "relative_bias",
     "_bias",
-    "router",
     "conv",
     "A_log",
     "patch_proj",

@@ -1,7 +1,7 @@
 """Parameters with adapters: nodes of the tree that F.linear and F.embedding apply in a parameter's place."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,18 @@ class _AppliedByLinear:
         """That of the weight."""
         shape: torch.Size = self.weight.shape
         return shape
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The weight and its adapter in another dtype, in which a router computes.
+
+        Args:
+            dtype: That of all floating leaves.
+
+        Returns:
+            The node of the cast leaves.
+        """
+        leaves = {name: getattr(self, name, None) for name in ("weight", "a", "b", "magnitude", "factor")}
+        return replace(self, **{name: leaf.to(dtype) for name, leaf in leaves.items() if leaf is not None})  # type: ignore[type-var]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

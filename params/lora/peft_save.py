@@ -112,7 +112,8 @@ def _adapted(layout: Layout, uses: _Uses) -> list[_Adapted]:
     taken = _EXPERTS if any(name.endswith("experts") for name in layout.memory.stacked) and not dora else ()
     found = []
     for name, places in layout.memory.linear.items():
-        if name.endswith(taken):
+        is_router = places[0].path.endswith(".router") and not dora  # mostly no Linear in transformers
+        if name.endswith(taken) or is_router:
             found.append(_of_module(f"{name}.weight", places, have, key=name, parameter="weight"))
         else:
             found.append(_of_module(name, places, have))

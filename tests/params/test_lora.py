@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.ops.dtypes import upcast
 from params import lora
 from params.checkpoint.manifest import ADAPTER_MANIFEST
 from params.lora import adapter_config
@@ -416,6 +417,36 @@ def test_experts_have_adapters(tmp_path: Any, dora: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(noisy), strict=True))
     leaves = tree.flatten(lora.spec(config, noisy))
     assert all(leaves[path].shape == value.shape for path, value in tree.flatten(noisy).items())
+
+
+def test_routers_have_adapters_from_files_in_the_routers_dtype() -> None:
+    """As PEFT's "all-linear" and target_parameters give them: merged, of each row, with gradients."""
+    config = next(case.config for case in cases() if case.name == "qwen3_moe")
+    plain = generic_params(config, torch.float64)
+    batch = batch_of(config, segments((7,), (7,)))
+
+    def adapted(seed: int) -> Any:
+        random = torch.Generator().manual_seed(seed)
+        factors = [
+            torch.randn(size, generator=random).double() for size in ((2, config.hidden_size), (config.num_experts, 2))
+        ]
+        layer = {**plain["layers"][0], "mlp": {**plain["layers"][0]["mlp"]}}
+        layer["mlp"]["router"] = lora.Lora(layer["mlp"]["router"], *factors, scale=0.5)
+        return {**plain, "layers": [layer, *plain["layers"][1:]]}
+
+    both = [adapted(seed) for seed in (0, 1)]
+    each = [batch.forward(one, kernel="math") for one in both]
+    for one, logits in zip(both, each, strict=True):
+        torch.testing.assert_close(logits, batch.forward(lora.merge(one), kernel="math"))
+    assert off(each[0], each[1]) > 1e-3
+    rows = lora.per_row(plain, [lora.adapters(one) for one in both], torch.tensor([1, 0]))
+    torch.testing.assert_close(batch.forward(rows, kernel="math"), torch.stack([each[1][0], each[0][1]]))
+    trained = tree.map(lambda leaf: leaf.detach().requires_grad_(), lora.adapters(both[0]))
+    loss = batch.forward(lora.attach(plain, trained), kernel="math").square().sum()
+    assert all(bool(grad.any()) for grad in torch.autograd.grad(loss, tree.leaves(trained)))
+    narrow = tree.map(lambda leaf: leaf.bfloat16(), both[0])
+    wide = upcast(narrow["layers"][0]["mlp"]["router"])
+    assert {leaf.dtype for leaf in tree.leaves(wide)} == {torch.float32}
 
 
 def test_gradients_and_adapters_of_each_row_of_experts() -> None:

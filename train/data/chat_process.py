@@ -85,7 +85,17 @@ class _Renderer:
             self.left = min(ALL_SECONDS, self.left + added - took)
 
     def answer(self, request: bytes) -> tuple[bool, str]:
-        """(whether the template was rendered, the text or else the error)."""
+        """(whether the template was rendered, the text or else the error).
+
+        A process that ends is no answer yet: the machine may have stood still meanwhile, which counts as processor
+        time, or another program has ended it. It is the template's doing if the next process ends, too.
+        """
+        answer = self._ask(request)
+        answer = self._ask(request) if isinstance(answer, int) else answer
+        return (False, _end_of(answer)) if isinstance(answer, int) else answer
+
+    def _ask(self, request: bytes) -> tuple[bool, str] | int:
+        """What the process answers, or its exit code if it ends."""
         process = self._running()
         assert process.stdin and process.stdout
         try:
@@ -98,9 +108,10 @@ class _Renderer:
                 text = process.stdout.read(size)
                 if len(text) == size:
                     return good, text.decode(*ENCODING)
-            return False, _end_of(process.wait())
+            return process.wait()
         except BaseException:  # Ctrl-C: the answer that is still to come would be taken for that to the next request
             process.kill()
+            process.wait()  # else it would seem to run, and be asked next
             raise
         finally:
             if process.poll() is not None:

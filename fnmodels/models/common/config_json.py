@@ -35,8 +35,8 @@ _HARMLESS = """
 # `forward` applies no dropout, as in evaluation mode.
 _BOOKKEEPING_WORDS = """
     autotrain axolotl checkpointing coreml deepspeed dropout dropouts flash flax flos fused gradient init initializer
-    jax layerdrop llamafactory loss megatron mergekit nemo onnx openvino optimum optimizer pdrop peft sdpa sglang tf
-    tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
+    jax layerdrop llamafactory loss megatron mergekit nemo onnx openvino optimum optimizer pdrop peft sbert sdpa sglang
+    tf tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
 """
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
 # Words in names of numbers that scale or count a part, so that no other word makes such a number bookkeeping.
@@ -75,7 +75,7 @@ _SYNONYMS = """
     sliding_window sliding_window_size attention_window_size
 """
 # Other names of activations.
-_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+_ACTIVATIONS = {"swish": "silu", "swiglu": "silu", "gelu_new": "gelu_pytorch_tanh"}
 _SYNONYM_GROUPS = [group.split() for group in _SYNONYMS.strip().splitlines()]
 # Pieces of words about what every model has. A switch of another part that is off says that there is no such part.
 _COMMON_PARTS = """

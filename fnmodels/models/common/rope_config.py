@@ -162,7 +162,8 @@ def parse_rope(
     if kind == "dynamic" and dim == 2:
         raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
     # transformers writes this field for every rope type of an extended model, but only three types read it
-    fields.finish(ignored=("original_max_position_embeddings",))
+    finetuned = ("finetuned",) if kind == "yarn" else ()  # of Yarn-Llama-2: how it was made
+    fields.finish(ignored=("original_max_position_embeddings", *finetuned))
     needs_original = kind not in ("default", "linear", "proportional")
     return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
 

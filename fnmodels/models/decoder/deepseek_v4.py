@@ -518,7 +518,7 @@ def _hashed(mlp: Tree, ctx: Context) -> Tensor | None:
     if ids is None:
         raise ValueError('This layer chooses experts by token ids: pass shared={"ids": int64 [B, S]}.')
     # Files are checked when they are read; memory that was never filled may hold NaN or any number.
-    return mlp["tid2eid"][ids].nan_to_num().round().long().clamp(0, len(mlp["router"]) - 1)
+    return mlp["tid2eid"][ids].nan_to_num().round().long().clamp(0, mlp["router"].shape[0] - 1)
 
 
 def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Any, config: Config, ctx: Context) -> Tensor:

@@ -70,7 +70,7 @@ def moe(
                 f"routing must be int64 [B, S, k] = {list(x.shape[:2])} and k, not {routing.dtype} "
                 f"{list(routing.shape)}."
             )
-        check_range(routing, valid, len(layer["router"]))
+        check_range(routing, valid, layer["router"].shape[0])
     cleared = _zero_padding(x, valid)
     read, x = cleared if read is x else _zero_padding(read, valid), cleared
     projection = [read, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])

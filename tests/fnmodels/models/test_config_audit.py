@@ -23,6 +23,10 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 _FIVE = written_by("5.24.0")["tiny/qwen3_5_images"]["minimal"]
 FIVE_MOE = written_by("5.24.0")["tiny/qwen3_5_moe_images"]["minimal"]
 VL = published()["qwen2.5-vl-7b"]
+YARN: dict[str, Any] = LLAMA | {
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "max_position_embeddings": 64,
+}
 
 
 def read(values: dict[str, Any], part: str | None = None) -> Any:
@@ -65,6 +69,9 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"use_qk_norm": False, "parallel_residual": False, "layer_types": ["full_attention"] * 2}),
     (SLIDING | {"sliding_window": None}, {"use_sliding_window": False}),
     (LLAMA | {"hidden_act": "silu"}, {"activation_function": "swish"}),
+    (LLAMA | {"hidden_act": "silu"}, {"activation_function": "swiglu", "is_causal": True, "causal": True}),
+    (BERT, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}),
+    (YARN, {"rope_scaling": {**YARN["rope_scaling"], "finetuned": True}}),
     (MOE, {"top_k": 50, "num_experts_per_token": 2, "initializer_factor": 1.0, "router_loss_factor": 0.1}),
     (MOE, {"top_k": 20, "top_p": 0.9, "train_batch_size": 8, "loss_scaling_factor": 2.0, "boi_token": 3}),
     (LLAVA, {"tokenizer_model_max_length": 2048, "mm_use_im_patch_token": False, "optimizer_eps": 1e-8}),
@@ -129,6 +136,7 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (published()["qwen2.5-0.5b"], {"qkv_bias": False}),
         (published()["qwen2.5-0.5b"], {"use_bias": False}),
         (LLAMA, {"parallel_residual": True}),
+        (published()["embeddinggemma-300m"], {"is_causal": True}),
         (LLAMA | {"hidden_act": "silu"}, {"activation_function": "gelu"}),
         (HUNYUAN, {"use_cla": True}),
         (HUNYUAN, {"norm_type": "layer"}),

@@ -533,7 +533,9 @@ IN_FULL = {
     "user's null": 28,
     "tools": 46,
 }
-REFUSED = "leaves out (the|part)|cannot render|as a list|writes None|does not begin turn"
+REFUSED = (
+    r"leaves out (the|part)|cannot render (?!.*(?:second|memory|ended by))|as a list|writes None|does not begin turn"
+)
 PARAMETERS = {"type": "object", "properties": {"Cparameter": {"type": "string", "description": "Its value."}}}
 TOOL = {"name": "Ctool", "description": "A tool.", "parameters": PARAMETERS}
 TOOLS = {"tools": [{"type": "function", "function": TOOL}]}  # of the conversation of this name
@@ -561,8 +563,8 @@ def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -
         if (talk, path.stem) != ("called twice", "diffusion_gemma_training"):  # its marks end before the token
             assert all(ENDS.search(target) for target in targets), path.stem
         assert not any(re.search("None|U(one|two)", target) for target in targets), path.stem
+    assert not (others := {name: why for name, why in reasons.items() if not re.search(REFUSED, why)}), others
     assert len(TRL) - len(reasons) == IN_FULL[talk], reasons
-    assert all(re.search(REFUSED, reason) for reason in reasons.values()), reasons
 
 
 @pytest.mark.parametrize(

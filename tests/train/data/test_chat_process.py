@@ -147,7 +147,7 @@ def test_render_after_an_interrupt_gives_the_next_answer(monkeypatch: pytest.Mon
             render(Template(ATTACKS["loops within loops"][0], {}), CHAT)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert process.wait() == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
     assert render(Template("b", {}), CHAT) == "b"
 
 
@@ -172,6 +172,22 @@ def test_render_after_its_process_was_killed_starts_another() -> None:
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert render(Template("b", {}), CHAT) == "b"
+
+
+def test_render_while_its_process_is_killed_asks_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the machine had stood still, or another program had ended it; the second end is the template's doing."""
+    running, killed = chat_process._Renderer._running, [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL]
+
+    def dying(self: Any) -> Any:
+        process = running(self)
+        if killed:
+            os.kill(process.pid, killed.pop())
+        return process
+
+    monkeypatch.setattr(chat_process._Renderer, "_running", dying)
+    with pytest.raises(UserError, match="the process in which it is rendered was ended by SIGKILL"):
+        render(Template("a", {}), CHAT)
+    assert render(Template("a", {}), CHAT) == "a" and not killed
 
 
 def test_render_in_threads_and_in_a_fork_gives_each_its_own() -> None:

@@ -5,16 +5,17 @@ from typing import Any
 from fnmodels import tree
 
 from ..config_json import Fields
-from ..family import field_of, parsed
+from ..family import field_of, parsed, traits_of
 from ..registry import family_of
 
 _BIASES = ("add_bias_linear", "bias", "linear_bias", "use_bias")
 _ATTENTION_BIASES = ("add_qkv_bias", "attention_bias", "qkv_bias", "use_attention_bias", "use_qkv_bias")
+_CAUSAL = ("causal", "is_causal", "use_causal_mask")
 _QUERY_NORMS = ("qk_layernorm", "qk_norm", "use_qk_layernorm", "use_qk_norm")
 
 
 def stated(config: Any, fields: Fields) -> tuple[str, ...]:
-    """The names of such fields: switches that are off, of parts that the model lacks, and layers that are all full."""
+    """The names of such fields: switches of what the model lacks or always is, and layers that are all full."""
     found = _without_parameters(
         config, [n for n, value in fields.values.items() if value is False and n not in fields.read]
     )
@@ -23,6 +24,8 @@ def stated(config: Any, fields: Fields) -> tuple[str, ...]:
         found.append("layer_types")
     if full and field_of(config, "sliding_window") is None and fields.values.get("use_sliding_window") is False:
         found.append("use_sliding_window")
+    if traits_of(family_of(config)).causal and not getattr(config, "bidirectional", False):
+        found += [name for name in _CAUSAL if fields.values.get(name) is True]
     return tuple(found)
 
 
