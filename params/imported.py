@@ -4,10 +4,11 @@ A family is such a module (docs/own-model.md): `--family mymodel.py`.
 """
 
 import argparse
-import importlib
 import os
 import sys
+import traceback
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +17,42 @@ from typing import Any
 from fnmodels.errors import UserError
 
 
-def imported_module(where: str) -> ModuleType:
+def imported_module(where: str, named: str, *, file: str = "FILE.py") -> ModuleType:
     """The module `package.module`, or that of `FILE.py`, executed once in a process.
 
+    Args:
+        where: The module.
+        named: The flag with its value, for errors.
+        file: How a file would be named there.
+
     Raises:
-        FileNotFoundError: There is no such file.
-        ModuleNotFoundError: There is no such module, or one that it imports.
+        UserError: There is no such module, or it raises an exception when it is executed.
     """
-    return _module_of_file(Path(os.path.realpath(where))) if where.endswith(".py") else importlib.import_module(where)
+    path = Path(os.path.realpath(where)) if where.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise UserError(f"{named}: there is no such file")
+    try:
+        return import_module(where) if path is None else _module_of_file(path)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{named}: there is no module {error.name!r}; a file is named {file}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raise UserError(f"{named}: it cannot be imported: {what} in {place_raised(error)}") from error
+
+
+def place_raised(error: BaseException) -> str:
+    """The file and line in which an exception was raised."""
+    if isinstance(error, SyntaxError):
+        return f"{Path(str(error.filename)).name}, line {error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def source_file(where: str) -> str | None:
+    """The source file of an imported module; None where it has none."""
+    return imported_module(where, where).__file__
 
 
 def imported_family(where: str) -> Any:
@@ -32,12 +61,7 @@ def imported_family(where: str) -> Any:
     Raises:
         UserError: There is no such module, or it defines no Config.
     """
-    try:
-        module = imported_module(where)
-    except FileNotFoundError:
-        raise UserError(f"--family {where}: there is no such file") from None
-    except ModuleNotFoundError as error:
-        raise UserError(f"--family {where}: there is no module {error.name!r}; a file is named as FILE.py") from error
+    module = imported_module(where, f"--family {where}")
     if not isinstance(getattr(module, "Config", None), type):
         raise UserError(f"--family {where}: it defines no class Config, as a family does (docs/own-model.md)")
     return module
@@ -51,8 +75,6 @@ def add_family_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(path)
     key = f"fnmodels_imported_{path.stem}_{sha256(os.fsencode(path)).hexdigest()[:8]}"
     if key not in sys.modules:
         spec = spec_from_file_location(key, path)

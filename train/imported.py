@@ -4,6 +4,7 @@ Import paths run code, so that only the command line may give them: neither a se
 be a stranger's.
 """
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
-from params.imported import imported_module
+from params.imported import imported_module, source_file
 
 _FORM = re.compile(r"(?P<where>.*[^:]):(?P<name>[A-Za-z_]\w*)")
 
@@ -52,17 +53,33 @@ class Imported:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function. UserError where the module, the file or the name is absent, or is no function."""
+        """The function. UserError where the module or the name is absent or fails, or is no function."""
         where, _, name = self.path.rpartition(":")
-        try:
-            module = imported_module(where)
-        except FileNotFoundError:
-            raise UserError(f"{self.flag} {self.path}: there is no such file") from None
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"{self.flag} {self.path}: there is no module {error.name!r}; a file is named FILE.py:{name}"
-            ) from error
+        module = imported_module(where, f"{self.flag} {self.path}", file=f"FILE.py:{name}")
         function = getattr(module, name, None)
         if not callable(function):
             raise UserError(f"{self.flag} {self.path}: {where} has no function {name!r}")
         return function
+
+    @property
+    def source_files(self) -> tuple[str | None, ...]:
+        """The files of the module and of the function, which the module may have from another."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return source_file(self.path.rpartition(":")[0]), getattr(code, "co_filename", None)
+
+
+class FunctionFailed(UserError):
+    """An exception in code that the command line names.
+
+    Attributes:
+        code: The flag and its value.
+        error: The exception.
+        when: Where the run was, as "at step 3"; "": nowhere in particular.
+        place: The file and line; "": not known.
+    """
+
+    def __init__(self, code: str, error: BaseException, when: str = "", place: str = "") -> None:
+        self.code, self.error, self.when, self.place = code, error, when, place
+        said = " ".join(str(error).split())[:400]
+        what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        super().__init__(f"{code} failed{when and ' '}{when}: {what}{place and f' in {place}'}")

@@ -164,6 +164,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.job.mesh_flags.check_before_start": ("JSON of a run",),
     "train.job.run.train_run": ("JSON of a run",),
     "train.job.chosen_settings.settings_before": ("settings of a run",),
+    "train.job.watch.failures._kept": ("JSON of a run",),
     "train.job.run_folder.locked": ("the logs of a run",),
     "train.job.run_folder.acquired_by": ("the lock of a run",),
     "train.job.run_folder.acquire": ("the logs of a run",),

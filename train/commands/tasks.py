@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
+from params.imported import add_family_flag, imported_family
 from train.command_line import Parser, program_name, run_command, suggestion
 from train.job.settings.types import integer
 
@@ -39,6 +40,7 @@ def parser() -> Parser:
     )
     flags.add_argument("--chat", action="store_true", help="render requests with the checkpoint's chat template")
     flags.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    add_family_flag(flags)
     return flags
 
 
@@ -60,6 +62,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         local_folder(arguments.checkpoint),
         add_special_tokens=not arguments.no_special_tokens,
         as_harness=arguments.as_harness,
+        family=None if arguments.family is None else imported_family(arguments.family),
     )
     options = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
     options["apply_chat_template"] = arguments.chat

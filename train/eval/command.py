@@ -15,11 +15,11 @@ from params.checkpoint.hub import local_folder
 from params.imported import add_family_flag, imported_family
 from train.comm.torchrun import rank_and_world_size
 from train.command_line import Parser, program_name, run_command
-from train.data.corpus import files_of, read_files
 
 from .over_mesh import mesh_of_flag
-from .perplexity import Evaluator, TextScore, texts_of
+from .perplexity import Evaluator, TextScore
 from .scoring import ROW_TOKENS
+from .text_records import text_records, texts_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "sdpa", "math", "blocks", "flex", "varlen", "sparse", "invariant")
@@ -35,7 +35,11 @@ def parser() -> Parser:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, one of Hugging Face, adapters"
     )
     flags.add_argument(
-        "--data", type=Path, required=True, metavar="PATH", help="a text, jsonl or Parquet file, or a folder of them"
+        "--data",
+        required=True,
+        metavar="PATH,...",
+        help="a text, jsonl or Parquet file, a folder of them, a URL that fsspec reads, or your own f() -> iterable of "
+        "texts as module:name or FILE.py:name; or several",
     )
     flags.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
     flags.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
@@ -60,6 +64,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.device is not None:
         check_device(arguments.device)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    records = text_records(arguments.data)
     folder = local_folder(arguments.checkpoint)
     family = None if arguments.family is None else imported_family(arguments.family)
     mesh = None if arguments.mesh is None else mesh_of_flag(arguments.mesh)
@@ -76,9 +81,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         as_harness=arguments.as_harness,
         mesh=mesh,
     )
-    root, files, source = files_of(arguments.data)
     skipped: list[str] = []
-    texts = islice(texts_of(read_files(files, root), skipped), arguments.limit)
+    texts = islice(texts_of(records.read(), skipped), arguments.limit)
     total, count, lines = TextScore(0.0, 0, 0), 0, list[str]()
     for name, score in evaluator.scores(texts):
         total, count = total + score, count + 1
@@ -89,7 +93,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for reason in skipped:
         print(f"skipped: {reason}", file=sys.stderr)
     if not total.tokens:
-        raise UserError(f"no text in {source}")
+        raise UserError(f"no text in {records.name}")
     print(f"documents      {count:,}" + (f" ({len(skipped):,} skipped)" if skipped else ""))
     print(f"tokens         {total.tokens:,} of {total.bytes:,} bytes")
     print(f"loss           {total.loss:.4f} nats per token")

@@ -40,7 +40,7 @@ class Checkpoint(LM):
     dtype: of the weights; None: as stored. add_special_tokens: whether the tokenizer adds its special tokens in front,
     such as <bos>, as `hf` does now (lm-eval 0.4.9: for Gemma only). batch_tokens, kernel: see `score_continuations`.
     as_harness: counts them as `hf` does, see `TextIds`; by default a text begins once, and its targets are its own
-    tokens.
+    tokens. family: the module that reads the checkpoint; None: that of its type.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Checkpoint(LM):
         as_harness: bool = False,
         batch_tokens: int = ROW_TOKENS,
         kernel: Kernel = "auto",
+        family: Any = None,
     ) -> None:
         super().__init__()
         self.folder = Path(folder)
         self._tokenizer = load_tokenizer(self.folder)
-        self.config, self.params = load_model(self.folder, merge=True, dtype=dtype, device=device)
+        self.config, self.params = load_model(self.folder, merge=True, family=family, dtype=dtype, device=device)
         check_vocabulary(self._tokenizer, self.config.vocab_size, self.folder)
         begin = begin_id(self.folder, self._tokenizer)
         self._ids = TextIds(self.folder, self._tokenizer, begin, add_special_tokens, as_harness)

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from fnmodels.errors import UserError
 from fnmodels.options import Kernel
 from fnmodels.tree import Tree
-from train.data.records import Record
 from train.parallel.mesh import Mesh
 
 from .over_mesh import load_sharded, score_over_mesh
@@ -101,15 +99,3 @@ class Evaluator:
             return score_over_mesh(params, config, pairs, self.mesh, batch_tokens=self.batch_tokens)
         options: Any = {"batch_tokens": self.batch_tokens, "kernel": self.kernel}
         return [logp for logp, _ in score_continuations(params, config, pairs, **options)]
-
-
-def texts_of(records: Iterable[tuple[str, Record]], skipped: list[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of (file, record); what cannot be read is appended to `skipped`. UserError for a conversation."""
-    for file, record in records:
-        name = f"{file}, {record.place}" if record.place else file
-        if record.messages is not None:
-            raise UserError(f"{name} is a conversation, and texts are scored: give records with a field 'text'")
-        if record.text is None:
-            skipped.append(f"{name} ({record.fault})")
-        else:
-            yield name, record.text

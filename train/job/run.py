@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from fnmodels.files import remove_tree
 from fnmodels.tree import Tree
 from train.checkpoint import saved_steps
 from train.checkpoint.background import Saver
@@ -27,7 +28,7 @@ from .chosen_settings import Options, choose_settings, overrides_of, recorded_id
 from .disk_room import check_room
 from .flops import peak_memory
 from .mesh_flags import resolve_mesh
-from .mirror import Mirror, mirrored, restore
+from .mirror import Mirror, check_writable, mirrored, restore
 from .profile import profiled
 from .progress import progress
 from .rewind import returned
@@ -37,6 +38,7 @@ from .task import Json, Task, TaskModule
 from .trackers import tracked_by
 from .trackers import trackers as open_trackers
 from .watch.callback import callback
+from .watch.failures import keeping_traceback, naming_code
 from .watch.trouble import Trouble
 from .watch.watch import Watch
 
@@ -103,14 +105,18 @@ def train_run(options: Options, tasks: TaskModule, defaults: RunSettings) -> int
             tasks.report_result(summary, options.run)
             return exit_code(options.run, summary)
         tasks.preflight(settings, None if saved else mesh_setup, overrides.keys())
-        print(f"reading the {tasks.DATA}", flush=True)
-        began = time.monotonic()
-        known = recorded | {"data_position": saved.progress.get("data_position")} if saved and recorded else None
-        task = tasks.prepare(options.run, settings, known, mesh_setup)
-        report.settings(options.run, settings, with_derived(defaults, settings))
-        task.report(time.monotonic() - began)
-        config = WorkerConfig(mesh_setup, settings, task.blueprint, options.limit)
-        return train_and_summarize(options.program, task, tasks, saved, Controller(config, fresh=saved is None))
+        if settings.mirror is not None:
+            check_writable(settings.mirror)
+        remove_tree(options.run / run_folder.FAILURE)
+        with keeping_traceback(options.run, settings):
+            print(f"reading the {tasks.DATA}", flush=True)
+            began = time.monotonic()
+            known = recorded | {"data_position": saved.progress.get("data_position")} if saved and recorded else None
+            task = tasks.prepare(options.run, settings, known, mesh_setup)
+            report.settings(options.run, settings, with_derived(defaults, settings))
+            task.report(time.monotonic() - began)
+            config = WorkerConfig(mesh_setup, settings, task.blueprint, options.limit)
+            return train_and_summarize(options.program, task, tasks, saved, Controller(config, fresh=saved is None))
 
 
 def _is_last(step: int, summary: Json, settings: RunSettings, tasks: TaskModule) -> bool:
@@ -201,8 +207,9 @@ def train_steps(
             if mirror:
                 mirror.look()
             began, computed = time.perf_counter(), time.process_time()
-            batch = task.batch(index + position.skipped)
-            state, measured = controller.do("step", batch)
+            with naming_code(settings, f"at step {index + 1}"):
+                batch = task.batch(index + position.skipped)
+                state, measured = controller.do("step", batch)
             tokens += int(measured["count"])  # waits for the step
             real_tokens = int((batch["segment_ids"] > 0).sum())
             cost = speed_row(task, index + 1, real_tokens, time.perf_counter() - began)

@@ -9,6 +9,7 @@
     tracked.json, mlflow.db, mlruns/, wandb/              --track: the id there, and local files of the tracker
     README.md                                             its model card, with the Hub's front matter
     samples.jsonl, trace.json                             --sample-every's continuations and --profile's trace
+    failure.txt                                           the traceback of an exception in the user's own code
     skipped.txt                                           files and records that could not be used, one per line
     speed.jsonl                                           time and memory of each step, which are not reproducible
 
@@ -50,6 +51,7 @@ SPEED = "speed.jsonl"
 SAMPLES = "samples.jsonl"
 TRACE = "trace.json"
 SKIPPED = "skipped.txt"
+FAILURE = "failure.txt"
 TENSORBOARD = "tensorboard"
 TENSORBOARD_HELDOUT = "tensorboard/heldout"
 TRACKED = "tracked.json"
@@ -122,7 +124,7 @@ def check_exists(folder: Path) -> None:
 
 def check_contents(folder: Path, *, resume: bool) -> None:
     """UserError where a new run's folder is not empty, or a resumed one's holds a checkpoint that no run wrote."""
-    names = {path.name for path in folder.iterdir()} - {LOCK}
+    names = {path.name for path in folder.iterdir()} - {LOCK, FAILURE}
     if not names:
         return
     if not resume:

@@ -13,6 +13,7 @@ from typing import Any
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, open_append
 from params.checkpoint.save import save_pretrained
+from params.imported import add_family_flag, imported_family
 from params.io.files import plain_file
 from train.command_line import Parser, program_name, run_command
 from train.data.chat import read_template
@@ -51,6 +52,7 @@ def parser() -> Parser:
         metavar="NAME",
         help=f"{', '.join(CHECKERS)}, or your f(answer, record) as module:name",
     )
+    add_family_flag(flags)
     flags.add_argument("--resume", action="store_true", help="continue from the last saved update")
     numbers = {
         "updates": (30, "updates in total"),
@@ -72,11 +74,12 @@ def reinforce(arguments: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 130 where it was stopped and saved."""
     if is_import_path(arguments.checker):
         arguments.checker = absolute(arguments.checker, Path())
+    family = None if arguments.family is None else imported_family(arguments.family)
     checker, prompts = checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker)
     with run_folder.locked(arguments.run):
         run_folder.check_contents(arguments.run, resume=arguments.resume)
         identity = recorded(arguments, prompts)
-        config, params = pretrained.load_model(arguments.init, merge=True, copy=True)
+        config, params = pretrained.load_model(arguments.init, merge=True, copy=True, family=family)
         tokenizer = pretrained.load_tokenizer(arguments.init)
         ends = pretrained.answer_end_ids(arguments.init, tokenizer)
         shape = {name: getattr(arguments, name) for name in ("prompts", "answers", "tokens", "seed")}
@@ -93,9 +96,11 @@ def recorded(arguments: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
     kept = ("init", "checker", "updates", "prompts", "answers", "tokens", "seed", "learning_rate")
     identity = {name: getattr(arguments, name) for name in kept} | {"data": prompts.fingerprint}
     identity["init"] = str(arguments.init.resolve())
+    if arguments.family is not None:
+        identity["family"] = arguments.family
     before = run_folder.read_json(arguments.run / run_folder.RUN)
     if before is not None and before != identity:
-        changed = next(name for name in identity if before.get(name) != identity[name])
+        changed = next(name for name in identity | before if before.get(name) != identity.get(name))
         raise UserError(f"{flag(changed)} differs from that of the run in {arguments.run}: name another --run")
     run_folder.write_json(arguments.run / run_folder.RUN, identity)
     return identity

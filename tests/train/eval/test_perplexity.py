@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -102,6 +103,37 @@ def test_what_cannot_be_scored_is_a_sentence(folder: Path, tmp_path: Path, capsy
         (tmp_path / "chat.jsonl", ("--limit", 0), "--limit 0: it must be at least 1"),
     ]:
         assert run(folder, "--data", data, *flags) == 2
+        captured = capsys.readouterr()
+        assert said in captured.err and captured.err.count("\n") == 1
+
+
+def test_urls_and_functions_are_scored_as_files_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder.parent / "texts.jsonl"
+    (tmp_path / "own.py").write_text(
+        "import json\nfrom pathlib import Path\n\n\ndef texts():\n"
+        f"    return (json.loads(line)['text'] for line in Path({str(file)!r}).read_text().splitlines())\n\n\n"
+        "def broken():\n    yield 'A text.'\n    raise KeyError('text')\n"
+    )
+    own = tmp_path / "own.py"
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe_file("/eval/texts.jsonl", file.read_bytes())
+    nats = dict[str, list[float]]()
+    for number, data in enumerate((file, "memory://eval", f"{own}:texts", f"{file},{own}:texts")):
+        assert run(folder, "--data", data, "--out", tmp_path / "out") == 0
+        nats[str(number)] = [json.loads(line)["nats"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert nats["1"] == pytest.approx(nats["0"]) and nats["2"] == pytest.approx(nats["0"])
+    assert nats["3"] == pytest.approx(nats["0"] * 2)
+    capsys.readouterr()
+    for data, said in {
+        "memory://nothing": "there is no file with text",
+        "nosuch://a": "its file system cannot be opened",
+        f"{own}:none": "has no function 'none'",
+        f"{own}:broken": f"{own}:broken failed: KeyError: 'text' in own.py, line 11",
+        f"{file}:3": "has the weight 3",
+    }.items():
+        assert run(folder, "--data", data) == 2
         captured = capsys.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1
 

@@ -128,3 +128,24 @@ def test_a_mirror_is_not_named_by_files_and_its_errors_are_sentences(
         read_toml(tmp_path / "a.toml")
     assert train(tmp_path / "run", "--data", text, "--mirror", "nothing://x", "--resume") == 2
     assert re.search("nothing://x: its file system cannot be opened", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nosuch://bucket/a", "its file system cannot be opened"),
+        ("file:///proc/nothing/a", "nothing can be written there: [Errno"),
+    ],
+)
+def test_a_mirror_that_cannot_be_written_is_refused_before_the_text_is_read(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], url: str, said: str
+) -> None:
+    assert train(tmp_path / "run", "--data", text, "--mirror", url) == 2
+    out, err = capsys.readouterr()
+    assert f"--mirror {url}: {said}" in err
+    assert "reading the text" not in out and not (tmp_path / "run").exists()
+
+
+def test_a_check_of_a_mirror_leaves_nothing_there(tmp_path: Path) -> None:
+    mirror.check_writable(f"file://{tmp_path / 'there'}")
+    assert list((tmp_path / "there").iterdir()) == []

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fnmodels.errors import UserError
+from params.imported import place_raised
 from train.data.records import Record, is_unicode, record_of_row
 from train.data.sampling import permute
+from train.imported import FunctionFailed
 
 from .files import StreamFile
 from .readers import read_from, read_share
@@ -126,14 +128,25 @@ class IteratedDocuments:
         return self.name
 
     def records(self, cursor: Cursor, *, shuffle: tuple[int, ...] | None) -> Records:
-        made, place = self.make(), cursor.place
-        if not isinstance(made, Iterable):
-            raise UserError(f"{self.name} made a {type(made).__name__}: it must return an iterable of texts or dicts")
-        skip = getattr(made, "skip", None)
-        rest = skip(place) if place and skip is not None else islice(made, place, None)
-        for number, value in enumerate(rest, place):
+        place = cursor.place
+        for number, value in enumerate(self._values(place), place):
             begin = cursor._replace(place=number, skip=0)
             yield begin, begin._replace(place=number + 1), self.name, _record_of(f"item {number}", value)
+
+    def _values(self, place: int) -> Iterator[Any]:
+        """The items from a place on. FunctionFailed where the function or its iterable raises."""
+        try:
+            made = self.make()
+            if not isinstance(made, Iterable):
+                raise UserError(
+                    f"{self.name} made a {type(made).__name__}: it must return an iterable of texts or dicts"
+                )
+            skip = getattr(made, "skip", None)
+            yield from skip(place) if place and skip is not None else islice(made, place, None)
+        except UserError:
+            raise
+        except Exception as error:
+            raise FunctionFailed(self.name, error, place=place_raised(error)) from error
 
     def share(self, cursor: Cursor, *, shuffle: tuple[int, ...]) -> float:
         return 0.0

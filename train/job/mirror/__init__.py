@@ -5,8 +5,8 @@ The file that lists a step's files with their digests is uploaded last and remov
 none. A machine that takes over downloads the newest step whose digests agree.
 """
 
-from .places import complete_steps
+from .places import check_writable, complete_steps
 from .restore import restore
 from .upload import Mirror, mirrored
 
-__all__ = ["Mirror", "complete_steps", "mirrored", "restore"]
+__all__ = ["Mirror", "check_writable", "complete_steps", "mirrored", "restore"]

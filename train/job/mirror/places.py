@@ -3,8 +3,31 @@
 from pathlib import Path
 from typing import Any
 
+from fnmodels.errors import UserError
 from params.checkpoint.manifest import MANIFEST
+from train.data.stream.files import file_system
 from train.job import run_folder
+
+_PROBE = ".fnmodels-probe"  # a file that is written and removed again
+
+
+def check_writable(url: str) -> None:
+    """UserError where the package of the URL's protocol is missing, or nothing can be written there."""
+    system, root = opened(url)
+    try:
+        system.makedirs(root, exist_ok=True)
+        system.pipe_file(f"{root}/{_PROBE}", b"fnmodels")
+        system.rm_file(f"{root}/{_PROBE}")
+    except Exception as error:  # each file system raises its own
+        raise UserError(f"--mirror {url}: nothing can be written there: {error or type(error).__name__}") from error
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """`file_system` of --mirror."""
+    try:
+        return file_system(url)
+    except UserError as error:
+        raise UserError(f"--mirror {error}") from error
 
 
 def complete_steps(system: Any, root: str) -> list[int]:

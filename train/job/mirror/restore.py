@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from fnmodels.errors import UserError
+from fnmodels.errors import CheckpointError, UserError
 from fnmodels.files import check_folder, remove_tree
 from train.checkpoint import saved_steps
-from train.data.stream.files import file_system
 from train.job import run_folder
 
-from .places import complete_steps, is_small, step_place
+from .places import complete_steps, is_small, opened, step_place
 
 _PARTIAL = ".saving-mirrored"  # a step that is being downloaded
 
@@ -19,7 +18,7 @@ def restore(url: str, run: Path) -> None:
 
     UserError where the URL cannot be read.
     """
-    system, root = file_system(url)
+    system, root = opened(url)
     local = saved_steps.newest(run / run_folder.STEPS)[0]
     try:
         for step in reversed(complete_steps(system, root)):
@@ -28,8 +27,10 @@ def restore(url: str, run: Path) -> None:
             if _downloaded(system, root, run, step):
                 print(f"restored step {step} from {url}", flush=True)
                 return
-    except OSError as error:
-        raise UserError(f"--mirror {url}: it cannot be read: {error}") from error
+    except (UserError, CheckpointError):
+        raise
+    except Exception as error:  # each file system raises its own
+        raise UserError(f"--mirror {url}: it cannot be read: {error or type(error).__name__}") from error
 
 
 def _downloaded(system: Any, root: str, run: Path, step: int) -> bool:

@@ -8,10 +8,9 @@ from pathlib import Path
 from fnmodels.errors import UserError, printable
 from params.checkpoint.manifest import MANIFEST
 from train.checkpoint import saved_steps
-from train.data.stream.files import file_system
 from train.job import run_folder
 
-from .places import complete_steps, is_small, step_place
+from .places import complete_steps, is_small, opened, step_place
 
 
 class Mirror:
@@ -20,7 +19,7 @@ class Mirror:
     def __init__(self, url: str, run: Path) -> None:
         """UserError where there is no such file system."""
         self._url, self._run = url, run
-        self._system, self._root = file_system(url)
+        self._system, self._root = opened(url)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._running: Future[None] | None = None
         self._seen: list[int] = []

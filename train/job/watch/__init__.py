@@ -5,4 +5,5 @@ slow_ranks    processes that compute slower than the others
 waiting       steps that wait for processors
 watch         prints them, and says when the run must end
 callback      the user's own function of each step
+failures      exceptions in code of the user's own
 """

@@ -7,6 +7,8 @@ from train.job.metrics_log import Row
 from train.job.settings import RunSettings, imports
 from train.state import State
 
+from .failures import naming_code
+
 
 def callback(settings: RunSettings, rows: Sequence[Row]) -> Callable[[State, Row], str | None]:
     """The function that a run calls after each step, in the first process alone.
@@ -24,10 +26,12 @@ def callback(settings: RunSettings, rows: Sequence[Row]) -> Callable[[State, Row
     function = found.function
     replay: Any = getattr(function, "replay", None)
     if replay is not None:
-        replay(rows)
+        with naming_code(settings):
+            replay(rows)
 
     def called(state: State, row: Row) -> str | None:
-        result = function(state, dict(row))
+        with naming_code(settings, f"at step {row['step']}"):
+            result = function(state, dict(row))
         if not result:
             return None
         return result if isinstance(result, str) else f"{found.path} has returned {result!r:.80}"
