@@ -138,8 +138,7 @@ class Prompt:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    _check_flags(arguments)
-    rows = read_prompts(arguments.prompts) if arguments.prompts else [{"prompt": text} for text in arguments.prompt]
+    rows = checked(arguments)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if arguments.image:
         rows = [row | {"images": [str(file) for file in arguments.image]} for row in rows]
@@ -172,6 +171,12 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def checked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The prompts of the flags, none for a conversation on the terminal. UserError for flags that cannot work."""
+    _check_flags(arguments)
+    return read_prompts(arguments.prompts) if arguments.prompts else [{"prompt": text} for text in arguments.prompt]
+
+
 def _check_flags(arguments: argparse.Namespace) -> None:
     """UserError for flags that do not fit each other."""
     if arguments.system is not None and not arguments.chat:
@@ -186,6 +191,11 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--compile is for --prompt and --prompts: a conversation would compile each of its turns anew")
     if arguments.out is not None and not (arguments.prompts or arguments.prompt):
         raise UserError("--out takes the answers to --prompt or --prompts, and there are none")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    for file in arguments.image:
+        if not file.is_file():
+            raise UserError(f"--image {file}: there is no such file")
 
 
 def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:

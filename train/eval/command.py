@@ -19,7 +19,7 @@ from train.command_line import Parser, program_name, run_command
 from .over_mesh import mesh_of_flag
 from .perplexity import Evaluator, TextScore
 from .scoring import ROW_TOKENS
-from .text_records import text_records, texts_of
+from .text_records import TextRecords, text_records, texts_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "sdpa", "math", "blocks", "flex", "varlen", "sparse", "invariant")
@@ -55,16 +55,21 @@ def parser() -> Parser:
     return flags
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
+def checked(arguments: argparse.Namespace) -> TextRecords:
+    """The texts that the flags name. UserError for flags that cannot work, said before the work."""
     for name in ("limit", "batch_tokens"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
-    if arguments.out is not None and not arguments.out.parent.is_dir():  # said before the work, not after it
+    if arguments.out is not None and not arguments.out.parent.is_dir():
         raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
     if arguments.device is not None:
         check_device(arguments.device)
+    return text_records(arguments.data)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    records = checked(arguments)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    records = text_records(arguments.data)
     folder = local_folder(arguments.checkpoint)
     family = None if arguments.family is None else imported_family(arguments.family)
     mesh = None if arguments.mesh is None else mesh_of_flag(arguments.mesh)

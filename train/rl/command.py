@@ -12,6 +12,7 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, open_append
+from params.checkpoint.hub import local_folder
 from params.checkpoint.save import save_pretrained
 from params.imported import add_family_flag, imported_family
 from params.io.files import plain_file
@@ -28,8 +29,9 @@ from train.optim.adamw import adamw
 from train.optim.schedules import warmup_stable_decay
 
 from .loop import PASSES, Setup, judged, update
-from .prompts import CHECKERS, Prompts, checker_of, read_prompts
+from .prompts import CHECKERS, Checker, Prompts, checker_of, read_prompts
 
+NEEDS = ("tokenizers", "jinja2")
 SAMPLES = 8  # answers in summary.json
 
 
@@ -75,7 +77,8 @@ def reinforce(arguments: argparse.Namespace) -> int:
     if is_import_path(arguments.checker):
         arguments.checker = absolute(arguments.checker, Path())
     family = None if arguments.family is None else imported_family(arguments.family)
-    checker, prompts = checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker)
+    checker, prompts = checked(arguments)
+    arguments.init = local_folder(arguments.init)
     with run_folder.locked(arguments.run):
         run_folder.check_contents(arguments.run, resume=arguments.resume)
         identity = recorded(arguments, prompts)
@@ -89,6 +92,11 @@ def reinforce(arguments: argparse.Namespace) -> int:
             config, params, adamw(_rate(arguments.learning_rate, total), weight_decay=0.0), clip=1.0, copy=False
         )
         return learn(arguments, identity, setup, engine, prompts)
+
+
+def checked(arguments: argparse.Namespace) -> tuple[Checker, Prompts]:
+    """(the checker, the prompts) of the flags. UserError where there is none, or a line is no prompt."""
+    return checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker)
 
 
 def recorded(arguments: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
@@ -162,7 +170,7 @@ def _rate(peak: float, total: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(_name(), parser, reinforce, argv, ("tokenizers", "jinja2"))
+    return run_command(_name(), parser, reinforce, argv, NEEDS)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Recipes: what a file of stages becomes, a killed recipe, and a report that stands alone."""
 
 import json
+import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from fnmodels.errors import UserError
 from tests.support.forks import ROOT, Forks
 from train.recipe import run
 from train.recipe.charts import Curve, chart
+from train.recipe.checks import check_stages
 from train.recipe.report import write_report
 from train.recipe.stages import read_recipe
 
@@ -105,16 +108,16 @@ def test_a_killed_recipe_continues_and_ends_with_a_report(
     folder = tmp_path / "made"
     commands: list[str] = []
 
-    def in_fork(command: list[str], **options: Any) -> Any:
+    def in_fork(command: list[str], stdout: int | None) -> tuple[int, str]:
         assert command[:3] == [sys.executable, "-P", "-m"]
         commands.append(command[3])
         if len(commands) == 3:
-            raise KeyboardInterrupt  # as the user's Ctrl-C does it
+            raise KeyboardInterrupt  # as a kill would end it
         done = forks.run(command[2:], env={"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr
-        return subprocess.CompletedProcess(command, done.returncode, done.stdout, done.stderr)
+        return done.returncode, done.stdout
 
-    monkeypatch.setattr(run.subprocess, "run", in_fork)
+    monkeypatch.setattr(run, "run_process", in_fork)
     assert run.main([str(recipe), "--folder", str(folder)]) == 130
     assert run.main([str(recipe), "--folder", str(folder)]) == 0
     assert commands == ["train", "train", "train.rl", "train.rl", "train.eval", "train.sample"]
@@ -127,6 +130,7 @@ def test_a_killed_recipe_continues_and_ends_with_a_report(
     recipe.write_text(TINY.replace("steps = 2", "steps = 5"))
     assert run.main([str(recipe), "--folder", str(folder)]) == 2
     assert "[chat] differs from what was run" in capsys.readouterr().err
+    assert run.main([str(recipe), "--folder", str(folder), "--set", "chat.steps=2"]) == 0
 
 
 def test_the_example_is_a_recipe_of_commands_with_their_flags() -> None:
@@ -162,6 +166,10 @@ REFUSED = {
     "folder = 'x'\n[a]\ncommand = 'train'\nrun = 'b'": "[a] has run, which the recipe itself gives",
     "folder = 'x'\n[a]\ncommand = 'train'\nloss = 'os:system'": "[a] loss names code, os:system, which no file may run",
     "folder = 'x'\n[a]\ncommand = 'train'\ndata = 'b,mine.py:f:2'": "[a] data names code, b,mine.py:f:2",
+    "folder = 'x'\n[a]\ncommand = 'train'\nfamily = 'mine.py'": "[a] family names code, mine.py",
+    "folder = 'x'\n[a]\ncommand = 'rl'\nchecker = 'mine.py:f'": "give --set a.checker=mine.py:f",
+    "folder = 'x'\n[a]\ncommand = 'train'\nmirror = 's3://b'": "[a] has mirror, which sends data elsewhere",
+    "folder = 'x'\n[a]\ncommand = 'eval'\ncheckpoint = 'b'\n[c]\ncommand = 'train'\ninit = '{a}'": "[c] names {a}",
     "folder = 'x'\n[a]\ncommand = 'train'\nsteps = {b = 1}": "[a] steps is {'b': 1}",
     "folder = 'x'\nsteps = 3": "steps stands outside of a stage",
     "folder = 'x'\n[A-b]\ncommand = 'train'": "a stage is called 'A-b'",
@@ -176,26 +184,91 @@ def test_a_file_that_is_no_recipe_is_refused_with_the_reason(text: str, tmp_path
         read_recipe(tmp_path / "r.toml")
 
 
-@pytest.mark.parametrize(
-    ("of", "wrong", "said"),
-    [
-        ("updates = 2", "updatess = 2", "[reward] there is no flag --updatess; the nearest is --updates"),
-        ("steps = 2", 'steps = "few"', "[chat] argument --steps: 'few' is not a whole number from 1"),
-        ("chat = true", 'chat = "yes"', "[answers] argument --chat: ignored explicit argument 'yes'"),
-        ("[evaluation]\n", "[evaluation]\nlimit = 0.5\n", "[evaluation] argument --limit: invalid int value: '0.5'"),
-    ],
-)
-def test_a_wrong_flag_of_a_late_stage_is_refused_before_the_first_stage_runs(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], of: str, wrong: str, said: str
+REFUSED_BY_STAGES = [
+    ("updates = 2", "updatess = 2", "[reward] there is no flag --updatess; the nearest is --updates"),
+    ("steps = 2", 'steps = "few"', "[chat] argument --steps: 'few' is not a whole number from 1"),
+    ("chat = true", 'chat = "yes"', "[answers] argument --chat: ignored explicit argument 'yes'"),
+    ("[evaluation]\n", "[evaluation]\nlimit = 0.5\n", "[evaluation] argument --limit: invalid int value: '0.5'"),
+    ("chats.jsonl", "none.jsonl", "[chat] --data HERE/none.jsonl: there is no such file or folder"),
+    ("prompts.jsonl", "none.jsonl", "[reward] --data HERE/none.jsonl: the file cannot be read"),
+    ("prompts.jsonl", "text.txt", "[reward] HERE/text.txt, line 1 is not JSON"),
+    ('"contains"', '"containss"', "[reward] --checker containss: it is none of equal, contains, number"),
+    ('init = "{chat}"', 'init = "nowhere/else"', "[reward] nowhere/else: The Hub cannot be reached"),
+    ('init = "{pretraining}"', 'init = "/nowhere"', "[chat] /nowhere: there is no such checkpoint folder"),
+    (
+        'init = "{pretraining}"',
+        'init = "{pretraining}"\nvocab_size = 300',
+        "[chat] --vocab-size 300 is for a new model",
+    ),
+    ("num_attention_heads = 2", "num_attention_heads = 3", "[pretraining] --hidden-size 32 is not a multiple"),
+    ("steps = 2", 'mesh = "fsdp=3"', "[chat] --mesh fsdp=3 splits the rows of a batch over 3 ranks"),
+    ('prompt = ["1 + 1", "2 + 2"]', "", "[answers] a stage has no terminal for a conversation: give prompt"),
+    ('prompt = ["1 + 1", "2 + 2"]', 'prompts = "none.jsonl"', "[answers] none.jsonl: No such file or directory"),
+    ("[evaluation]\n", '[evaluation]\ndevice = "abacus"\n', "[evaluation] --device abacus: torch cannot compute there"),
+]
+
+
+@pytest.mark.parametrize(("of", "wrong", "said"), REFUSED_BY_STAGES)
+def test_what_a_late_stage_would_refuse_is_said_before_the_first_stage_runs(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    of: str,
+    wrong: str,
+    said: str,
 ) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recipe.write_text(TINY.replace(of, wrong))
     assert run.main([str(recipe), "--folder", str(tmp_path / "made")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
+    captured = capsys.readouterr()
+    assert said.replace("HERE", str(tmp_path)) in captured.err and captured.err.count("\n") == 1
+    assert captured.out == "" and not (tmp_path / "made").exists()
 
 
-def test_the_flags_of_the_example_are_those_of_its_commands(tmp_path: Path) -> None:
-    run.check_flags(read_recipe(EXAMPLE, tmp_path))
+def test_the_example_passes_the_checks_of_its_stages(tmp_path: Path) -> None:
+    check_stages(read_recipe(EXAMPLE, tmp_path), [])
+
+
+def test_checks_pass_a_recipe_whose_checkpoints_are_made_by_its_stages(recipe: Path, tmp_path: Path) -> None:
+    check_stages(read_recipe(recipe, tmp_path / "made"), [])
+    (tmp_path / "made" / "reward").mkdir(parents=True)
+    (tmp_path / "made" / "reward" / "notes.txt").touch()
+    with pytest.raises(UserError, match=r"\[reward\] --run .*reward: the folder is not empty"):
+        check_stages(read_recipe(recipe, tmp_path / "made"), [])
+    check_stages(read_recipe(recipe, tmp_path / "made"), ["pretraining", "chat", "reward"])
+
+
+def test_the_command_line_changes_stages_and_may_name_code(recipe: Path, tmp_path: Path) -> None:
+    changes = ["reward.checker=mine.py:f", "chat.batch-rows=8", "answers.chat=false", "chat.init=/a"]
+    found = {stage.name: stage.flags for stage in read_recipe(recipe, tmp_path, changes).stages}
+    assert "--checker=mine.py:f" in found["reward"] and "--batch-rows=8" in found["chat"]
+    assert "--init=/a" in found["chat"] and "--chat" not in found["answers"]
+    for change, said in {
+        "rewards.checker=f": "there is no stage rewards; the nearest is reward",
+        "checker=f": "a change is written as STAGE.KEY=VALUE",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            read_recipe(recipe, tmp_path, [change])
+
+
+def test_a_request_to_stop_is_passed_on_to_the_stage(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
+    )
+
+    def stop() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert run.run_process([sys.executable, "-c", program], None) == (7, "")
+    thread.join()
 
 
 def test_charts_place_points_by_their_values() -> None:

@@ -17,20 +17,25 @@ from .runs import RunSettings, types_of
 TOML_LIMIT = 50_000  # bytes; all settings take 3,000, and a key of many parts takes time quadratic in them
 
 
-def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
-    """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
-    types = types_of(kind)
+def toml_values(path: Path, what: str) -> dict[str, Any]:
+    """The values of a TOML file of at most `TOML_LIMIT` bytes; `what` it is, for errors. UserError."""
     try:
         values = tomllib.loads(read_text(path, TOML_LIMIT, follow=True))
         deep = is_deep(values)
     except OSError as error:
-        raise UserError(f"{path}: the file of settings cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: the {what} cannot be read ({error.strerror})") from error
     except RecursionError:
         deep = True
     except ValueError as error:
         raise UserError(f"{path} is not TOML: {error}") from error
     if deep:
         raise UserError(f"{path} is not TOML that can be read: it is nested too deeply")
+    return values
+
+
+def read_toml(path: Path, kind: type[RunSettings] = Settings) -> dict[str, Any]:
+    """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
+    types, values = types_of(kind), toml_values(path, "file of settings")
     for name, value in values.items():
         if name not in types:
             table = ": settings stand outside of tables" if isinstance(value, dict) else ""
