@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from params.imported import imported_family
 from train.comm.torchrun import is_started, rank_and_world_size
@@ -23,9 +23,6 @@ from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, RunSettings, Setting
 from train.job.settings.types import SettingType, integer
 
 from .command_line import NEEDS, RUNS, Parser, program_name, run_command
-
-if TYPE_CHECKING:
-    from train.job.chosen_settings import Options
 
 MINUTES = SettingType(
     "a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440
@@ -143,24 +140,22 @@ def parser(program: Program = MAIN, kind: type[RunSettings] = Settings) -> Parse
     return command
 
 
-def options_of(arguments: argparse.Namespace, program: Program = MAIN) -> "Options":
-    """The options of a run, without the flags of its processes: --nproc, --threads and --timeout."""
-    from train.job.chosen_settings import Options
-
+def job_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of `train.job.chosen_settings.Options`; --nproc, --threads and --timeout are of the processes."""
     flags = {name: value for name, value in vars(arguments).items() if name not in ("nproc", "threads", "timeout")}
-    job_flags = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
-    mesh_flags = {name: flags.pop(name) for name in MESH_FLAGS}
-    return Options(program.script, flags=flags, mesh_flags=mesh_flags, **job_flags)
+    options = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
+    return options | {"mesh_flags": {name: flags.pop(name) for name in MESH_FLAGS}, "flags": flags}
 
 
 def run(arguments: argparse.Namespace, program: Program, defaults: RunSettings, argv: Sequence[str]) -> int:
     nproc, limit = arguments.nproc, datetime.timedelta(minutes=arguments.timeout)
+    from train.job.chosen_settings import Options
     from train.job.mesh_flags import check_before_start, process_count
     from train.job.processes import controller, launch
     from train.job.processes.threads import set_threads
 
     set_threads(arguments.threads)
-    options = options_of(arguments, program)
+    options = Options(program.script, **job_options(arguments))
     needed = 1 if nproc is None and is_started() else process_count(options.mesh, nproc)
     if needed > 1 and not is_started():
         from train.job.processes import spawn

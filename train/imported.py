@@ -7,7 +7,8 @@ be a stranger's.
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,27 @@ class FunctionFailed(UserError):
         place: The file and line; "": not known.
     """
 
-    def __init__(self, code: str, error: BaseException, when: str = "", place: str = "") -> None:
-        self.code, self.error, self.when, self.place = code, error, when, place
+    code: str
+    error: BaseException
+    when: str
+    place: str
+
+    @classmethod
+    def of(cls, code: str, error: BaseException, when: str = "", place: str = "") -> "FunctionFailed":
+        """The failure of `code` by `error`, as one sentence."""
         said = " ".join(str(error).split())[:400]
         what = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        super().__init__(f"{code} failed{when and ' '}{when}: {what}{place and f' in {place}'}")
+        failed = cls(f"{code} failed{when and ' '}{when}: {what}{place and f' in {place}'}")
+        failed.code, failed.error, failed.when, failed.place = code, error, when, place
+        return failed
+
+
+@contextmanager
+def located(when: str) -> Iterator[None]:
+    """Adds to a FunctionFailed of the body where the run was, as "at step 3"."""
+    try:
+        yield
+    except FunctionFailed as failed:
+        if failed.when:
+            raise
+        raise FunctionFailed.of(failed.code, failed.error, when, failed.place) from failed.error

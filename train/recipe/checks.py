@@ -19,7 +19,7 @@ from train.data.chat import read_template
 from train.eval import command as evaluation
 from train.eval import pretrained
 from train.job import run_folder
-from train.job.chosen_settings import choose_settings, overrides_of
+from train.job.chosen_settings import Options, choose_settings, overrides_of
 from train.job.mesh_flags import process_count, resolve_mesh
 from train.job.settings import DEFAULT, Settings
 from train.job.tasks import language_model
@@ -67,7 +67,7 @@ def _check(recipe: Recipe, stage: Stage, made: Made, *, flags_alone: bool) -> No
 
 
 def _train(arguments: argparse.Namespace, made: Made) -> None:
-    options = cli.options_of(arguments)
+    options = Options(cli.MAIN.script, **cli.job_options(arguments))
     processes = process_count(options.mesh, arguments.nproc)
     flags: dict[str, Any] = dict(options.flags)
     later = "init" in flags and made(flags["init"])

@@ -20,11 +20,12 @@ from train.command_line import Parser, program_name, run_command
 from train.data.chat import read_template
 from train.engine import Engine
 from train.eval import pretrained
-from train.imported import absolute, is_import_path
+from train.imported import FunctionFailed, absolute, is_import_path, located
 from train.job import metrics_log, run_folder
 from train.job.processes.signals import stop_requests
 from train.job.settings import flag
 from train.job.settings.types import NUMBER, integer
+from train.job.watch.failures import kept
 from train.optim.adamw import adamw
 from train.optim.schedules import warmup_stable_decay
 
@@ -91,7 +92,10 @@ def reinforce(arguments: argparse.Namespace) -> int:
         engine = Engine(
             config, params, adamw(_rate(arguments.learning_rate, total), weight_decay=0.0), clip=1.0, copy=False
         )
-        return learn(arguments, identity, setup, engine, prompts)
+        try:
+            return learn(arguments, identity, setup, engine, prompts)
+        except FunctionFailed as failed:
+            raise kept(arguments.run, failed) from failed
 
 
 def checked(arguments: argparse.Namespace) -> tuple[Checker, Prompts]:
@@ -131,7 +135,8 @@ def learn(
     )
     with stop_requests() as stop_requested:
         for number in range(first, arguments.updates):
-            row = {"step": number + 1} | update(setup, engine, prompts.train, number)
+            with located(f"at update {number + 1}"):
+                row = {"step": number + 1} | update(setup, engine, prompts.train, number)
             rows.append(row)
             with open_append(metrics) as file:
                 file.write(metrics_log.json_line(row))

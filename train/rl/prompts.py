@@ -10,8 +10,9 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from fnmodels.files import read_bytes
+from params.imported import place_raised
 from params.io.files import parse_line
-from train.imported import Imported, is_import_path
+from train.imported import FunctionFailed, Imported, is_import_path
 
 Record = Mapping[str, Any]
 Checker = Callable[[str, Record], float]  # (answer, its prompt's record) -> reward
@@ -89,9 +90,20 @@ def _record(place: str, line: bytes, checker: str) -> Record:
 
 
 def checker_of(name: str) -> Checker:
-    """A checker by its name, or a function f(answer, record) -> reward by its import path. UserError."""
+    """A checker by its name, or a function f(answer, record) -> reward by its import path. UserError.
+
+    An exception of such a function, or what is no number, becomes FunctionFailed.
+    """
     if name in CHECKERS:
         return CHECKERS[name]
     if not is_import_path(name):
         raise UserError(f"--checker {name}: it is none of {', '.join(CHECKERS)}, and no function as module:name")
-    return Imported(name, "--checker").function
+    function = Imported(name, "--checker").function
+
+    def judge(answer: str, record: Record) -> float:
+        try:
+            return float(function(answer, record))
+        except Exception as error:
+            raise FunctionFailed.of(f"--checker {name}", error, place=place_raised(error)) from error
+
+    return judge

@@ -123,3 +123,17 @@ def test_another_checker_or_other_flags_are_refused(
     assert "--updates differs from that of the run" in capsys.readouterr().err
     assert reinforce(base, tmp_path / "run", "--updates", 1) == 2
     assert "the folder is not empty" in capsys.readouterr().err
+
+
+def test_a_failing_checker_is_named_with_the_update_and_its_traceback_is_kept(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def judge(answer, record):\n    raise KeyError('x')\n\n\ndef word(answer, record):\n    return 'good'\n"
+    )
+    for name, said in {"judge": "KeyError: 'x' in own.py, line 2", "word": "ValueError: could not convert"}.items():
+        run = tmp_path / name
+        assert reinforce(base, run, "--checker", f"{tmp_path / 'own.py'}:{name}") == 2
+        err = capsys.readouterr().err
+        assert f"own.py:{name} failed: {said}" in err and f"traceback: {run / 'failure.txt'}" in err
+        assert (run / "failure.txt").exists()

@@ -146,7 +146,7 @@ class IteratedDocuments:
         except UserError:
             raise
         except Exception as error:
-            raise FunctionFailed(self.name, error, place=place_raised(error)) from error
+            raise FunctionFailed.of(self.name, error, place=place_raised(error)) from error
 
     def share(self, cursor: Cursor, *, shuffle: tuple[int, ...]) -> float:
         return 0.0

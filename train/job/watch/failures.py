@@ -49,15 +49,15 @@ def keeping_traceback(run: Path, settings: RunSettings) -> Iterator[None]:
     except CommandFailed as failed:
         if not isinstance(failed.error, FunctionFailed):
             raise
-        raise CommandFailed(_kept(run, failed.error)) from failed.error
+        raise CommandFailed(kept(run, failed.error)) from failed.error
     except FunctionFailed as failed:
-        raise _kept(run, failed) from failed
+        raise kept(run, failed) from failed
 
 
 def _named(error: BaseException, settings: RunSettings, when: str) -> BaseException:
     """The failure of the code in which `error` was raised; `error` itself where it is none of the command line's."""
     if isinstance(error, FunctionFailed):
-        return error if error.when or not when else FunctionFailed(error.code, error.error, when, error.place)
+        return error if error.when or not when else FunctionFailed.of(error.code, error.error, when, error.place)
     if isinstance(error, UserError | CheckpointError) or not isinstance(error, Exception):
         return error
     if is_out_of_memory(error) or peer_failure(error):
@@ -69,7 +69,7 @@ def _named(error: BaseException, settings: RunSettings, when: str) -> BaseExcept
         inside = [(file, line) for file, line in places if file in known]
         if inside:
             file, line = inside[-1]
-            return FunctionFailed(known[file], error, when, f"{Path(file).name}, line {line}")
+            return FunctionFailed.of(known[file], error, when, f"{Path(file).name}, line {line}")
         cause = cause.__cause__ or cause.__context__
     return error
 
@@ -86,7 +86,8 @@ def _files(settings: RunSettings) -> dict[str, str]:
     return {file: code for file, code in found.items() if file is not None}
 
 
-def _kept(run: Path, failed: FunctionFailed) -> UserError:
+def kept(run: Path, failed: FunctionFailed) -> UserError:
+    """The failure as a sentence, whose traceback is written into the run folder."""
     write_text(run / run_folder.FAILURE, "".join(traceback.format_exception(failed.error)))
     saved = saved_steps.steps(run / run_folder.STEPS)
     after = f"--resume goes on from the save of step {saved[-1]}" if saved else "nothing is saved yet"
