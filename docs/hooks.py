@@ -29,17 +29,27 @@ PAGES["index.md"] = "README.md"
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 THUMBNAIL = (480, 300)  # pixels, twice what a card shows
 # Words under which the search of the site puts a page first. Pages that are not named have the titles and text alone.
-# Every word of a query is a beginning: "model" finds "models" too, so that a word of one page begins none of another.
+# Every word of a query is a beginning: "model" finds "models" too, and "a" whatever begins with it.
 SEARCH_WORDS = {
     "adding-a-family.md": ["model", "family"],
     "adding-a-loss.md": ["loss"],
     "adding-an-optimizer.md": ["optimizer"],
-    "checkpoints.md": ["load", "save", "resume", "checkpoint", "export", "hugging", "face", "quantized", "gguf"],
+    "checkpoints.md": ["load", "checkpoint", "export", "hugging", "face"],
+    "conversations.md": ["conversations", "chat"],
+    "data.md": ["data", "jsonl", "parquet", "stream"],
+    "engine.md": ["rl", "engine"],
+    "evaluation.md": ["evaluate", "evaluation"],
     "generation.md": ["generate", "sample", "sampling", "text", "cache"],
+    "lora.md": ["lora", "peft", "finetune", "fine-tune"],
+    "losses.md": ["distill", "distillation"],
+    "main-job.md": ["train", "text", "settings", "fnmodels-train"],
     "models.md": ["supported", "types"],
-    "parallel.md": ["train", "two", "gpus", "distributed", "mesh", "fsdp"],
+    "parallel.md": ["two", "gpus", "distributed", "mesh", "fsdp"],
     "positions-and-masks.md": ["pack", "packing", "documents", "mask"],
-    "training.md": ["train", "lora", "finetune", "fine-tune"],
+    "quantized.md": ["quantized", "quantization", "gguf"],
+    "reports.md": ["metrics", "diverged"],
+    "saving.md": ["save", "resume"],
+    "steps.md": ["compile", "remat", "memory"],
 }
 # Factors of the scores of pages in the search: guides come before the many short entries of the reference.
 SEARCH_BOOSTS = {"api/tinker.md": 0.02, "api/": 0.2, "examples/": 0.3}

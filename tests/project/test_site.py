@@ -60,17 +60,19 @@ def test_stored_outputs_are_those_of_one_run_without_warnings_or_paths(path: Pat
 
 
 QUESTIONS = {
-    "how to resume": "checkpoints",
+    "how to resume": "saving",
     "load a checkpoint": "checkpoints",
     "generate text": "generation",
+    "train on my own text": "main-job",
+    "train on conversations": "conversations",
     "pack documents": "positions-and-masks",
     "train on two GPUs": "parallel",
     "add a model": "adding-a-family",
     "supported models": "models",
     "write a loss": "adding-a-loss",
     "custom optimizer": "adding-an-optimizer",
-    "LoRA": "training",
-    "quantized": "checkpoints",
+    "LoRA": "lora",
+    "quantized": "quantized",
     "export to Hugging Face": "checkpoints",
     "make_step": "api/train",
     "load_pretrained": "api/params",

@@ -20,7 +20,7 @@ from tests.support.cases import batch_of, generic_params, segments
 
 READ = tuple(dialect for dialect in DIALECTS if dialect.weight is not None)
 REFUSED = tuple(dialect for dialect in DIALECTS if dialect.weight is None)
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[3] / "docs" / "quantized.md"
 BEGIN, END = "<!-- quantizations: written by FNMODELS_UPDATE_DOCS=1 -->\n", "<!-- /quantizations -->\n"
 
 

@@ -99,6 +99,6 @@ def test_whole_numbers_do_where_a_number_is_asked_and_paths_are_of_the_file(tmp_
 
 
 def test_the_guide_names_each_setting_that_a_resumed_run_may_change():
-    guide = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "main-job.md").read_text()
     paragraph = next(text for text in guide.split("\n\n") if "Settings that are passed again" in text)
     assert set(re.findall(r"`(\w+)`", paragraph)) == changeable(Settings)
