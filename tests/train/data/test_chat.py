@@ -605,6 +605,7 @@ def test_a_prompt_that_leaves_out_a_message_is_refused() -> None:
     assert render_prompt(Template(CHATML, {}), CHAT[:3]) == render(Template(CHATML, {}), CHAT[:3], prompt=True)
 
 
+CALLS = "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
 ALL = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -624,7 +625,7 @@ ALL = (
         ({"content": "So", "audio": {"data": "abc"}}, "leaves out the 'audio' of turn 2 of 2: 'abc'"),
         ({"content": "So", "thinking_blocks": [{"thinking": "Why"}]}, "leaves out the 'thinking_blocks' of turn 2"),
         ({"content": "So", "partial": True}, "leaves out 'partial' of turn 2 of 2: True"),
-        ({"content": "So", "name": "Ann"}, "leaves out the name of turn 2 of 2: 'Ann'"),
+        ({"content": "So", "name": "Ann"}, "name of turn 2 of 2: 'Ann' .* remove 'name' from the turns"),
         ({"content": "So", "weight": 0.5}, "'weight' of a turn is 0.5: it must be 1"),
         ({"content": "So", "weight": 0}, "no turn of the assistant to train on"),
     ],
@@ -640,6 +641,52 @@ def test_bookkeeping_and_empty_keys_are_no_part_of_what_is_said() -> None:
     assert render_examples(Template(ALL, {}), [CHAT[0], turn]) == render_examples(
         Template(ALL, {}), [CHAT[0], {"role": "assistant", "content": "Hello"}]
     )
+
+
+@pytest.mark.parametrize(
+    ("turn", "source", "words"),
+    [
+        (
+            {"role": "user", "content": "a"},
+            "{% if m.role != 'user' %}{{ m.content }}{% endif %}",
+            "text of turn 1 of 2: 'a'",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "s"}]},
+            "{{ m.content if m.content is string }}",
+            "text of turn 1",
+        ),
+        (
+            {"role": "tool", "content": {"e": 4}},
+            "{{ m.content if m.role != 'tool' else '4' }}",
+            "result of turn 1 of 2: 'e'",
+        ),
+        (
+            {"content": "", "tool_calls": [{"function": {"name": "max", "arguments": '{"x": "a"}'}}]},
+            CALLS,
+            "call of turn 2 of 2: 'x'",
+        ),
+        (
+            {"content": "", "tool_calls": [{"function": {"name": "max1", "arguments": {"x": 1}}}]},
+            CALLS,
+            "call of turn 2 of 2: 'x'",
+        ),
+    ],
+)
+def test_a_short_text_in_another_is_no_proof(turn: dict[str, Any], source: str, words: str) -> None:
+    """The letter stands in the rendered text, but the template has not written it."""
+    whole = ALL.replace("{{ m.content }}", source)
+    talk = [turn, CHAT[1]] if turn.get("role") else [CHAT[0], {"role": "assistant", **turn}]
+    with pytest.raises(UserError, match=words):
+        render_examples(Template(whole, {}), talk)
+    written = ALL.replace("{{ m.content }}", "{{ m | tojson }}")
+    assert render_examples(Template(written, {}), talk)[0][1]
+
+
+@pytest.mark.parametrize("name", [None, "", "assistant", "Assistant", "gpt"])
+def test_a_name_that_says_no_more_than_the_role_is_nothing(name: str | None) -> None:
+    turn = {**CHAT[1], "name": name}
+    assert render_examples(Template(ALL, {}), [CHAT[0], turn]) == render_examples(Template(ALL, {}), CHAT[:2])
 
 
 def test_one_thought_in_two_keys_is_said_once() -> None:

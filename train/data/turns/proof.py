@@ -6,11 +6,13 @@ is used up: a text within another, or one that is said twice, proves nothing for
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from fnmodels.errors import UserError
 
+from .marks import with_marks
 from .said import Message, Piece, is_media, others, said, texts_in, tool_pieces
 
 USED = "\ufdd2"  # a noncharacter, which occurs in no text
@@ -40,7 +42,7 @@ def missing(pieces: Iterable[tuple[str, Piece]], text: str) -> tuple[str, Piece]
 def check_target(messages: Sequence[Message], turns: Sequence[int], target: str) -> None:
     """UserError where something that these turns say, reasoning included, is not in the text trained for them."""
     found = [
-        (_where(messages, index), Piece(piece.what, piece.text))
+        (_where(messages, index), replace(piece, needed=True))
         for index in turns
         for piece in said(messages[index], _where(messages, index))
         if not piece.label
@@ -69,6 +71,7 @@ def check_context(
         pieces += [(where, piece) for piece in said(messages[index], where)]
     if without := missing(pieces, text):
         raise _left_out(*without, "the rendered text")
+    _check_short(messages, render)
     whole = cache(lambda: render(messages))
 
     def changed(index: int, message: Message) -> tuple[str, str]:
@@ -79,6 +82,23 @@ def check_context(
         where = _where(messages, index)
         _check_writing(message, where, text, partial(changed, index))
         _check_traces(message, where, partial(changed, index))
+
+
+def _check_short(messages: Sequence[Message], render: Render) -> None:
+    """UserError where a text that is too short to be looked for, such as A or 4, is not written.
+
+    In its place a mark is, and the turns are rendered with it.
+    """
+    marked, marks = with_marks(messages)
+    if not marks:
+        return
+    try:
+        text = render(marked)
+    except UserError:  # the template looks at the text itself
+        return
+    for mark, (index, piece) in marks.items():
+        if not any(form in text for form in forms(mark)):
+            raise _left_out(_where(messages, index), piece, "the rendered text")
 
 
 def _check_writing(message: Message, where: str, text: str, changed: Changed) -> None:
@@ -120,7 +140,8 @@ def _where(messages: Sequence[Message], index: int) -> str:
 
 
 def _left_out(where: str, piece: Piece, place: str) -> UserError:
+    advice = f"; if it is nothing that the model should read, remove {piece.key!r} from the turns" if piece.key else ""
     return UserError(
         f"the chat template leaves out the {piece.what} of {where}: {piece.text[:40]!r} has no place of its own in "
-        f"{place}"
+        f"{place}{advice}"
     )

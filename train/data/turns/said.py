@@ -24,6 +24,8 @@ _BOOKKEEPING = """id index type tool_call_id message_id parent_id turn_id turn_i
     lang country state header hashed_ip toxic redacted"""
 BOOKKEEPING = frozenset(_BOOKKEEPING.split())  # numbers, dates and origins of a turn, none of which it says
 MEDIA = re.compile("image|picture|video|audio|file")
+# Names that say no more than the role.
+ROLES = frozenset(("user", "human", "assistant", "model", "bot", "gpt", "ai", "system", "developer"))
 TAGGED = re.compile(r"<\|?/?\w[^<>]*\|?>|\[/?[A-Z_]+\]")  # what a template may take for the tags of a reasoning
 
 
@@ -31,13 +33,15 @@ TAGGED = re.compile(r"<\|?/?\w[^<>]*\|?>|\[/?[A-Z_]+\]")  # what a template may 
 class Piece:
     """A text that a turn says. needed: whether the context of other turns must have it, too.
 
-    label: whether it stands in the turn's header, as a name does, and not in what is said.
+    label: whether it stands in the turn's header, as a name does, and not in what is said. key: the key of the turn
+    that holds it, where templates mostly have no place for it.
     """
 
     what: str
     text: str
     needed: bool = True
     label: bool = False
+    key: str = ""
 
 
 def is_trained(message: Message) -> bool:
@@ -72,9 +76,10 @@ def said(message: Message, where: str = "the turn") -> list[Piece]:
             thoughts.add(text)
             pieces.append(Piece("reasoning", text, needed=False))
     pieces += [Piece("tool call", text) for text in _calls(message, where)]
-    if message.get("name") and message.get("role") not in TOOL_ROLES:
-        pieces.append(Piece("name", str(message["name"]).strip(), label=True))
-    pieces += [Piece(repr(name), text) for name, value in others(message).items() for text in texts_in(value)]
+    name = str(message.get("name") or "").strip()
+    if message.get("role") not in TOOL_ROLES and name.lower() not in ROLES:
+        pieces.append(Piece("name", name, label=True, key="name"))
+    pieces += [Piece(repr(key), text, key=key) for key, value in others(message).items() for text in texts_in(value)]
     pieces = [piece for piece in pieces if piece.text]
     if not pieces and "content" not in message:
         raise UserError(f"{where} has no content: give it one, which may be an empty text")
