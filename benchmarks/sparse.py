@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -78,6 +80,10 @@ def measured(who: str, keys: int, count: int, queries: int, backward: bool, roun
 
 
 def in_process(*args: Any) -> dict[str, float]:
+    """What `measured` returns in a process of its own; in one that is forked if BENCHMARK_START says so, for tests."""
+    if os.environ.get("BENCHMARK_START") == "fork":
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            return pool.apply(measured, args)
     command = [sys.executable, __file__, "--one", json.dumps(args)]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
