@@ -129,15 +129,15 @@ def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
         assert not any(gradient.any() for gradient in tree.leaves(to_weights))
 
 
-@every_case_and_kernel
-@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
-def test_empty_batches(case: Case, kernel: str, shape: tuple[int, int]) -> None:
+@every_structure_and_kernel
+def test_empty_batches(case: Case, kernel: str) -> None:
     """P4: no rows, or rows of length 0."""
-    tokens = tokens_of(case.config, *shape)
-    prepared = fnmodels.prepare(case.config, tokens, length=24)
-    logits = forward(generic_params(case.config), prepared, config=case.config, kernel=kernel)
-    assert logits.shape == (*shape, case.config.vocab_size)
-    assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
+    for shape in ((2, 0), (0, 5), (0, 0)):
+        tokens = tokens_of(case.config, *shape)
+        prepared = fnmodels.prepare(case.config, tokens, length=24)
+        logits = forward(generic_params(case.config), prepared, config=case.config, kernel=kernel)
+        assert logits.shape == (*shape, case.config.vocab_size)
+        assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
 
 
 @every_structure_and_kernel
