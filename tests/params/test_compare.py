@@ -12,15 +12,18 @@ from transformers import AutoModelForCausalLM
 
 import params as P
 from fnmodels import llama, tree
+from fnmodels.models.common.registry import hf_names
 from params import compare
 from tests.support.cases import Case, cases, generic_params, richest, sublayers
+from tests.support.naming import covering_names
 from tests.support.oracle import model_of, save
 from tests.variants import gpt2
 from tests.variants.llama import variants
 
 # the names and the parts of layers are those of a model type
 BY_TYPE = richest(lambda case: case.config.model_type)
-with_reference = pytest.mark.parametrize("case", [case for case in BY_TYPE if case.values is not None], ids=str)
+WITH_REFERENCE = [case for case in BY_TYPE if case.values is not None]
+NAMINGS = covering_names(WITH_REFERENCE, lambda case: hf_names(case.config))
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@with_reference
+@pytest.mark.parametrize("case", NAMINGS, ids=str)
 def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every naming of layers in the reference, down to attention and MLP."""
     save(model_of(case.values), tmp_path)
