@@ -19,6 +19,7 @@ from tests.contract.test_cache import FAMILIES, empty
 from tests.params.test_weight_forms import WIDE as SMALL
 from tests.support.cases import Case, batch_of, generic_params, off, segments
 
+ONE_LAYER = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
 # Slots that are rings, latent attention with experts, recurrent layers.
 STRUCTURES = pytest.mark.parametrize(
     "case", [case for case in FAMILIES if case.family in ("gemma", "deepseek", "lfm2")], ids=str
@@ -88,7 +89,7 @@ def filled(step: Any, params: Any, config: Any, capacity: int, start: int) -> It
 
 def test_few_graphs_serve_all_lengths_and_capacities(graphs: CompileCounterWithBackend) -> None:
     """Steps that read blocks of slots and those that read all are two graphs of one capacity, and two of all others."""
-    config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
+    config = ONE_LAYER
     params, step = generic_params(config), fnmodels.compiled_step(config)
     for capacity, start, count in ((300, 5, 2), (300, 250, 2), (500, 440, 4), (512, 440, 4), (100, 90, 4), (64, 60, 4)):
         for logits, wanted in filled(step, params, config, capacity, start):
@@ -99,17 +100,17 @@ def test_few_graphs_serve_all_lengths_and_capacities(graphs: CompileCounterWithB
 @pytest.mark.parametrize("rows", [1, 3])  # one row's int8 products are loops of the graph
 @pytest.mark.parametrize("form", ["packed", "int8", "int4"])
 def test_each_form_of_weights(form: str, rows: int, graphs: CompileCounterWithBackend) -> None:
-    params = generic_params(SMALL)
-    made = P.packed(params) if form == "packed" else P.quantize(params, SMALL, kind=form)
+    params = generic_params(ONE_LAYER)
+    made = P.packed(params) if form == "packed" else P.quantize(params, ONE_LAYER, kind=form)
     dtype, bound = (torch.float32, 2e-6) if form == "packed" else (torch.bfloat16, 3e-2)
-    for logits, wanted in both(made, SMALL, rows, dtype=dtype):
+    for logits, wanted in both(made, ONE_LAYER, rows, dtype=dtype):
         assert off(logits, wanted) < bound
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_int8_caches(family: str, graphs: CompileCounterWithBackend) -> None:
     """Heads and latents in int8: the numbers of `decode_` with the same cache, in one graph for all steps."""
-    config = SMALL if family == "llama" else next(case.config for case in FAMILIES if case.family == family)
+    config = ONE_LAYER if family == "llama" else next(case.config for case in FAMILIES if case.family == family)
     for logits, wanted in both(generic_params(config), config, 2, kv_dtype=torch.int8):
         assert off(logits, wanted) < 2e-6
     assert graphs.frame_count == 1
@@ -119,7 +120,7 @@ def test_int8_caches(family: str, graphs: CompileCounterWithBackend) -> None:
 def test_generated_code() -> None:
     """Inductor's code for one row, whose products are loops."""
     torch.compiler.reset()
-    config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
+    config = ONE_LAYER
     for logits, wanted in both(generic_params(config), config, 1):
         assert off(logits, wanted) < 2e-6
     torch.compiler.reset()
@@ -128,7 +129,7 @@ def test_generated_code() -> None:
 @pytest.mark.slow
 def test_generated_code_reads_blocks_of_slots() -> None:
     torch.compiler.reset()
-    config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
+    config = ONE_LAYER
     for logits, wanted in filled(fnmodels.compiled_step(config), generic_params(config), config, 200, 120):
         assert off(logits, wanted) < 2e-6
     torch.compiler.reset()

@@ -423,7 +423,7 @@ def test_compiled_steps_after_masks_of_images(case: ImageCase, graphs: CompileCo
 
 
 @pytest.mark.slow
-@several_axes
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("glm4v", "qwen3_5", "qwen3_vl_moe")], ids=str)
 def test_compiled_steps_after_positions_of_images(case: ImageCase, graphs: CompileCounterWithBackend) -> None:
     check_steps(case, fnmodels.compiled_step(case.config.text))
     assert graphs.frame_count == 1
