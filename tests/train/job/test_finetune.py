@@ -16,7 +16,7 @@ from fnmodels.models.common.registry import family_reading
 from fnmodels.ops.dropout import Dropout
 from params.io.safetensors_file import open_tensors
 from tests.fnmodels.models import test_llava, test_qwen3_5
-from tests.support.cases import cases, generic_params, kinds_of, richest
+from tests.support.cases import cases, covering, generic_params, richest
 from tests.train.job.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
 from train import checkpoint
 from train.commands.sample import main as sample
@@ -40,11 +40,11 @@ def checkpoint_of(path, config):
     return path
 
 
-CAUSAL = [case for case in richest(kinds_of) if traits_of(fnmodels.family_of(case.config)).causal]
+CAUSAL = [case for case in covering() if traits_of(fnmodels.family_of(case.config)).causal]
 
 
 @pytest.mark.parametrize("case", CAUSAL, ids=str)
-def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, case):  # noqa: F811
+def test_all_weights_of_every_part_train_from_its_checkpoint(tmp_path, text, case):  # noqa: F811
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--steps", 2, "--batch-rows", 1) == 0
     config, after = P.load_pretrained(tmp_path / "run")
