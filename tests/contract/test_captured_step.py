@@ -19,14 +19,15 @@ from fnmodels.cache.captured import _key
 from fnmodels.inputs.values import Constants, constants, without_host
 from fnmodels.ops import rotary
 from fnmodels.ops.slots import QUANTIZABLE
-from tests.contract.test_cache import FAMILIES, SLIDING, STRUCTURES
+from tests.contract.test_cache import FAMILIES, SLIDING
 from tests.fnmodels.test_encode import CONFIGS, begun, weights
-from tests.support.cases import Case, batch_of, cases, causal, generic_params, off, segments
+from tests.support.cases import Case, batch_of, cases, causal, generic_params, off, representatives, segments
 from tests.support.recorded import graphs_on_the_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-every_structure = pytest.mark.parametrize("case", STRUCTURES, ids=str)
+PARTS = tuple(case for case in representatives() if causal(case))
+every_part = pytest.mark.parametrize("case", PARTS, ids=str)
 ROWS = segments((14,), (8, -6))
 SCALED = tuple(
     case
@@ -89,7 +90,7 @@ def quantizable(case: Case) -> bool:
     return any(name in entry for entry in layers for name in QUANTIZABLE)
 
 
-@pytest.mark.parametrize("case", [*STRUCTURES, *SCALED], ids=str)
+@pytest.mark.parametrize("case", [*FAMILIES, *SCALED], ids=str)
 def test_a_step_reads_and_copies_nothing_on_the_host(case: Case) -> None:
     """On the meta device, in the second run: the first makes the constants."""
     config, made = case.config, Constants()
@@ -156,7 +157,7 @@ def test_constants_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
             test_a_step_reads_and_copies_nothing_on_the_host(SCALED[0])
 
 
-@every_structure
+@every_part
 def test_without_the_host_the_result_is_the_same(case: Case) -> None:
     batch, params = batch_of(case.config, ROWS), generic_params(case.config)
     one, other = (prompted(case, params, batch, torch.float32, "cpu") for _ in range(2))
@@ -201,8 +202,8 @@ def compare(case: Case, dtype: torch.dtype, experts: str, **form: Any) -> None:
     assert off(one.slots, other.slots) == 0 if one.slots else True
 
 
-@every_structure
-def test_every_structure(case: Case, graphs: None) -> None:
+@every_part
+def test_every_part(case: Case, graphs: None) -> None:
     """Rows that end, slots that fill up, rings that turn over and states."""
     compare(case, torch.float32, "dense")
 
@@ -213,7 +214,7 @@ def test_every_family_in_bf16(case: Case) -> None:
     compare(case, torch.bfloat16, "dense")
 
 
-@pytest.mark.parametrize("case", [case for case in FAMILIES if quantizable(case)], ids=str)
+@pytest.mark.parametrize("case", [case for case in PARTS if quantizable(case)], ids=str)
 def test_int8_caches(case: Case, graphs: None) -> None:
     compare(case, torch.float32, "dense", kv_dtype=torch.int8)
 
@@ -295,7 +296,7 @@ def test_generation_by_graphs_is_generation(graphs: None) -> None:
 
 def test_planted_bugs_are_found(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that the runs before the capture advance, and the memory of one cache for another."""
-    recurrent = next(case for case in STRUCTURES if case.family == "qwen3_next")
+    recurrent = next(case for case in FAMILIES if case.family == "qwen3_next")
     with monkeypatch.context() as patch:
         patch.setattr(captured, "_states", lambda cache: [])
         with pytest.raises(AssertionError):

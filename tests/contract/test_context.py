@@ -25,9 +25,8 @@ from tests.support.cases import (
     generic_params,
     layer_structures,
     off,
-    richest,
+    representatives,
     segments,
-    short,
     sublayers,
     tap_names,
     taps_of,
@@ -37,7 +36,7 @@ from tests.support.cases import (
 ROWS = segments((5, 3), (-1, 6, 1))
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
-every_family = pytest.mark.parametrize("case", tuple(map(short, richest())), ids=str)
+every_part = pytest.mark.parametrize("case", representatives(), ids=str)
 
 
 def scale(value: Tensor, name: str, *, by: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def names_of(case: Case) -> tuple[str, ...]:
 _LOOSE: dict[Any, dict[str, float]] = {torch.equal: {}, torch.allclose: {"rtol": 1e-5, "atol": 1e-5}}
 
 
-@every_family
+@every_part
 def test_an_edit_of_every_tap(case: Case) -> None:
     """An edit changes the logits and the recorded tap, knows its layer, and equals the tensor put there; 1 is exact."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
@@ -90,7 +89,7 @@ def test_an_edit_of_every_tap(case: Case) -> None:
         assert torch.equal(put, logits) and same(found[tap], grown(tapped[tap]), **_LOOSE[same]), name
 
 
-@every_family
+@every_part
 def test_an_edit_goes_through_transforms(case: Case) -> None:
     """vmap and grad over an edit's strength, and rematerialised layers."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)

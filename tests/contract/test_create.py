@@ -14,8 +14,8 @@ from tests.support.cases import (
     attending,
     batch_of,
     generic_params,
-    layer_structures,
     off,
+    representatives,
     richest,
     segments,
     with_kernels,
@@ -42,7 +42,7 @@ def check(case: Case, create: Any, *kernels: str) -> None:
         assert off(got[batch.valid], wanted) < 1e-5, kernel
 
 
-@with_kernels(layer_structures())
+@with_kernels(attending(representatives()))
 def test_create_block_mask(case: Case, kernel: str) -> None:
     check(case, create_block_mask, kernel)
 

@@ -20,11 +20,25 @@ from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops import dropout as op
 from fnmodels.ops.dropout import Dropout
 from fnmodels.stack import loop
-from tests.support.cases import Batch, Case, attending_layers, batch_of, cases, generic_params, richest, segments, short
+from tests.support.cases import (
+    Batch,
+    Case,
+    attending_layers,
+    batch_of,
+    cases,
+    generic_params,
+    representatives,
+    richest,
+    segments,
+    short,
+)
 
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15)
 every_family = pytest.mark.parametrize(
     "case", [short(case) for case in richest() if hasattr(case.config, "dropout")], ids=str
+)
+every_part = pytest.mark.parametrize(
+    "case", [case for case in representatives() if hasattr(case.config, "dropout")], ids=str
 )
 PACKED = segments((4, 7, 2), (6, 5, -2), (13,))
 
@@ -105,7 +119,7 @@ def test_a_permuted_batch_has_its_masks_permuted(case: Case) -> None:
     close(moved, p.forward()[:, order])
 
 
-@every_family
+@every_part
 def test_seeds_may_be_mapped_and_gradients_see_the_masks(case: Case) -> None:
     p = Problem(case)
 

@@ -40,7 +40,7 @@ from tests.contract import (
     test_public_checks,
     test_transforms,
 )
-from tests.support.cases import Case, cases, subject_of
+from tests.support.cases import Case, block_of, cases, subject_of
 
 PROPERTIES = {
     "B1": "params are the whole state",
@@ -822,6 +822,17 @@ def a_seed_that_is_set(patch: pytest.MonkeyPatch) -> None:
 def _marked(name: str) -> Any:
     slow = PLANTED[name].found_by in (LINEARIZED, ONE_GRAPH, ONE_BLOCK)
     return pytest.param(name, marks=[pytest.mark.slow] if slow else [])
+
+
+def test_the_block_of_a_planted_bug_is_one_that_its_test_runs() -> None:
+    """Of tests that take a case alone: no selection of cases leaves a planted bug behind."""
+    blocks, seen = {case.name: block_of(case) for case in cases()}, 0
+    for name, planted in PLANTED.items():
+        for mark in getattr(planted.found_by, "pytestmark", ()):
+            if mark.name == "parametrize" and mark.args[0] == "case":
+                assert blocks[planted.variant] in map(block_of, mark.args[1]), name
+                seen += 1
+    assert seen > 30
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in PLANTED])

@@ -43,6 +43,7 @@ from tests.support.cases import (
     layer_inputs_of,
     layer_structures,
     off,
+    representatives,
     richest,
     segments,
     short,
@@ -60,6 +61,7 @@ from tests.support.cases import (
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 every_family = pytest.mark.parametrize("case", tuple(map(short, richest())), ids=str)
+every_part = pytest.mark.parametrize("case", representatives(), ids=str)
 every_structure_and_kernel = with_kernels(layer_structures())
 MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
 
@@ -146,7 +148,7 @@ def test_linearize(family: str) -> None:
         assert off(push(p.direction), wanted) < 1e-12
 
 
-@every_family
+@every_part
 def test_hessian_vector_products(case: Case) -> None:
     """F1: forward over reverse, reverse over either, double backward and differences give one result."""
     p = Problem(case)
@@ -161,7 +163,7 @@ def test_hessian_vector_products(case: Case) -> None:
     assert off(difference(grad(p.loss), p), wanted) < 1e-6
 
 
-@every_family
+@every_part
 def test_jacobians(case: Case) -> None:
     """F1, F6: jacrev equals jacfwd for logits by a token's embedding and by a norm's weight; and the Hessian."""
     p = Problem(case, segments((-1, 3, 2)))
@@ -188,7 +190,7 @@ def test_vmap_over_rows(case: Case) -> None:
     testing.check_per_sample_gradients(subject_of(case, dtype=torch.float64, tolerance=1e-11))
 
 
-@every_family
+@every_part
 def test_compositions(case: Case) -> None:
     """F6: jvp of vmap, vmap of jvp, grad of vmap, vmap of hvp."""
     p = Problem(case)
@@ -212,7 +214,7 @@ def test_compositions(case: Case) -> None:
     assert off(summed, jvp(grad(p.loss), (p.weights,), (p.direction,))[1]) < 1e-10
 
 
-@every_family
+@every_part
 def test_ensembles(case: Case) -> None:
     """F9: vmap over stacked parameters equals a loop, forward and gradient."""
     p = Problem(case)
@@ -225,7 +227,7 @@ def test_ensembles(case: Case) -> None:
         assert off(tree.map(lambda t, i=i: t[i], grads), wanted) < 1e-10
 
 
-@every_family
+@every_part
 def test_one_adapted_leaf(case: Case) -> None:
     """F9: a function of one leaf with the others constant, as for adapters and probes."""
     p = Problem(case)
@@ -255,7 +257,7 @@ def gather(*shards: Tensor) -> Tensor:
     return torch.cat(shards) if shards[0].ndim else shards[0]
 
 
-@pytest.mark.parametrize("case", tuple(map(short, richest(attention_of))), ids=str)
+@every_part
 def test_parameters_gathered_layer_by_layer(case: Case) -> None:
     """F5, without processes: shards that `layer_fn` joins have the derivatives of full parameters, in every mode."""
     p = Problem(case)
@@ -432,7 +434,7 @@ def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
     assert torch.equal(functional_call(Shell(), doubled, ()), wanted)
 
 
-@every_family
+@every_part
 def test_auto_is_math_where_a_second_derivative_is_taken(case: Case) -> None:
     """F1: jvp and hvp of a loss that names no kernel have the bits of kernel="math"; a gradient keeps its kernel."""
     p, asked = Problem(case), []

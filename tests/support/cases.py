@@ -261,6 +261,17 @@ def covering() -> tuple[Case, ...]:
 
 
 @functools.cache
+def representatives() -> tuple[Case, ...]:
+    """`covering`, one variant of each `attention_of`, and the plain Llama, in which bugs are planted; cut short.
+
+    For tests of a tenth of a second per variant that try what is common to all blocks; what a block does by itself is
+    tried by tests of every family.
+    """
+    llama = next(case for case in cases() if case.name == "llama")
+    return tuple(map(short, dict.fromkeys((llama, *covering(), *richest(attention_of)))))
+
+
+@functools.cache
 def covering_blocks() -> dict[Case, tuple[str, ...]]:
     """The kinds of layers in `covering` with a mixer, a mask or names of parameters that no kind before them has."""
     seen, found = set[str](), dict[Case, tuple[str, ...]]()

@@ -17,7 +17,17 @@ from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams
 from params import Rules, plan
-from tests.support.cases import Case, cases, generic_params, is_ordered, positions_of, richest, segments, tokens_of
+from tests.support.cases import (
+    Case,
+    cases,
+    generic_params,
+    is_ordered,
+    positions_of,
+    representatives,
+    richest,
+    segments,
+    tokens_of,
+)
 from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import mtp_loss, next_token_loss
@@ -180,13 +190,13 @@ def test_recurrent_layers_are_shared() -> None:
 
 
 def modes() -> list[tuple[Case, bool]]:
-    """Each model type with or without sequence=True, in turn; the richest of each family with both."""
-    shared, both = [case for case in TYPES if shareable(case)], richest()
+    """Each model type with or without sequence=True, in turn; `representatives` with both."""
+    shared, both = [case for case in TYPES if shareable(case)], {case.name for case in representatives()}
     return [
         (case, bool(i))
         for n, case in enumerate(shared)
         for i in range(1 if reads_whole_rows(case) else 2)
-        if case in both or reads_whole_rows(case) or i == n % 2
+        if case.name in both or reads_whole_rows(case) or i == n % 2
     ]
 
 
