@@ -27,7 +27,8 @@ from tests.support.cases import (
     trainable,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 ROWS = ((-3, 17, 12), (32,), (7, 1, -24))
