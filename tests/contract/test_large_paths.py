@@ -1,4 +1,4 @@
-"""Paths that only large tensors take, in every structure: with low bounds on sizes tiny models take them too."""
+"""Paths that only large tensors take, in every kind of layer: with low bounds on sizes tiny models take them too."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from tests.support.cases import (
     batch_of,
     generic_params,
     gradients,
-    layer_structures,
     off,
+    representatives,
     segments,
     summed_loss,
     tap_names,
@@ -47,7 +47,7 @@ def results(case: Case, *, taps: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("taps", [False, True], ids=["gradients", "taps"])
-@pytest.mark.parametrize("case", layer_structures(), ids=str)
+@pytest.mark.parametrize("case", representatives(), ids=str)
 def test_results_are_those_of_the_paths_of_small_tensors(
     case: Case, taps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
