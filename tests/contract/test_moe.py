@@ -57,6 +57,9 @@ def mixture(case: Case) -> tuple[str, frozenset[str]]:
 
 MIXTURES = [short(case) for case in {mixture(case): case for case in STRUCTURES}.values()]  # for slow tests
 every_mixture = pytest.mark.parametrize("case", MIXTURES, ids=str)
+# One of each set of names, of any family, where what is tried is common: dispatch, counts, replay in losses.
+NAMED_ALIKE = {mixture(case)[1]: case for case in reversed(MIXTURES)}.values()
+every_set_of_names = pytest.mark.parametrize("case", NAMED_ALIKE, ids=str)
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (-12,))
 
 
@@ -195,7 +198,7 @@ def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
     assert all(g.any() for path, g in learned.items() if not path.endswith(("selection_bias", "tid2eid")))
 
 
-@every_mixture
+@every_set_of_names
 def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case) -> None:
     """M2: dispatch and combine are inverse for the model's routing, also if each rank sends its own tokens."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
@@ -320,7 +323,7 @@ def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
         generic_params.cache_clear()
 
 
-@every_mixture
+@every_set_of_names
 def test_counts_are_of_the_batch(case: Case) -> None:
     """M5: counts, and the selection bias if any, are the same in eval, under remat and over microbatches."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
@@ -413,7 +416,7 @@ def test_routing_travels_with_the_tokens(case: Case) -> None:
     assert off(parts[batch.valid], want[batch.valid]) < 1e-5
 
 
-@every_mixture
+@every_set_of_names
 def test_losses_replay_what_the_batch_holds(case: Case) -> None:
     """R4 in training: own routing gives the same bits, other routing another loss; splits and orders keep it."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
