@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.audio.common import wave_convs
+from fnmodels.models.audio.common.wave_config import IGNORED, head_of
 from fnmodels.models.audio.common.wave_convs import batch_inputs, example_inputs  # noqa: F401
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import (
@@ -61,20 +62,6 @@ TRAITS = Traits(
 )
 _SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 _BUCKETS = {"num_buckets": 320, "max_bucket_distance": 800}
-# Settings of training and pre-training, and of other heads.
-_IGNORED = {
-    *("activation_dropout", "attention_dropout", "hidden_dropout", "final_dropout", "feat_proj_dropout", "layerdrop"),
-    *("feat_quantizer_dropout", "feat_extract_dropout", "hidden_dropout_prob", "gradient_checkpointing"),
-    *("apply_spec_augment", "mask_time_length", "mask_time_min_masks", "mask_feature_length"),
-    *("mask_feature_min_masks", "num_codevectors_per_group", "num_codevector_groups", "contrastive_logits_temperature"),
-    *("num_negatives", "codevector_dim", "proj_codevector_dim", "diversity_loss_weight", "ctc_loss_reduction"),
-    *("ctc_zero_infinity", "classifier_proj_size", "tdnn_dim", "tdnn_kernel", "tdnn_dilation", "xvector_output_dim"),
-    *("num_ctc_classes", "num_clusters", "adapter_kernel_size", "adapter_stride", "num_adapter_layers"),
-    *("output_hidden_size", "num_feat_extract_layers", "replace_prob", "freeze_feat_extract_train", "tokenizer_class"),
-    *("mask_channel_length", "mask_channel_min_space", "mask_channel_other", "mask_channel_prob"),
-    *("mask_channel_selection", "mask_time_min_space", "mask_time_other", "mask_time_selection"),
-    *("no_mask_channel_overlap", "no_mask_time_overlap"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +150,12 @@ class Config:
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
             initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
-            head=_head(fields, _CLASSES[model_type]),
+            head=head_of(fields, _CLASSES[model_type]),
             blank=fields.integer("pad_token_id", 0, low=0),
             mask_token=int(max(masked) > 0 or model_type == "unispeech-sat"),
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish(tuple(_IGNORED)))
+        object.__setattr__(config, "extra", fields.finish(tuple(IGNORED)))
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -184,17 +171,6 @@ class Config:
             out["feat_proj_layer_norm"] = self.projection_norm
         name = _CLASSES[self.model_type] + ("ForCTC" if self.head == "lm" else "Model")
         return decoder.expressible(self, out | {"model_type": self.model_type, "architectures": [name]})
-
-
-def _head(fields: Fields, classes: str) -> str:
-    """The head by the class that the file names; that of pre-training is left unread."""
-    known = {f"{classes}Model": "none", f"{classes}ForPreTraining": "none", f"{classes}ForCTC": "lm"}
-    declared = fields.take("architectures", [f"{classes}Model"])
-    if not isinstance(declared, list) or len(declared) != 1 or declared[0] not in known:
-        raise UnsupportedError(
-            f"{fields.where}: 'architectures' has {shown(declared)}; supported are {', '.join(known)}."
-        )
-    return known[declared[0]]
 
 
 def spec(config: Config) -> Tree:

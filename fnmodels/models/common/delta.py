@@ -20,7 +20,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.conv_reads import reads_of
 from fnmodels.ops.recurrent.delta_rule import delta_rule
-from fnmodels.ops.recurrent.gated_norm import norm_then_silu
+from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid, norm_then_silu
 from fnmodels.tree import Tree
 
 from .config_json import Fields
@@ -74,6 +74,17 @@ def gated_delta_leaves(config: Any) -> dict[str, Leaf]:
     return leaves | {"o_proj": weight((D, heads * dv), ("embed", "linear_heads"), std, unit=dv)}
 
 
+def channel_decay_leaves(width: int, heads: int, head_dim: int, std: float) -> dict[str, Leaf]:
+    """Parameters of Kimi Delta Attention around its rule: a decay for each key channel, the norm, and the output."""
+    rows, axis = heads * head_dim, ("linear_heads",)
+    return {
+        "A_log": Leaf((heads,), torch.float32, axis, LogUniform(1.0, 16.0), decay=False),
+        "dt_bias": Leaf((rows,), torch.float32, axis, STEPS, decay=False, unit=head_dim),
+        "norm": norm(head_dim, "linear_head_dim"),
+        "o_proj": weight((width, rows), ("embed", "linear_heads"), std, unit=head_dim),
+    }
+
+
 def separate_names(ours: str, theirs: str, leaves: Iterable[str]) -> dict[str, str]:
     """{path: name on disk} of such leaves at `ours`, in families whose files fuse none of the projections."""
     own = {"z_proj": "g_proj.weight", "norm": "o_norm.weight", "A_log": "A_log", "dt_bias": "dt_bias"}
@@ -115,6 +126,18 @@ def delta_mixer(
     o, S = delta_rule(*given, scale=dk**-0.5, normalize=True, overwrite=True, kernel=kernel)
     ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
     return o
+
+
+def kimi_delta(
+    weights: Tree, x: Tensor, mask: Segments, decay: Tensor, gate: Tensor, config: Any, ctx: Context
+) -> Tensor:
+    """Kimi Delta Attention (arXiv 2510.26692) on x [B, S, D]: normalized heads [B, S, H, d] times their gates' sigmoid.
+
+    decay, gate: [B, S, H, d], the logarithm of each key channel's decay and what the sigmoid of the output is of.
+    """
+    beta, d = elementwise(torch.sigmoid, linear(x, weights["b_proj"])), config.linear_head_dim
+    o = delta_mixer(weights, x, mask, decay, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
+    return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)
 
 
 def gated_delta_net(

@@ -8,7 +8,7 @@ from fnmodels.errors import UnsupportedError
 from fnmodels.ops.mla import Widths
 from fnmodels.ops.mlp import ACTIVATIONS
 
-from .config_json import Fields
+from .config_json import ConfigJson, Fields
 from .decoder import decoder_sizes
 from .family import LatentConfig
 from .moe import GroupedConfig
@@ -19,6 +19,16 @@ NAMES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("rms_norm_eps", "attention_bias", "hidden_act"),
 )
+
+# {name in the files of Kimi Linear and Ling 3: that of families alike}
+ALIASES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,12 @@ def latent_from_hf(
         "attention_bias": fields.boolean("attention_bias", False),
         "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
     }
+
+
+def under_aliases(values: ConfigJson) -> ConfigJson:
+    """A config.json whose fields have the names of ALIASES."""
+    published = {name: alias for alias, name in ALIASES.items()}
+    return {published.get(name, name): value for name, value in values.items()}
 
 
 def latent_widths(config: LatentConfig) -> Widths:

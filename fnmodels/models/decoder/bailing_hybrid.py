@@ -21,11 +21,9 @@ from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import (
     Leaf,
-    LogUniform,
     decoder_leaves,
     latent_attention_leaves,
     layer_leaves,
-    norm,
     weight,
 )
 from fnmodels.models.common.storage import Stored
@@ -33,7 +31,6 @@ from fnmodels.ops import apply_rotary_interleaved, latent_scale, project_out, rm
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes
-from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("bailing_hybrid",)
@@ -50,14 +47,6 @@ TRAITS = Traits(
         r"\.gate\.expert_bias$": ".gate.e_score_correction_bias",
     },
 )
-_ALIASES = {  # {published name: that of families alike}
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-}
 _DEFAULTS: dict[str, Any] = {"vocab_size": 157184, "hidden_size": 2560, "intermediate_size": 6144}
 _DEFAULTS |= {"num_hidden_layers": 42, "num_attention_heads": 32, "moe_intermediate_size": 768}
 _DEFAULTS |= {"n_routed_experts": 512, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
@@ -79,7 +68,7 @@ class Config(mla.LatentMixtureConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = renamed(Fields(values), _ALIASES | {"num_local_experts": "n_routed_experts"})
+        fields = renamed(Fields(values), mla.ALIASES | {"num_local_experts": "n_routed_experts"})
         fields = renamed(fields, {"num_mtp_layers": "num_nextn_predict_layers"})
         # transformers saves the rotary width as head_dim, and that of delta layers beside it
         width = Fields(fields.values, fields.where).integer("head_dim", 128, high=1 << 16)
@@ -125,9 +114,7 @@ class Config(mla.LatentMixtureConfig):
         own["kda_safe_gate"] = self.kda_lower_bound is not None
         if self.kda_lower_bound is not None:
             own["kda_lower_bound"] = self.kda_lower_bound
-        out = decoder.decoder_to_hf(self, "BailingHybridForCausalLM", *mla.NAMES, **own)
-        published = {name: alias for alias, name in _ALIASES.items()}
-        return {published.get(name, name): value for name, value in out.items()}
+        return mla.under_aliases(decoder.decoder_to_hf(self, "BailingHybridForCausalLM", *mla.NAMES, **own))
 
 
 def spec(config: Config) -> Tree:
@@ -148,10 +135,7 @@ def _delta_leaves(config: Config) -> dict[str, Leaf]:
     leaves = delta.conv_leaves(
         D, config.linear_conv_kernel_dim, dict.fromkeys("qkvfz", (heads, d)) | {"b": (heads, 1)}, std
     )
-    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(1.0, 16.0), decay=False)
-    leaves["dt_bias"] = Leaf((heads * d,), torch.float32, ("linear_heads",), delta.STEPS, decay=False, unit=d)
-    leaves["norm"] = norm(d, "linear_head_dim")
-    return leaves | {"o_proj": weight((D, heads * d), ("embed", "linear_heads"), std, unit=d)}
+    return leaves | delta.channel_decay_leaves(D, heads, d, std)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -200,9 +184,7 @@ def bounded_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Co
     rate, f = upcast(weights["A_log"]).exp()[:, None], upcast(linear(x, weights["f_proj"])) + weights["dt_bias"]
     f = split_heads(f, d)
     g = -rate * elementwise(F.softplus, f) if bound is None else bound * elementwise(torch.sigmoid, rate * f)
-    beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
-    o = delta.delta_mixer(weights, x, mask, g, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
-    return norm_then_sigmoid(o, split_heads(linear(x, weights["z_proj"]), d), weights["norm"], eps=config.rms_norm_eps)
+    return delta.kimi_delta(weights, x, mask, g, split_heads(linear(x, weights["z_proj"]), d), config, ctx)
 
 
 PRESETS = {"ling-3.0-flash": {"model_type": "bailing_hybrid"}}

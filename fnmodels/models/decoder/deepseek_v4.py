@@ -30,15 +30,28 @@ from fnmodels.inputs.rules import Causal, Window
 from fnmodels.inputs.windows import build_windows
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed  # noqa: F401
+from fnmodels.models.common.deepseek_v4.config import (
+    ATTENTION,
+    COMPRESSED,
+    FIXED,
+    INDEXED,
+    MLP,
+    SIZES,
+    layer_kinds_of,
+    ratios_of,
+    ropes_of,
+    ropes_to_hf,
+)
+from fnmodels.models.common.deepseek_v4.leaves import attention_leaves, experts_leaves, wide_norm
+from fnmodels.models.common.deepseek_v4.names import IN_MEMORY, RESAVED, stored
 from fnmodels.models.common.deepseek_v4.streams import ended, hyper_leaves, tap_mean, through, with_ends
 from fnmodels.models.common.deepseek_v4.windows import Compressor, attend_to_windows, choose_windows, window_keys
 from fnmodels.models.common.family import LayerKind, Traits, parsed
-from fnmodels.models.common.rope_config import parse_rope, rope_to_hf
-from fnmodels.models.common.spec import Constant, InTurn, Leaf, Normal, decoder_leaves, moe_leaves, norm, weight
-from fnmodels.models.common.storage import Stored, TensorSlice
+from fnmodels.models.common.spec import decoder_leaves
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary_interleaved, rms_norm, rms_norm_fp32_weight, rotary_table, split_heads
 from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.linear import linear
@@ -51,13 +64,7 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v4",)
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-_ATTENTION = {
-    "sliding_attention": "sliding",
-    "compressed_sparse_attention": "indexed",
-    "heavily_compressed_attention": "compressed",
-}
-_MLP = {"hash_moe": "_hash_moe", "moe": "_moe"}
-_KINDS = tuple(attention + mlp for mlp in _MLP.values() for attention in ("compressed", "indexed", "sliding"))
+_KINDS = tuple(attention + mlp for mlp in MLP.values() for attention in ("compressed", "indexed", "sliding"))
 TRAITS = Traits(
     kinds=_KINDS,
     routed=True,
@@ -66,43 +73,9 @@ TRAITS = Traits(
     reads_ids=True,
     dropout={},
     unread={"mtp": r"mtp\..*"},
-    in_memory={
-        r"^embed\.": "model.embed_tokens.",
-        r"^head\.": "lm_head.",
-        r"^norm\.": "model.norm.",
-        r"^hc_head_": "model.hc_head.hc_",
-        r"^layers\.": "model.layers.",
-        r"\.attn_norm\.": ".input_layernorm.",
-        r"\.ffn_norm\.": ".post_attention_layernorm.",
-        r"\.hc_(attn|ffn)_": r".\1_hc.",
-        r"\.attn\.indexer\.compressor\.": ".self_attn.compressor.indexer.",
-        r"\.attn\.indexer\.wq_b\.": ".self_attn.compressor.indexer.q_b_proj.",
-        r"\.attn\.indexer\.weights_proj\.": ".self_attn.compressor.indexer.scorer.weights_proj.",
-        r"\.attn\.attn_sink": ".self_attn.sinks",
-        r"\.attn\.": ".self_attn.",
-        r"\.ffn\.": ".mlp.",
-        r"(\.compressor(?:\.indexer)?)\.norm\.": r"\1.kv_norm.",
-        r"\.ape$": ".position_bias",
-        r"\.wq_a\.": ".q_a_proj.",
-        r"\.q_norm\.": ".q_a_norm.",
-        r"\.wq_b\.": ".q_b_proj.",
-        r"\.wkv\.": ".kv_proj.",
-        r"\.wgate\.": ".gate_proj.",
-        r"\.wo_(a|b)\.": r".o_\1_proj.",
-        r"\.gate\.bias$": ".gate.e_score_correction_bias",
-        r"\.w1\.": ".gate_proj.",
-        r"\.w2\.": ".down_proj.",
-        r"\.w3\.": ".up_proj.",
-    },
-    resaved={
-        r"model\.embed_tokens\.(.*)": r"embed.\1",
-        r"model\.norm\.(.*)": r"norm.\1",
-        r"model\.hc_head\.hc_(.*)": r"hc_head_\1",
-        r"model\.(layers\.\d+\.attn)\.norm\.(.*)": r"\1.kv_norm.\2",
-        r"model\.(layers\..*)": r"\1",
-    },
+    in_memory=IN_MEMORY,
+    resaved=RESAVED,
 )
-_INDEXED, _COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,25 +125,25 @@ class Config(mixture.SharedConfig):
         sizes = decoder.decoder_sizes(fields, max_positions=1048576, tied=False, kv_heads=1, head_dim=512)
         for name in ("intermediate_size", "num_key_value_heads"):
             del sizes[name]
-        for name, value in _FIXED.items():
+        for name, value in FIXED.items():
             fields.expect(name, value)
         layers = sizes["num_hidden_layers"]
-        ratios = _ratios(fields)
-        ropes = _ropes(fields, sizes["head_dim"], sizes["max_position_embeddings"])
+        ratios = ratios_of(fields)
+        ropes = ropes_of(fields, sizes["head_dim"], sizes["max_position_embeddings"])
         config = Config(
             **sizes,
-            **fields.plain(**_SIZES, routed_scaling_factor=1.5, swiglu_limit=10.0, rms_norm_eps=1e-6),
+            **fields.plain(**SIZES, routed_scaling_factor=1.5, swiglu_limit=10.0, rms_norm_eps=1e-6),
             moe_intermediate_size=inner,
             n_routed_experts=fields.integer("n_routed_experts", 256, high=mixture.experts_limit(layers)),
             rope=ropes["compress"],
             local_rope=ropes["main"],
-            indexed_ratio=ratios[_INDEXED],
-            compressed_ratio=ratios[_COMPRESSED],
+            indexed_ratio=ratios[INDEXED],
+            compressed_ratio=ratios[COMPRESSED],
             residual_streams=fields.integer("hc_mult", 4),
             sinkhorn_iterations=fields.integer("hc_sinkhorn_iters", 20, high=1000),
             hyper_eps=fields.number("hc_eps", 1e-6),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            layer_kinds=_layer_kinds(fields, layers, ratios),
+            layer_kinds=layer_kinds_of(fields, layers, ratios),
             model_type=fields.choice("model_type", MODEL_TYPES),
         )
         ignored = ("num_nextn_predict_layers", "expert_dtype", "ep_size", "n_group", "topk_group")
@@ -179,120 +152,22 @@ class Config(mixture.SharedConfig):
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect of transformers."""
         kinds = parsed(self.layer_kinds)
-        words = {kind: name for name, kind in _ATTENTION.items()}
+        words = {kind: name for name, kind in ATTENTION.items()}
         own: ConfigJson = {
             "layer_types": [words[kind.attends] for kind in kinds],
             "mlp_layer_types": ["hash_moe" if "_hash" in kind.name else "moe" for kind in kinds],
-            "compress_rates": {_INDEXED: self.indexed_ratio, _COMPRESSED: self.compressed_ratio},
-            "rope_parameters": {name: _rope_to_hf(rope) for name, rope in _named(self).items()},
+            "compress_rates": {INDEXED: self.indexed_ratio, COMPRESSED: self.compressed_ratio},
+            "rope_parameters": ropes_to_hf(self),
             "qk_rope_head_dim": self.rope.dim(self.head_dim),
             "hc_mult": self.residual_streams,
             "hc_sinkhorn_iters": self.sinkhorn_iterations,
             "hc_eps": self.hyper_eps,
             "moe_intermediate_size": self.moe_intermediate_size,
         }
-        names = (*_SIZES, "n_routed_experts", "routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hidden_act")
+        names = (*SIZES, "n_routed_experts", "routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hidden_act")
         made = decoder.decoder_to_hf(self, "DeepseekV4ForCausalLM", *names, **own)
         del made["intermediate_size"]
         return made
-
-
-# Fields of one value, which files of DeepSeek V3 may have others of, and sizes with Flash's values as defaults.
-_FIXED: dict[str, Any] = {
-    "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "topk_method": "noaux_tc",
-    "router_jitter_noise": 0.0,
-}
-_SIZES = {
-    "q_lora_rank": 1024,
-    "o_lora_rank": 1024,
-    "o_groups": 8,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 1,
-}
-
-
-def _named(config: Config) -> dict[str, Rope]:
-    return {"main": config.local_rope, "compress": config.rope}
-
-
-def _rope_to_hf(rope: Rope) -> ConfigJson:
-    return rope_to_hf(rope) | {"partial_rotary_factor": rope.partial}
-
-
-def _ratios(fields: Fields) -> dict[str, int]:
-    """{type of layer: tokens of its windows}, from `compress_rates` or a field of each."""
-    given = fields.take("compress_rates", None)
-    inner = Fields({} if given is None else given, f"{fields.where}, compress_rates")
-    found = {name: inner.integer(name, ratio) for name, ratio in ((_INDEXED, 4), (_COMPRESSED, 128))}
-    inner.finish()
-    for name, older in ((_INDEXED, "compress_rate_csa"), (_COMPRESSED, "compress_rate_hca")):
-        found[name] = fields.integer(older, found[name])
-    return found
-
-
-def _layer_kinds(fields: Fields, layers: int, ratios: Mapping[str, int]) -> tuple[str, ...]:
-    """The kinds of layers, from `layer_types` or, as published, the tokens of each layer's windows (0: none)."""
-    types = ["heavily_compressed_attention" if i < 2 or i % 2 == 0 else _INDEXED for i in range(layers)]
-    listed = fields.take("compress_ratios", None)  # of MTP parts too
-    if listed is not None:
-        known = {0: "sliding_attention", 4: _INDEXED, 128: _COMPRESSED}
-        if not isinstance(listed, list) or len(listed) < layers or any(one not in known for one in listed):
-            raise ConfigError(
-                f"{fields.where}: 'compress_ratios' is {shown(listed)}, but must be a list of 0, 4 or 128 for each of "
-                f"{layers} layers."
-            )
-        types = [known[one] for one in listed[:layers]]
-    attention = _per_layer(fields, "layer_types", _ATTENTION, types)
-    hashed = fields.integer("num_hash_layers", 3, low=0)
-    mlps = _per_layer(fields, "mlp_layer_types", _MLP, ["hash_moe" if i < hashed else "moe" for i in range(layers)])
-    return tuple(map("".join, zip(attention, mlps, strict=True)))
-
-
-def _per_layer(fields: Fields, name: str, known: Mapping[str, str], default: list[str]) -> list[str]:
-    """The value in `known` of each layer's entry in the list of field `name`; ConfigError if it is not such a list."""
-    given = fields.take(name, default)
-    given = default if given is None else given
-    if not isinstance(given, list) or len(given) != len(default) or any(one not in list(known) for one in given):
-        wanted = f"a list of {len(default)} entries, each {' or '.join(map(repr, known))}"
-        raise ConfigError(f"{fields.where}: {name!r} is {shown(given)}, but must be {wanted}.")
-    return [known[one] for one in given]
-
-
-def _ropes(fields: Fields, head_dim: int, max_positions: int) -> dict[str, Rope]:
-    """{"main", "compress"}: from `rope_parameters` of both, or from one scaling, which is of compressed layers alone.
-
-    cos and sin are not multiplied by the factor of YaRN.
-    """
-    rotary = fields.integer("qk_rope_head_dim", int(head_dim * fields.number("partial_rotary_factor", 0.125)))
-    if fields.take("partial_rotary_factor", None) is not None:
-        fields.expect("partial_rotary_factor", rotary / head_dim)
-    thetas = {"main": fields.number("rope_theta", 1e4), "compress": fields.number("compress_rope_theta", 1.6e5)}
-    new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
-    given = new if new is not None else old if old is not None else {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{fields.where}: the rope is {shown(given)}, but must be an object.")
-    nested = given if set(given) & set(thetas) else {"main": {}, "compress": given}
-    if unknown := sorted(set(nested) - set(thetas)):
-        raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside main and compress.")
-    ropes = {}
-    for name, theta in thetas.items():
-        values = {"partial_rotary_factor": rotary / head_dim, **(nested.get(name) or {})}
-        if nested is not given:
-            values |= {"rope_theta": theta}
-        if "yarn" in (values.get("rope_type"), values.get("type")) and nested is not given:
-            values.setdefault("attention_factor", 1.0)
-        inner = Fields(values, f"{fields.where}, rope of {name}")
-        ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=0.125)
-    return ropes
 
 
 def kinds(config: Config) -> tuple[str, ...]:
@@ -308,122 +183,21 @@ def spec(config: Config) -> Tree:
     def layer(index: int, kind: LayerKind) -> Tree:
         return {
             "attention_hyper": connection,
-            "input_layernorm": _norm(config.hidden_size, "embed"),
-            "attention": _attention_leaves(config, kind),
+            "input_layernorm": wide_norm(config.hidden_size, "embed"),
+            "attention": attention_leaves(config, kind),
             "mlp_hyper": connection,
-            "post_attention_layernorm": _norm(config.hidden_size, "embed"),
-            "mlp": _experts_leaves(config, kind),
+            "post_attention_layernorm": wide_norm(config.hidden_size, "embed"),
+            "mlp": experts_leaves(config, kind),
             **({"fold": hyper_leaves(config, n, 1)} if index == last else {}),
         }
 
     leaves = decoder_leaves(config, [layer(i, kind) for i, kind in enumerate(parsed(config.layer_kinds))])
-    return leaves | {"norm": _norm(config.hidden_size, "embed")}
-
-
-def _norm(size: int, axis: str) -> Leaf:
-    return replace(norm(size, axis), keep_dtype=True)
-
-
-def _attention_leaves(config: Config, kind: LayerKind) -> Tree:
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, rank = config.num_attention_heads, config.o_groups * config.o_lora_rank
-    leaves: Tree = {
-        "q_a_proj": weight((config.q_lora_rank, D), ("latent", "embed"), std),
-        "q_a_layernorm": _norm(config.q_lora_rank, "latent"),
-        "q_b_proj": weight((heads * H, config.q_lora_rank), ("heads", "latent"), std, unit=H),
-        "kv_proj": weight((H, D), ("latent", "embed"), std),
-        "kv_a_layernorm": _norm(H, "latent"),
-        "sinks": Leaf((heads,), torch.float32, ("heads",), Normal(std), decay=False, keep_dtype=True),
-        "o_a": weight((rank, heads * H // config.o_groups), ("head_groups", "latent"), std, unit=config.o_lora_rank),
-        "o_b_proj": weight((D, rank), ("embed", "head_groups"), std, unit=config.o_lora_rank),
-    }
-    if kind.attends == "compressed":
-        leaves["compressor"] = _compressor_leaves(config, H, config.compressed_ratio, overlap=False)
-    if kind.indexed:
-        leaves["compressor"] = _compressor_leaves(config, H, config.indexed_ratio, overlap=True)
-        leaves["indexer"] = _indexer_leaves(config)
-    return leaves
-
-
-def _compressor_leaves(config: Config, width: int, ratio: int, *, overlap: bool) -> dict[str, Leaf]:
-    D, std, rows = config.hidden_size, config.initializer_range, width * (1 + overlap)
-    kept: dict[str, Any] = {"dtype": torch.float32, "decay": False, "keep_dtype": True}
-    return {
-        "kv_proj": weight((rows, D), ("latent", "embed"), std),
-        "gate_proj": weight((rows, D), ("latent", "embed"), std),
-        "bias": Leaf((ratio, rows), axes=("one", "latent"), init=Constant(0.0), **kept),
-        "key_scale": _norm(width, "latent"),
-    }
-
-
-def _indexer_leaves(config: Config) -> Tree:
-    """Parameters of the indexer; every process of tensor parallelism has all heads, to choose alike."""
-    width, heads, std = config.index_head_dim, config.index_n_heads, config.initializer_range
-    of_keys = _compressor_leaves(config, width, config.indexed_ratio, overlap=True)
-    return {
-        "q_b_proj": replace(weight((heads * width, config.q_lora_rank), ("latent", "latent"), std), trainable=False),
-        "weights_proj": replace(weight((heads, config.hidden_size), ("latent", "embed"), std), trainable=False),
-        "compressor": {name: replace(leaf, trainable=False) for name, leaf in of_keys.items()},
-    }
-
-
-def _experts_leaves(config: Config, kind: LayerKind) -> Tree:
-    experts, inner, k = config.n_routed_experts, config.moe_intermediate_size, config.num_experts_per_tok
-    shared, hashed = config.n_shared_experts * inner, "_hash" in kind.name
-    flags: dict[str, Any] = {"std": config.initializer_range, "shared": shared, "selection_bias": not hashed}
-    leaves = moe_leaves(config.hidden_size, experts, inner, **flags)
-    if hashed:  # numbers of experts, floating so that the tree has gradients
-        kept: dict[str, Any] = {"trainable": False, "decay": False, "keep_dtype": True}
-        leaves["tid2eid"] = Leaf((config.vocab_size, k), torch.float32, ("router", "one"), InTurn(experts), **kept)
-    return leaves
+    return leaves | {"norm": wide_norm(config.hidden_size, "embed")}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, which are DeepSeek's own."""
-    return {path: _stored(path, config) for path in flatten(spec(config))}
-
-
-_OUTSIDE = {"embed_tokens": "embed.weight", "lm_head": "head.weight", "norm": "norm.weight"}
-_PARTS = {
-    "input_layernorm": "attn_norm.weight",
-    "post_attention_layernorm": "ffn_norm.weight",
-    "attention.q_a_proj": "attn.wq_a.weight",
-    "attention.q_a_layernorm": "attn.q_norm.weight",
-    "attention.q_b_proj": "attn.wq_b.weight",
-    "attention.kv_proj": "attn.wkv.weight",
-    "attention.kv_a_layernorm": "attn.kv_norm.weight",
-    "attention.sinks": "attn.attn_sink",
-    "attention.o_a": "attn.wo_a.weight",
-    "attention.o_b_proj": "attn.wo_b.weight",
-    "attention.indexer.q_b_proj": "attn.indexer.wq_b.weight",
-    "attention.indexer.weights_proj": "attn.indexer.weights_proj.weight",
-    "mlp.router": "ffn.gate.weight",
-    "mlp.selection_bias": "ffn.gate.bias",
-}
-_COMPRESSOR = {"kv_proj": "wkv.weight", "gate_proj": "wgate.weight", "bias": "ape", "key_scale": "norm.weight"}
-_EXPERT = {"gate_proj": "w1.weight", "down_proj": "w2.weight", "up_proj": "w3.weight"}
-
-
-def _stored(path: str, config: Config) -> Stored:
-    if path in _OUTSIDE or path == "score":
-        return _OUTSIDE.get(path, "score.weight")
-    layer, _, inner = path.removeprefix("layers.").partition(".")
-    where, last = f"layers.{layer}", path.rpartition(".")[2]
-    if inner in _PARTS:
-        return f"{where}.{_PARTS[inner]}"
-    if ".compressor." in inner:
-        of = "attn.indexer.compressor" if ".indexer." in inner else "attn.compressor"
-        return f"{where}.{of}.{_COMPRESSOR[last]}"
-    if inner.startswith("mlp.experts."):
-        return mixture.expert_names(f"{where}.ffn.experts", config.n_routed_experts, _EXPERT[last])
-    if inner.startswith("mlp.shared_expert."):
-        return f"{where}.ffn.shared_experts.{_EXPERT[last]}"
-    if inner == "mlp.tid2eid":
-        rows = config.vocab_size
-        return TensorSlice(f"{where}.ffn.gate.tid2eid", 0, rows, rows, experts=config.n_routed_experts)
-    if inner.startswith("fold."):
-        return f"hc_head_{last}"
-    return f"{where}.hc_{'attn' if inner.startswith('attention_hyper') else 'ffn'}_{last}"
+    return {path: stored(path, config) for path in flatten(spec(config))}
 
 
 def attention_masks(

@@ -8,7 +8,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,11 +21,9 @@ from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembe
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import (
     Leaf,
-    LogUniform,
     decoder_leaves,
     latent_attention_leaves,
     layer_leaves,
-    norm,
     weight,
 )
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -34,19 +31,10 @@ from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, sp
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
-from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("kimi_linear",)
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-_ALIASES = {  # {published name: that of families alike}
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-}
 _LINEAR = {  # {name in the published linear_attn_config: that of transformers}
     "num_heads": "linear_num_heads",
     "head_dim": "linear_head_dim",
@@ -88,7 +76,7 @@ class Config(mla.LatentMixtureConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = _flat(renamed(Fields(values), _ALIASES | {"num_local_experts": "n_routed_experts"}))
+        fields = _flat(renamed(Fields(values), mla.ALIASES | {"num_local_experts": "n_routed_experts"}))
         fields.choice("model_type", MODEL_TYPES)
         sizes = mla.latent_from_hf(fields, max_positions=1048576, kv_heads=32, q_rank=0, nope_dim=128, rope_head=True)
         del sizes["rope_interleave"]
@@ -130,8 +118,7 @@ class Config(mla.LatentMixtureConfig):
             "full_attn_layers": [i for i, near in enumerate(linear, 1) if not near],
         }
         out = decoder.decoder_to_hf(self, "KimiLinearForCausalLM", *mla.NAMES, **own)
-        published = {name: alias for alias, name in _ALIASES.items()}
-        return {published.get(name, name): value for name, value in out.items() if name != "rope_parameters"}
+        return mla.under_aliases({name: value for name, value in out.items() if name != "rope_parameters"})
 
 
 def _flat(fields: Fields) -> Fields:
@@ -186,10 +173,7 @@ def _delta_leaves(config: Config) -> dict[str, Leaf]:
     for name in "fg":
         leaves[f"{name}_a_proj"] = weight((d, D), ("linear_latent", "embed"), std)
         leaves[f"{name}_b_proj"] = weight((heads * d, d), ("linear_heads", "linear_latent"), std, unit=d)
-    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(1.0, 16.0), decay=False)
-    leaves["dt_bias"] = Leaf((heads * d,), torch.float32, ("linear_heads",), delta.STEPS, decay=False, unit=d)
-    leaves["norm"] = norm(d, "linear_head_dim")
-    return leaves | {"o_proj": weight((D, heads * d), ("embed", "linear_heads"), std, unit=d)}
+    return leaves | delta.channel_decay_leaves(D, heads, d, std)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -243,7 +227,5 @@ def kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Confi
     d = config.linear_head_dim
     f = upcast(linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])) + weights["dt_bias"]
     g = -upcast(weights["A_log"]).exp()[:, None] * split_heads(elementwise(F.softplus, f), d)
-    beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
-    o = delta.delta_mixer(weights, x, mask, g, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
     gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), d)
-    return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)
+    return delta.kimi_delta(weights, x, mask, g, gate, config, ctx)

@@ -1,1 +1,1 @@
-"""What DeepSeek V4 brought and other families have too: residual streams of n rows, keys of windows of tokens."""
+"""Parts of DeepSeek V4: its config.json, parameters and names, residual streams of n rows, keys of windows."""
