@@ -354,4 +354,4 @@ RULES: dict[Any, Callable[..., LeafWrites]] = {
     torch.addcmul: _product_added,
 }
 # Functions whose result, if it is of parameters alone, counts as a parameter.
-FORMS = (Tensor.exp, Tensor.neg, Tensor.__getitem__, Tensor.unflatten, torch.cat)
+FORMS = (Tensor.exp, Tensor.neg, Tensor.__getitem__, Tensor.unflatten, torch.cat, F.softplus)

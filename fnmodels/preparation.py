@@ -129,6 +129,7 @@ def prepare_text(
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
     inputs |= function_of(family, "batch_inputs")(config, positions)
+    inputs |= function_of(family, "token_inputs")(config, tokens, segment_ids)
     tables = family.freqs_cis(config, positions, length=length)
     check_positions(config, tables, positions, inputs["valid"], count=count)
     return inputs, masks, tables

@@ -82,6 +82,28 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
     return Documents(row, segment, first, last, number, rank)
 
 
+def share_of_document(flags: Tensor, segment_ids: Tensor) -> Tensor:
+    """Which share of its document's tokens has a flag, for each token; it reads no values.
+
+    Args:
+        flags: bool [B, S].
+        segment_ids: int [B, S], in any order; padding has the shares of its segment ids, which mean nothing.
+
+    Returns:
+        Shares from 0 to 1, fp32 [B, S].
+    """
+    ids, order = segment_ids.sort(dim=1, stable=True)
+    begins = torch.zeros_like(order)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    number = torch.zeros_like(order).scatter(1, order, begins.cumsum(1))  # of the document in its row
+
+    def total(counted: Tensor) -> Tensor:
+        sums = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).scatter_add(1, number, counted.float())
+        return sums.gather(1, number)
+
+    return total(flags) / total(torch.ones_like(flags))
+
+
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
     """Pools hidden states to one vector per document; differentiable, and padding is never read.
 

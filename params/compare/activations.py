@@ -28,6 +28,7 @@ _SUBLAYERS = (
     {"attention": "post_attention_dropout", "mlp": "post_mlp_dropout"},  # Nomic BERT, whose norms follow the sums
     {"attention": "post_attention_layernorm", "mlp": "post_mlp_layernorm"},  # AFMoE
     {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
+    {"attention": "temporal_block", "mlp": "mlp_block"},  # RecurrentGemma
     {"attention": "attention.attn", "mlp": "output.dense"},  # MPNet
     {"attention": "attention.dense", "mlp": "ffn_output"},  # ALBERT
     {"attention": "attention", "mlp": "ffn"},  # DistilBERT

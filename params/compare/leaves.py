@@ -9,7 +9,7 @@ from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.tree import Tree
-from params.checkpoint.tensor_map import by_name, stored_leaves
+from params.checkpoint.tensor_map import by_name, is_leftover, stored_leaves
 
 from .table import largest_difference
 
@@ -18,7 +18,7 @@ def leaf_faults(config: DecoderConfig, theirs: Mapping[str, Tensor]) -> list[str
     """Differences in name or shape between the tensors on disk that our spec expects and the reference's.
 
     A bias of a router's choice that is all zeros and that the family lacks is no difference: files of A.X K1 have none,
-    and transformers' class makes one.
+    and transformers' class makes one. Nor is a tensor that the family leaves unread.
     """
     ours = {name: pieces[0].disk_shape for name, pieces in by_name(stored_leaves(config)).items()}
     faults = []
@@ -26,7 +26,8 @@ def leaf_faults(config: DecoderConfig, theirs: Mapping[str, Tensor]) -> list[str
         if name not in theirs:
             faults.append(f"{name}: only ours, {list(ours[name])}")
         elif name not in ours:
-            if not name.endswith(".e_score_correction_bias") or theirs[name].any():
+            empty = name.endswith(".e_score_correction_bias") and not theirs[name].any()
+            if not empty and not is_leftover(config, name):
                 faults.append(f"{name}: only theirs, {list(theirs[name].shape)}")
         elif ours[name] != tuple(theirs[name].shape):
             faults.append(f"{name}: ours is {list(ours[name])}, theirs {list(theirs[name].shape)}")

@@ -31,7 +31,7 @@ CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case:
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook
-    "opt": ("attention.q",),  # scaled before the attention function there
+    **dict.fromkeys(("esm", "opt"), ("attention.q",)),  # scaled before the attention function there
     "gpt2": ("attention.q",),  # scaled by the layer's number there, and in the attention function here
     # its softmax reads their difference to the largest, sinks included
     **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), ("attention.scores",)),

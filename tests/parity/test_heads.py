@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common.heads import CLASSES
-from tests.support.cases import positions_of, segments, tokens_of, variants_of
+from tests.support.cases import collected, positions_of, segments, tokens_of, variants_of
 from tests.support.oracle import assert_close, model_of, params_of, save
 
 PREFIXES = {"bert": "Bert", "distilbert": "DistilBert", "eurobert": "EuroBert", "modernbert": "ModernBert"}
@@ -24,6 +24,7 @@ PREFIXES |= {
     "gte": "Gte",
     "megatron-bert": "MegatronBert",
     "ernie": "Ernie",
+    "esm": "Esm",
 }
 PREFIXES |= {"jina_embeddings_v3": "JinaEmbeddingsV3"}
 PREFIXES |= {"camembert": "Camembert", "roberta-prelayernorm": "RobertaPreLayerNorm", "xlm-roberta-xl": "XLMRobertaXL"}
@@ -84,7 +85,9 @@ def test_a_head(family: str, head: str, tmp_path: Path) -> None:
     P.save_pretrained(tmp_path / "ours", config, weights)
     again = getattr(transformers, values["architectures"][0]).from_pretrained(tmp_path / "ours")
     state = again.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model_of(values).state_dict().items())
+    left_out = collected("LEFT_OUT").get(family, ())
+    read = {name: tensor for name, tensor in model_of(values).state_dict().items() if not name.endswith(left_out)}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in read.items())
 
 
 @pytest.mark.parametrize(("family", "how"), [("modernbert", "mean"), ("eurobert", "bos"), ("eurobert", "mean")])

@@ -55,7 +55,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
         # transformers shifts the labels of decoders
         labels = torch.where(batch.valid, batch.tokens, -100) if decodes else batch.labels
         loss = model(
-            input_ids=batch.tokens,
+            input_ids=batch.tokens.where(batch.valid, 0),  # ESM counts mask tokens in padding as well
             attention_mask=batch.valid.long(),
             position_ids=position_ids(case.values, batch.positions),
             labels=labels,
@@ -86,7 +86,9 @@ def _decays(case: Case) -> dict[str, bool]:
             for number in storage.extract_parameter(names[path], saved).unique():
                 owner, _ = numbered[int(number)]
                 assert decays.setdefault(owner, leaf.decay) == leaf.decay
-    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left_out = collected("LEFT_OUT").get(case.config.model_type, ())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    learned = {name for name in trained if not name.endswith(left_out)}
     assert decays.keys() == {name for name in learned if ".indexer." not in name}  # which has no gradient there
     return decays
 

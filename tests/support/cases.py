@@ -19,6 +19,7 @@ Where they are needed:
                         parity compares their documents one by one
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
     ABSENT              {model type: how the names of buffers end that transformers has and no published file: 0}
+    LEFT_OUT            {model type: how the names end of tensors that no result reads, and no parameter holds}
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type, and
                         older files say it otherwise

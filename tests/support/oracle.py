@@ -71,7 +71,8 @@ def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
     once = {name: tensor for name, tensor in parameters.items() if name not in model.all_tied_weights_keys}
-    return once | buffers
+    left_out = collected("LEFT_OUT").get(model.config.model_type, ())
+    return {name: tensor for name, tensor in (once | buffers).items() if not name.endswith(left_out)}
 
 
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:

@@ -287,7 +287,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
-    | Literal["stacks", "batch_inputs", "hf_copies", "leftovers", "in_memory"]
+    | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -308,6 +308,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "stacks": lambda config: {},
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
+    # (config, tokens [B, S] or [B, S, D], segment_ids [B, S]) -> the same, of what depends on the document's tokens
+    "token_inputs": lambda config, tokens, segment_ids: {},
     "hf_copies": lambda config: {},  # (config) -> {name on disk: path of the parameter that it duplicates}
     "in_memory": lambda config: {},  # (config) -> patterns beside `Traits.in_memory`, which depend on the config
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config

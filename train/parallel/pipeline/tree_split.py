@@ -105,7 +105,8 @@ def _one_token(config: Any) -> dict[str, torch.Tensor]:
         found: dict[str, Tensor] = example(config, token.expand(1, 2) if kind == "latents" else token)
         return found
     if kind != "patches":
-        return {"tokens": token, "positions": token}
+        of_tokens = function_of(family, "token_inputs")(config, token, token)
+        return {"tokens": token, "positions": token, **of_tokens}
     positions = token[..., None].expand(1, 1, 4)
     pixels = torch.zeros(1, 1, config.num_channels * config.patch_size**2, device="meta")
     return {"tokens": pixels, "positions": positions, **function_of(family, "batch_inputs")(config, positions)}
