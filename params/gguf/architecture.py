@@ -45,6 +45,11 @@ class To(NamedTuple):
 Names = Mapping[str, "str | To"]
 
 
+def no_names(values: Mapping[str, Any]) -> Names:
+    """Of an architecture whose names do not depend on sizes."""
+    return {}
+
+
 def no_fields(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """Of an architecture whose fields all stand in its table."""
     return {}
@@ -67,6 +72,7 @@ class Architecture:
         with_head_dim: whether the default of head_dim in config.json is another than a quotient.
         interleaved: whether rows of q and k are in the order of rotations of neighbours (llama.cpp's older form).
         norm_offset: what the file adds to the weights of norms, which multiply by 1 + weight.
+        sized: more names of a layer, whose changes need the fields of config.json.
         top: names of modules outside of layers.
         root: of the names of layers.
     """
@@ -82,6 +88,7 @@ class Architecture:
     with_head_dim: bool = False
     interleaved: bool = False
     norm_offset: float = 0.0
+    sized: Callable[[Mapping[str, Any]], Names] = no_names
     top: Names = field(default_factory=lambda: TOP)
     root: str = "model.layers"
 

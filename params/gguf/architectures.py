@@ -9,11 +9,12 @@ from fnmodels.models.common.config_json import ConfigJson
 from .architecture import Architecture
 from .dense import DENSE
 from .header import GgufFile
+from .hybrid import HYBRID
 from .latent import LATENT
 from .metadata import Metadata
 from .routed import ROUTED
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({**DENSE, **ROUTED, **LATENT})
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({**DENSE, **ROUTED, **LATENT, **HYBRID})
 
 
 def config_values(file: GgufFile) -> ConfigJson:

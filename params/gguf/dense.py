@@ -10,7 +10,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, tensor_of
 from .header import GgufFile
-from .metadata import Metadata
+from .metadata import Metadata, rope_scaling
 from .rotary_factors import LONG_FACTORS
 
 _GEMMA = {
@@ -126,6 +126,19 @@ def _exaone4(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return sliding_layers(metadata)
 
 
+def _ministral3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Mistral Small 3 is of this architecture too, without a temperature."""
+    if metadata.take("attention.temperature_scale") is None:
+        rope = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
+        return {"model_type": "mistral", "sliding_window": None, "rope_parameters": rope}
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
+    metadata.put("rope.scaling.yarn_log_multiplier", multiplier / 10)  # here it is no tenth
+    beta = metadata.number("attention.temperature_scale")
+    theta = metadata.number("rope.freq_base", 10000.0)
+    rope = rope_scaling(metadata)["rope_scaling"] | {"rope_theta": theta, "llama_4_scaling_beta": beta}
+    return {"rope_parameters": rope}
+
+
 def _conv(tensors: Sequence[Tensor]) -> Tensor:
     """A filter for each channel, with the dimension of its one input."""
     return tensors[0].unsqueeze(1)
@@ -189,6 +202,13 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             # every fourth layer does not rotate: the default of config.json, and llama.cpp's rule
             _of("smollm3"),
             flags=_BIASES | {"mlp_bias": "ffn_gate.bias"},
+            interleaved=True,
+        ),
+        "mistral3": Architecture(
+            _of("ministral3"),
+            more=_ministral3,
+            without=("rope_theta", "rope_scaling"),
+            with_head_dim=True,
             interleaved=True,
         ),
         "arcee": Architecture(

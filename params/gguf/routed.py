@@ -19,7 +19,7 @@ _STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_ex
 _SHARED = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 
 
-def _experts(router: str = "mlp.gate", shared: str = "", bias: str = "") -> dict[str, str]:
+def experts(router: str = "mlp.gate", shared: str = "", bias: str = "") -> dict[str, str]:
     """Names of a router, of experts one by one beside it, of a shared expert, and of the bias of the choice."""
     before = router.partition(".")[0]
     names = {"ffn_gate_inp": router} | {name: f"{before}.experts.{{}}.{one}" for name, one in _STACKED.items()}
@@ -41,7 +41,7 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
-_QWEN = {
+QWEN = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -124,7 +124,7 @@ def _granite_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return {"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {}
 
 
-_GRANITE_MOE = {
+GRANITE_MOE = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     "ffn_gate_exps": "block_sparse_moe.input_linear",
     "ffn_up_exps": "block_sparse_moe.input_linear",
@@ -214,7 +214,7 @@ def _of(model_type: str) -> dict[str, str]:
 
 
 _BIASES = {"attention_bias": "attn_q.bias"}
-GROUPED_EXPERTS = _experts("mlp.gate", "mlp.shared_experts", "mlp.gate.e_score_correction_bias")
+GROUPED_EXPERTS = experts("mlp.gate", "mlp.shared_experts", "mlp.gate.e_score_correction_bias")
 
 ROUTED: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -222,24 +222,24 @@ ROUTED: Mapping[str, Architecture] = MappingProxyType(
         # The weights of the chosen experts add up to one for qwen3moe, without a key, and not for the two others.
         "qwen3moe": Architecture(
             _of("qwen3_moe") | {"norm_topk_prob": True} | _EVERY_LAYER,
-            LAYER | _experts(),
-            _QWEN,
+            LAYER | experts(),
+            QWEN,
             with_head_dim=True,
         ),
         "qwen2moe": Architecture(
             _of("qwen2_moe") | {"norm_topk_prob": False} | _EVERY_LAYER,
-            LAYER | _experts("mlp.gate", "mlp.shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
-            _QWEN | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+            LAYER | experts("mlp.gate", "mlp.shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+            QWEN | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         ),
         "olmoe": Architecture(
             _of("olmoe") | {"norm_topk_prob": False},
-            LAYER | _experts(),
+            LAYER | experts(),
             {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         ),
         "ernie4_5-moe": Architecture(
             _of("ernie4_5_moe"),
             LAYER
-            | _experts("mlp.gate", "mlp.shared_experts")
+            | experts("mlp.gate", "mlp.shared_experts")
             | {"exp_probs_b.bias": To("mlp.moe_statics.e_score_correction_bias", _row)},
             {
                 "moe_num_experts": "expert_count",
@@ -266,14 +266,14 @@ ROUTED: Mapping[str, Architecture] = MappingProxyType(
         ),
         "exaone-moe": Architecture(
             _of("exaone_moe"),
-            LAYER | _experts("mlp.gate", "mlp.shared_experts", "mlp.e_score_correction_bias"),
-            _QWEN | {"num_shared_experts": "expert_shared_count"},
+            LAYER | experts("mlp.gate", "mlp.shared_experts", "mlp.e_score_correction_bias"),
+            QWEN | {"num_shared_experts": "expert_shared_count"},
             more=_exaone_moe,
             with_head_dim=True,
         ),
         "granitemoe": Architecture(
             _of("granitemoe"),
-            LAYER | _GRANITE_MOE,
+            LAYER | GRANITE_MOE,
             {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
             GRANITE,
             _BIASES,
@@ -283,14 +283,14 @@ ROUTED: Mapping[str, Architecture] = MappingProxyType(
         "afmoe": Architecture(
             _of("afmoe") | {"mup_enabled": True},
             LAYER
-            | _experts("mlp.router.gate", "mlp.shared_experts", "mlp.expert_bias")
+            | experts("mlp.router.gate", "mlp.shared_experts", "mlp.expert_bias")
             | {
                 "post_attention_norm": "post_attention_layernorm",
                 "ffn_norm": "pre_mlp_layernorm",
                 "post_ffw_norm": "post_mlp_layernorm",
                 "attn_gate": "self_attn.gate_proj",
             },
-            _QWEN | {"num_shared_experts": "expert_shared_count", "num_dense_layers": "leading_dense_block_count"},
+            QWEN | {"num_shared_experts": "expert_shared_count", "num_dense_layers": "leading_dense_block_count"},
             {"route_scale": "expert_weights_scale"},
             more=_afmoe,
             with_head_dim=True,
@@ -327,7 +327,7 @@ ROUTED: Mapping[str, Architecture] = MappingProxyType(
                 "ffn_down_exps": "feed_forward.experts.{}.w2",
                 "exp_probs_b.bias": "feed_forward.expert_bias",
             },
-            _QWEN | {"num_dense_layers": "leading_dense_block_count"},
+            QWEN | {"num_dense_layers": "leading_dense_block_count"},
             more=_lfm2_moe,
             top=LFM2_TOP,
         ),

@@ -42,18 +42,19 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
         values: of `config_values`.
     """
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
-    order = {name: i for i, name in enumerate(architecture.layer)}
+    layer_names = {**architecture.layer, **architecture.sized(values)}
+    order = {name.removesuffix(".weight"): i for i, name in enumerate(layer_names)}
     found: dict[str, Stored] = {}
     for name in sorted(file.tensors, key=lambda name: order.get(_split(name)[1], -1)):
         if name in _IN_CONFIG:
             continue
         tensor = file.tensors[name]
         layer, module, end = _split(name)
-        names = architecture.top if layer is None else architecture.layer
+        names = architecture.top if layer is None else layer_names
         path, change = _target(names, module, end)
         if layer is not None:
             path = f"{architecture.root}.{layer}.{path}"
-        if architecture.norm_offset and f"{module}{end}".endswith("_norm.weight"):
+        if architecture.norm_offset and change is rows and f"{module}{end}".endswith("_norm.weight"):
             change = _Less(architecture.norm_offset)
         if "{}" in path:
             found |= {path.format(expert): Stored((name,), expert) for expert in range(tensor.shape[0])}

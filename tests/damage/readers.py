@@ -28,7 +28,8 @@ from fnmodels.ops.torch_compilation import compile_to_file
 from params import lora
 from params.quantized.methods import HF_QUANT
 from tests.fnmodels.models import test_gemma3
-from tests.support.gguf_files import MODELS, tensors_of, write_gguf
+from tests.support.gguf_files import tensors_of, write_gguf
+from tests.support.gguf_models import MODELS
 from train import checkpoint
 from train.commands.prompt_rows import read_prompts
 from train.data import corpus, token_shards

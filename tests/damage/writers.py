@@ -17,7 +17,8 @@ from fnmodels.ops.cpu import product_table
 from params import lora
 from params.checkpoint.gguf_folder import convert
 from tests.support.cases import generic_params
-from tests.support.gguf_files import MODELS, tensors_of, write_gguf
+from tests.support.gguf_files import tensors_of, write_gguf
+from tests.support.gguf_models import MODELS
 from train import checkpoint
 from train.data.cache import cached
 from train.job import metrics_log, run_folder

@@ -13,289 +13,20 @@ from torch import Tensor
 from tests.support.oracle import model_of, on_disk
 
 Change = Callable[[gguf.GGUFWriter], object]
-_BASE = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 48,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
-_GEMMA_ROPE = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-# {architecture: config.json}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_BASE, **_ROPE, "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2", **_BASE, **_ROPE},
-    "qwen3": {"model_type": "qwen3", **_BASE, **_ROPE, "head_dim": 32},
-    "qwen3moe": {
-        "model_type": "qwen3_moe",
-        **_BASE,
-        **_ROPE,
-        "head_dim": 32,
-        "norm_topk_prob": True,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-    "mixtral": {"model_type": "mixtral", **_BASE, **_ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2moe": {
-        "model_type": "qwen2_moe",
-        **_BASE,
-        **_ROPE,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "norm_topk_prob": False,
-    },
-    "olmoe": {"model_type": "olmoe", **_BASE, **_ROPE, "num_experts": 6, "num_experts_per_tok": 2},
-    "olmo2": {"model_type": "olmo2", **_BASE, **_ROPE},
-    "seed_oss": {"model_type": "seed_oss", **_BASE, **_ROPE, "head_dim": 32, "attention_bias": True},
-    "granite": {
-        "model_type": "granite",
-        **_BASE,
-        **_ROPE,
-        "attention_multiplier": 0.5,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.25,
-        "logits_scaling": 8.0,
-    },
-    "phi3": {"model_type": "phi3", **_BASE, **_ROPE, "pad_token_id": 0, "original_max_position_embeddings": 48},
-    "stablelm": {
-        "model_type": "stablelm",
-        **_BASE,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.25},
-        "layer_norm_eps": 1e-5,
-        "use_qkv_bias": True,
-    },
-    "starcoder2": {"model_type": "starcoder2", **_BASE, **_ROPE, "norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    "command-r": {
-        "model_type": "cohere",
-        **_BASE,
-        **_ROPE,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.25,
-        "tie_word_embeddings": True,
-    },
-    "gemma": {"model_type": "gemma", **_BASE, **_ROPE, "head_dim": 32, "tie_word_embeddings": True},
-    "gemma2": {
-        "model_type": "gemma2",
-        **_BASE,
-        **_ROPE,
-        "head_dim": 32,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 32,
-        "attn_logit_softcapping": 40.0,
-        "final_logit_softcapping": 20.0,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        **_BASE,
-        "rope_parameters": _GEMMA_ROPE,
-        "head_dim": 32,
-        "sliding_window": 8,
-        "num_hidden_layers": 7,
-        "query_pre_attn_scalar": 32,
-        "tie_word_embeddings": True,
-    },
-}
-
-_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5e4,
-    "factor": 4.0,
-    "beta_fast": 8.0,
-    "original_max_position_embeddings": 12,
-}
-_SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-_ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_GROUPS = {
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 3,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
-}
-_LATENT = {
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-}
-_GRANITE = {name: value for name, value in MODELS["granite"].items() if name.endswith(("multiplier", "scaling"))}
-_FOUR = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "sliding_window": 8}
-MODELS |= {
-    "smollm3": {"model_type": "smollm3", **_BASE, **_ROPE, "num_hidden_layers": 4, "pad_token_id": 0},
-    "arcee": {"model_type": "arcee", **_BASE, "rope_parameters": _YARN, "mlp_bias": True, "attention_bias": True},
-    "ernie4_5": {"model_type": "ernie4_5", **_BASE, **_ROPE, "head_dim": 32, "use_bias": True},
-    "exaone4": {"model_type": "exaone4", **_BASE, **_ROPE, **_SLIDING},
-    "glm4": {"model_type": "glm4", **_BASE, **_HALF, "attention_bias": True, "head_dim": 16, "pad_token_id": 0},
-    "olmo": {"model_type": "olmo", **_BASE, **_ROPE, "clip_qkv": 0.5},
-    "olmo3": {
-        "model_type": "olmo3",
-        **_BASE,
-        **_SLIDING,
-        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE["rope_parameters"]),
-    },
-    "phi2": {
-        "model_type": "phi",
-        **_BASE,
-        **_HALF,
-        "layer_norm_eps": 1e-5,
-        "num_key_value_heads": 4,
-        "intermediate_size": 256,
-    },
-    "nemotron": {"model_type": "nemotron", **_BASE, **_HALF, "norm_eps": 1e-5},
-    "jais2": {"model_type": "jais2", **_BASE, **_ROPE, "layer_norm_eps": 1e-5, "head_dim": 32},
-    "cohere2": {
-        "model_type": "cohere2",
-        **_BASE,
-        **_ROPE,
-        **_FOUR,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.25,
-        "tie_word_embeddings": True,
-        "head_dim": 16,
-    },
-    "lfm2": {
-        "model_type": "lfm2",
-        **_BASE,
-        **_ROPE,
-        "norm_eps": 1e-5,
-        "conv_L_cache": 3,
-        "tie_word_embeddings": True,
-        "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
-    },
-    "lfm2moe": {
-        "model_type": "lfm2_moe",
-        **_BASE,
-        **_ROPE,
-        **_ROUTED,
-        "norm_eps": 1e-5,
-        "conv_L_cache": 3,
-        "layer_types": ["conv", "full_attention"],
-        "num_dense_layers": 1,
-        "tie_word_embeddings": True,
-    },
-    "ernie4_5-moe": {
-        "model_type": "ernie4_5_moe",
-        **_BASE,
-        **_ROPE,
-        "moe_num_experts": 6,
-        "moe_k": 2,
-        "moe_intermediate_size": 32,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-        "moe_layer_interval": 1,
-    },
-    "glm4moe": {
-        "model_type": "glm4_moe",
-        **_BASE,
-        **_HALF,
-        **_GROUPS,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "num_nextn_predict_layers": 0,
-        "pad_token_id": 0,
-    },
-    "dots1": {"model_type": "dots1", **_BASE, **_ROPE, **_GROUPS, "sliding_window": None},
-    "exaone-moe": {
-        "model_type": "exaone_moe",
-        **_BASE,
-        **_ROPE,
-        **_SLIDING,
-        **_ROUTED,
-        "num_shared_experts": 1,
-        "n_group": 3,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "mlp_layer_types": ["dense", "sparse"],
-    },
-    "granitemoe": {
-        "model_type": "granitemoeshared",
-        **_BASE,
-        **_ROPE,
-        **_GRANITE,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 32,
-    },
-    "afmoe": {
-        "model_type": "afmoe",
-        **_BASE,
-        **_ROPE,
-        **_FOUR,
-        **_ROUTED,
-        "num_shared_experts": 1,
-        "num_dense_layers": 1,
-        "route_scale": 1.5,
-        "mup_enabled": True,
-        "head_dim": 16,
-    },
-    "gpt-oss": {
-        "model_type": "gpt_oss",
-        **_BASE,
-        "rope_parameters": _YARN | {"beta_slow": 2.0, "truncate": False},
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "head_dim": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "llama4": {
-        "model_type": "llama4_text",
-        **_BASE,
-        **_ROPE,
-        "intermediate_size_mlp": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "head_dim": 16,
-        "moe_layers": [1],
-    },
-    "minimax-m2": {
-        "model_type": "minimax_m2",
-        **_BASE,
-        **_HALF,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-        "rotary_dim": 8,
-    },
-    "deepseek2": {
-        "model_type": "deepseek_v3",
-        **_BASE,
-        **_GROUPS,
-        **_LATENT,
-        "num_nextn_predict_layers": 0,
-        "rope_parameters": _YARN | {"mscale": 0.5, "mscale_all_dim": 0.5},
-    },
-    "deepseek2-v2": {"model_type": "deepseek_v2", **_BASE, **_ROPE, **_GROUPS, **_LATENT, "norm_topk_prob": False}
-    | {"topk_method": "group_limited_greedy"},
-}
-del MODELS["olmo"]["rms_norm_eps"]  # its norms have no weights, and an epsilon that is fixed
 # names of cases that share an architecture
 ARCHITECTURE_OF = {"mixtral": "llama", "olmo3": "olmo2", "deepseek2-v2": "deepseek2"}
+OFFSET = ("gemma", "nemotron", "qwen3next", "qwen35")  # norms whose weights are written with 1 added
 LAYER_NORMS = ("stablelm", "starcoder2", "command-r", "cohere2", "olmo", "phi2", "nemotron", "jais2")
-TURNED = ("llama", "granite", "smollm3", "arcee", "olmo", "granitemoe")  # llama.cpp's older order of rows
+TURNED = (
+    "llama",
+    "granite",
+    "smollm3",
+    "arcee",
+    "olmo",
+    "granitemoe",
+    "granitehybrid",
+    "mistral3",
+)  # llama.cpp's older order of rows
 
 
 def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -371,6 +102,14 @@ _FIELDS: dict[str, Writes] = {
     "clip_qkv": lambda w, v: w.add_clamp_kqv(v),
     "conv_L_cache": lambda w, v: w.add_shortconv_l_cache(v),
     "rotary_dim": lambda w, v: w.add_rope_dimension_count(v),
+    "linear_conv_kernel_dim": lambda w, v: w.add_ssm_conv_kernel(v),
+    "linear_key_head_dim": lambda w, v: w.add_ssm_state_size(v),
+    "linear_num_key_heads": lambda w, v: w.add_ssm_group_count(v),
+    "linear_num_value_heads": lambda w, v: (w.add_ssm_time_step_rank(v), w.add_full_attention_interval(4)),
+    "mamba_d_conv": lambda w, v: w.add_ssm_conv_kernel(v),
+    "mamba_d_state": lambda w, v: w.add_ssm_state_size(v),
+    "mamba_n_groups": lambda w, v: w.add_ssm_group_count(v),
+    "mamba_n_heads": lambda w, v: w.add_ssm_time_step_rank(v),
     "q_lora_rank": lambda w, v: w.add_q_lora_rank(v),
     "kv_lora_rank": lambda w, v: w.add_kv_lora_rank(v),
     "qk_rope_head_dim": lambda w, v: w.add_rope_dimension_count(v),
@@ -382,7 +121,6 @@ _ROPE_FIELDS: dict[str, Writes] = {
     "original_max_position_embeddings": lambda w, v: w.add_rope_scaling_orig_ctx_len(v),
     "beta_fast": lambda w, v: w.add_rope_scaling_yarn_beta_fast(v),
     "beta_slow": lambda w, v: w.add_rope_scaling_yarn_beta_slow(v),
-    "mscale_all_dim": lambda w, v: w.add_rope_scaling_yarn_log_mul(0.1 * v),
 }
 
 
@@ -391,10 +129,12 @@ def _write_metadata(writer: gguf.GGUFWriter, architecture: str, values: Mapping[
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
     writer.add_block_count(values["num_hidden_layers"])
-    writer.add_feed_forward_length(values.get("intermediate_size_mlp", values["intermediate_size"]))
+    if "intermediate_size" in values:
+        writer.add_feed_forward_length(values.get("intermediate_size_mlp", values["intermediate_size"]))
     writer.add_head_count(heads)
     key_heads = 1 if "kv_lora_rank" in values else values["num_key_value_heads"]
-    writer.add_head_count_kv([key_heads * (kind != "conv") for kind in kinds] if "conv" in kinds else key_heads)
+    without = {"conv", "mamba"} & set(kinds)
+    writer.add_head_count_kv([key_heads * (kind not in without) for kind in kinds] if without else key_heads)
     if architecture in LAYER_NORMS:
         writer.add_layer_norm_eps(values.get("rms_norm_eps", 1e-5))
     else:
@@ -409,6 +149,16 @@ def _write_metadata(writer: gguf.GGUFWriter, architecture: str, values: Mapping[
     for name, write in _ROPE_FIELDS.items():
         if name in rope and (name == "rope_theta" or rope["rope_type"] in ("linear", "yarn")):
             write(writer, rope[name])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] * (1 if architecture == "mistral3" else 0.1))
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if "linear_value_head_dim" in values:
+        writer.add_ssm_inner_size(values["linear_value_head_dim"] * values["linear_num_value_heads"])
+    if "mamba_d_head" in values:
+        writer.add_ssm_inner_size(values["mamba_d_head"] * values["mamba_n_heads"])
     if "partial_rotary_factor" in rope and "rotary_dim" not in values:
         head_dim = values.get("head_dim", values["hidden_size"] // heads)
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
@@ -445,7 +195,7 @@ def _merged(architecture: str, values: Mapping[str, Any], tensors: Mapping[str, 
         stem = f"{before}.experts.{after.partition('.')[2]}" if found else name
         if architecture == "lfm2moe":
             stem = stem.replace("feed_forward.experts", "block_sparse_moe.experts")
-        if (architecture.startswith("gemma") or architecture == "nemotron") and name.endswith("norm.weight"):
+        if architecture.startswith(OFFSET) and name.endswith("norm.weight"):
             tensor = tensor + 1
         if architecture in TURNED and (count := heads.get(name.split(".")[-2])):
             halves = tensor.reshape(count, 2, -1, *tensor.shape[1:])
@@ -455,8 +205,62 @@ def _merged(architecture: str, values: Mapping[str, Any], tensors: Mapping[str, 
     return {name: one.squeeze(0) if name.endswith("ffn_gate_inp_shexp.weight") else one for name, one in merged.items()}
 
 
+def _tiled(tensor: Tensor, values: Mapping[str, Any], size: int) -> Tensor:
+    """Heads of values with the first of each key first, then the second ones, as llama.cpp repeats keys."""
+    if values["model_type"] == "qwen3_next":
+        return tensor
+    keys = values["linear_num_key_heads"]
+    return torch.cat([tensor.view(keys, -1, size, *tensor.shape[1:])[:, i] for i in range(6 // keys)]).flatten(0, 1)
+
+
+def _of_state(name: str, tensor: Tensor, values: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """{name in the layer: tensor} of layers that keep a state."""
+    if ".mamba." in name:
+        module = name.partition(".mamba.")[2]
+        groups = values["mamba_n_groups"]
+        return {
+            "A_log": {"ssm_a": -tensor.exp()[:, None]},
+            "D": {"ssm_d": tensor[:, None]},
+            "dt_bias": {"ssm_dt.bias": tensor},
+            "conv1d.weight": {"ssm_conv1d.weight": tensor.squeeze()},
+            "conv1d.bias": {"ssm_conv1d.bias": tensor},
+            "norm.weight": {"ssm_norm.weight": tensor.view(groups, -1) if tensor.ndim == 1 else tensor},
+            "in_proj.weight": {"ssm_in.weight": tensor},
+            "out_proj.weight": {"ssm_out.weight": tensor},
+        }[module]
+    if ".linear_attn." not in name:
+        return None
+    module, size = name.partition(".linear_attn.")[2], values["linear_value_head_dim"]
+    before = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
+    if module == "in_proj_qkvz.weight":
+        key = values["linear_key_head_dim"]
+        wide = tensor.shape[0] // values["linear_num_key_heads"]
+        by_key = tensor.view(-1, wide, tensor.shape[1])
+        cuts = by_key.split((key, key, (wide - 2 * key) // 2, (wide - 2 * key) // 2), 1)
+        q, k, v, z = (one.flatten(0, 1) for one in cuts)
+        return {"attn_qkv.weight": torch.cat((q, k, v)), "attn_gate.weight": z}
+    if module in ("in_proj_qkv.weight", "conv1d.weight"):
+        wide = torch.cat((tensor[:before], _tiled(tensor[before:], values, size)))
+        return {"attn_qkv.weight" if "proj" in module else "ssm_conv1d.weight": wide.squeeze(1)}
+    one = {
+        "in_proj_z.weight": ("attn_gate.weight", size),
+        "in_proj_a.weight": ("ssm_alpha.weight", 1),
+        "in_proj_b.weight": ("ssm_beta.weight", 1),
+        "dt_bias": ("ssm_dt.bias", 1),
+    }
+    if module in one:
+        return {one[module][0]: _tiled(tensor, values, one[module][1])}
+    if module == "A_log":
+        return {"ssm_a": _tiled(-tensor.exp(), values, 1)}
+    if module == "out_proj.weight":
+        return {"ssm_out.weight": _tiled(tensor.T.contiguous(), values, size).T}
+    return {"ssm_norm.weight": tensor} if module == "norm.weight" else {"ssm_ba.weight": tensor}
+
+
 def _cut(name: str, tensor: Tensor, values: Mapping[str, Any]) -> dict[str, Tensor] | None:
     """{name in the layer: tensor} of what the converter cuts, transposes or names by itself; None for others."""
+    if (state := _of_state(name, tensor, values)) is not None:
+        return state
     if name.endswith(("expert_bias", "e_score_correction_bias")):
         return {"exp_probs_b.bias": tensor.squeeze()}
     if name.endswith("self_attn.sinks"):

@@ -248,6 +248,8 @@ class Fields:
 
     def _is_bookkeeping(self, name: str) -> bool:
         """Whether the field is bookkeeping, which another name of a field that was read never is."""
+        if "rms" in name.split("_") and self.values[name] and not any("rms" in other for other in self.read):
+            return False  # a kernel of RMS norms, of a model that has other ones
         if not self._synonyms(name):
             return is_bookkeeping(name, self.values[name])
         return name == "top_k" and (self.values[name] == _TOP_K or any(other in self.values for other in _SAMPLING))
@@ -286,8 +288,8 @@ def _share(words: Collection[str], name: str) -> bool:
 def is_bookkeeping(name: str, value: Any) -> bool:
     """Whether a field is about training, generation, tokens, kernels or a library: by its name and kind of value.
 
-    A number that scales or counts a part is none, whatever else its name says, nor is a switch of a scale; what ends
-    like the name of a token is an id or a text.
+    A number that scales or counts a part is none, whatever else its name says, nor is a switch or a kind of a scale;
+    what ends like the name of a token is an id or a text.
     """
     words = name.lower().replace(".", "_").split("_")
     if name in HARMLESS:
@@ -302,13 +304,13 @@ def is_bookkeeping(name: str, value: Any) -> bool:
 def _measures(words: list[str], value: Any) -> bool:
     """Whether a field whose name has these words scales or counts a part of a model."""
     numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(isinstance(one, bool | int | float) for one in numbers) or _LIKE_RUNS & set(words):
+    if not numbers or not all(isinstance(one, bool | int | float | str) for one in numbers) or _LIKE_RUNS & set(words):
         return False
     of_model, training = [], False
     for word in words:
         training = word in _LIKE_INITIAL or (training and word in _SCALING)
         of_model += [] if training else [word]
-    return bool(set(of_model) & (_SCALING if any(isinstance(one, bool) for one in numbers) else _MEASURES))
+    return bool(set(of_model) & (_SCALING if any(isinstance(one, bool | str) for one in numbers) else _MEASURES))
 
 
 def _alike(value: Any, other: Any) -> bool:

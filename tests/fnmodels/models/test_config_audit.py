@@ -121,6 +121,8 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (LLAMA, {"flash_scale": 3.0}),
         (LLAMA, {"flash_scale": True}),
         (LLAMA, {"tf_legacy_scale": 3}),
+        (LLAMA, {"tf_legacy_scale": "text"}),
+        (BERT, {"use_fused_rms_norm": True}),  # its norms are others
         (LLAMA, {"train_scales": [1.0, 2.0]}),
         (LLAMA, {"loss_softcap": 3.0}),
         (LLAMA, {"init_temperature": 3.0}),

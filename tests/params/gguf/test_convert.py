@@ -15,7 +15,8 @@ import params as P
 from fnmodels import tree
 from params import inspect
 from params.convert import main
-from tests.support.gguf_files import MODELS, Change, tensors_of, write_gguf
+from tests.support.gguf_files import Change, tensors_of, write_gguf
+from tests.support.gguf_models import MODELS
 from train import cli
 
 LLAMA = MODELS["llama"] | {"vocab_size": 400}

@@ -22,7 +22,8 @@ from params.gguf.architectures import ARCHITECTURES
 from params.quantized.kept import KeptWeight
 from params.quantized.written import by_path
 from tests.support.cases import batch_of, off, segments
-from tests.support.gguf_files import ARCHITECTURE_OF, MODELS, add_bytes, tensors_of, write_gguf
+from tests.support.gguf_files import ARCHITECTURE_OF, add_bytes, tensors_of, write_gguf
+from tests.support.gguf_models import MODELS
 
 LLAMA = MODELS["llama"]
 
