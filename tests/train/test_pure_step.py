@@ -132,6 +132,17 @@ def test_a_step_compiles_to_one_graph():
     assert_close(graph(state, BATCH), step(state, BATCH), rtol=1e-9, atol=1e-11)
 
 
+def test_a_step_made_within_a_mapped_function_compiles_to_one_graph():
+    start, rates = params(), torch.tensor([0.01, 0.1], dtype=torch.float64)
+
+    def tuned(rate):
+        optimizer = train.adamw(rate)
+        return pure_step(loss, optimizer)(State(torch.tensor(0), start, optimizer.init(start)), BATCH)
+
+    graph = torch.compile(vmap(tuned), backend="aot_eager", fullgraph=True)
+    assert_close(graph(rates), vmap(tuned)(rates), rtol=1e-9, atol=1e-11)
+
+
 def test_a_step_that_is_not_finite_keeps_its_state():
     optimizer = OPTIMIZERS["groups"](0.1)
     state = init_state(params(), optimizer)

@@ -1,5 +1,7 @@
 """A train step without side effects, for the transforms of torch.func."""
 
+from __future__ import annotations  # else a compiler that traces `pure_step` evaluates those of `step`
+
 from collections.abc import Callable
 from typing import Any
 
