@@ -11,7 +11,7 @@ from fnmodels.inputs.documents import documents
 from fnmodels.inputs.image_places import check_places
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.noise import noise_keys
-from fnmodels.inputs.segments import integers, positions_from_segments
+from fnmodels.inputs.segments import integers, positions_from_segments, preceding_tokens
 from fnmodels.models.common.dropout import check_dropout
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of, traits_of
 from fnmodels.models.common.heads import PER_DOCUMENT
@@ -124,7 +124,8 @@ def prepare_text(
         inputs["token_types"] = per_token("token_types", token_types, tokens.shape[:2])
     if field_of(config, "head") in PER_DOCUMENT:
         inputs["documents"] = documents(segment_ids, positions)
-    reads_ids = field_of(config, "hidden_size_per_layer_input") or traits_of(family).reads_ids
+    ngrams = field_of(config, "ngram_size")
+    reads_ids = ngrams or field_of(config, "hidden_size_per_layer_input") or traits_of(family).reads_ids
     if reads_ids and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
@@ -132,6 +133,8 @@ def prepare_text(
     inputs |= function_of(family, "token_inputs")(config, tokens, segment_ids)
     tables = family.freqs_cis(config, positions, length=length)
     check_positions(config, tables, positions, inputs["valid"], count=count)
+    if ngrams and not tokens.is_floating_point():
+        inputs["preceding"] = preceding_tokens(tokens, positions, segment_ids, ngrams - 1)
     return inputs, masks, tables
 
 

@@ -25,6 +25,7 @@ class Batch(TypedDict, total=False):
     weights: Tensor  # [B, S]: multiplies each token's loss; a label of weight 0 does not count
     routing: Tensor  # int64 [B, S, layers, k]: the experts to use
     choices: Tensor  # int64 [B, S, layers, k]: the keys to use, of models that choose keys
+    preceding: Tensor  # int64 [B, S, n - 1]: the tokens before each in its document, made before positions are split
     token_types: Tensor  # int64 [B, S]: see `fnmodels.prepare`
     rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted
 

@@ -77,8 +77,11 @@ def init_cache(
     for kind, entry in zip(family.kinds(config), entries, strict=True):
         if kind not in slots and any(tokens == 1 for _, _, tokens in entry.values()):
             found = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
-            axes = bool(field_of(config, "mrope_section"))
-            slots[kind] = replace(found, highest=found.positions.clone()) if axes else found
+            if field_of(config, "mrope_section"):
+                found = replace(found, highest=found.positions.clone())
+            if field_of(config, "ngram_size"):
+                found = replace(found, tokens=found.positions.clone())
+            slots[kind] = found
         layers.append({})
         for name, (shape, kept, tokens) in entry.items():
             room = (slots[kind].segments.shape[1],) if tokens == 1 else (max(capacity // tokens, 1),) if tokens else ()
@@ -172,8 +175,9 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
             x = torch.empty(0, 1, *stream_shape(config, index), dtype=dtype, device="cpu")
             aux: dict[str, Any]
             statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
+            beside = {"left": x} if LayerKind.parse(kind).joins else {}
             with torch.autocast("cpu", enabled=False):  # which would change the dtypes here, and not on other devices
-                _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, cache={})
+                _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, **beside, cache={})
             found[key] = {name: _shape(name, t) for name, t in aux.get("cache", {}).items()}
         entries.append(found[key])
     return tuple(entries)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import reads_spans
-from fnmodels.inputs.segments import positions_from_segments
+from fnmodels.inputs.segments import positions_from_segments, preceding_tokens
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.family import DecoderConfig, LayerKind
 from fnmodels.models.common.registry import text_config
@@ -75,6 +75,7 @@ def prepare_step(
     if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
         length = cache.length if length is None else length
         inputs, masks, tables = next_step(config, check_tokens(tokens), cache, known, length)
+        inputs |= _preceding(inputs, known.segment_ids(), _fullest(cache))
         return inputs, _on_cache(inputs, masks, cache, known), tables
     held = _fullest(cache)
     if segment_ids is None:
@@ -90,12 +91,22 @@ def prepare_step(
         positions = _next_positions(held, segment_ids)
     length = cache.length if length is None else length
     inputs, masks, freqs_cis = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
+    inputs |= _preceding(inputs, segment_ids, held)
     if held is not None and held.highest is not None:
         # beside the tables, which stay where the caller replaces the inputs by vectors
         freqs_cis = {**freqs_cis, "highest": _highest(held, held.highest, segment_ids, inputs["positions"])}
     if text is not config:
         masks = with_image_masks(config, masks, inputs["positions"], segment_ids, places)
     return inputs, _on_cache(inputs, masks, cache), freqs_cis
+
+
+def _preceding(inputs: Mapping[str, Any], segment_ids: Tensor, held: Slots | None) -> dict[str, Tensor]:
+    """{"preceding": the tokens before the new ones, cached ones included}, for a model that embeds n-grams."""
+    if held is None or held.tokens is None or "preceding" not in inputs:
+        return {}
+    before = held.tokens, held.positions, held.segments
+    tokens, count = inputs["token_ids"], inputs["preceding"].shape[-1]
+    return {"preceding": preceding_tokens(tokens, inputs["positions"], segment_ids, count, before=before)}
 
 
 def _has_room(known: KnownRows, cache: Cache) -> bool:

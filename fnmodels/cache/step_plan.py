@@ -12,6 +12,7 @@ from fnmodels.apply import CacheStep
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, reads_spans, simplify
+from fnmodels.inputs.segments import NONE
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
 from fnmodels.models.common.registry import family_of
@@ -68,7 +69,8 @@ def plan_step(
     maskless = options.kernel in ("auto", "sdpa") and not _reads_mask(config, cache)
     multiple = TILE if options.invariant else 1
     highest = _highest_of(prepared[2], cache) if rows is None else None
-    how: dict[str, Any] = {"highest": highest, "filled": filled, "maskless": maskless, "multiple": multiple}
+    tokens = _tokens_of(prepared[0], cache)
+    how: dict[str, Any] = {"maskless": maskless, "multiple": multiple, "tokens": tokens}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
@@ -76,9 +78,9 @@ def plan_step(
         key = id(mask), slots.ring
         if key not in plans:
             if rows is not None:
-                plans[key] = _plan_next(mask, slots, rows, maskless=maskless, multiple=multiple)
+                plans[key] = _plan_next(mask, slots, rows, **how)
             else:
-                plans[key] = _plan(mask, slots, free, **how)
+                plans[key] = _plan(mask, slots, free, highest=highest, filled=filled, **how)
         of_kind[kind] = plans[key]
     if rows is None and free and options.kernel == "auto" and options.layout is None:
         layout = _new_layout(list(plans.values()))
@@ -120,15 +122,17 @@ def _plan(
     free: bool,
     *,
     highest: Tensor | None,
+    tokens: Tensor | None,
     maskless: bool,
     multiple: int,
     filled: int | None,
 ) -> _Plan:
-    """free: shapes may depend on values. highest: `Slots.highest` of the new tokens. maskless: attention without any
-    mask may replace a mask that is all True. multiple: so many slots are read at a time. filled: see `step_on`.
+    """free: shapes may depend on values. highest, tokens: those of `Slots` of the new tokens. maskless: attention
+    without any mask may replace a mask that is all True. multiple: so many slots are read at a time. filled: see
+    `step_on`.
     """
-    batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
-    positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
+    batch, count = slots.segments.shape[0], mask.q_segments.shape[1]
+    positions, segments = (t.expand(batch, count) for t in (mask.q_positions, mask.q_segments))
     index = slots.index_of(positions, segments)
     readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
     readable = readable and not host_is_away()
@@ -142,10 +146,12 @@ def _plan(
     after = Slots(put(slots.positions, positions), put(slots.segments, segments), spans, slots.ring)
     if slots.highest is not None and highest is not None:
         after = replace(after, highest=put(slots.highest, highest.expand_as(segments)))
-    if tokens > 1 and readable and not bool(slots.occupied.any()):
+    if slots.tokens is not None and tokens is not None:
+        after = replace(after, tokens=put(slots.tokens, tokens))
+    if count > 1 and readable and not bool(slots.occupied.any()):
         own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
         return _Plan(index, after, own, SlotUse("new", first=first))
-    if slots.ring and tokens > 1:
+    if slots.ring and count > 1:
         return _Plan(index, after, mask, SlotUse("both"))
     seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments)
     seen = replace(seen, q_spans=new, kv_spans=None if new is None else after.spans)
@@ -161,7 +167,9 @@ def _plan(
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
 
 
-def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, multiple: int) -> _Plan:
+def _plan_next(
+    mask: Mask, slots: Slots, rows: KnownRows, *, tokens: Tensor | None, maskless: bool, multiple: int
+) -> _Plan:
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
     at = rows.slots(room, slots.ring)
@@ -170,6 +178,8 @@ def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, *, maskless: bool, mul
     positions = _put(slots.positions, positions, index=index, first=first)
     segments = _put(slots.segments, segments, index=index, first=first)
     after = Slots(positions, segments, None, slots.ring)
+    if slots.tokens is not None and tokens is not None:
+        after = replace(after, tokens=_put(slots.tokens, tokens, index=index, first=first))
     filled = min(max(rows.lengths) + 1, room)
     length = min(-(-filled // multiple) * multiple, room)
     use = SlotUse("slots", length, full=True, first=first)
@@ -233,6 +243,14 @@ def _with_images(masks: Mapping[str, MaskLike], cache: Cache) -> Mapping[str, Ma
     made = {(id(mask), cache.slots[kind].ring): with_slots(mask, cache.slots[kind]) for kind, mask in alone.items()}
     of_step = {kind: made[id(mask), cache.slots[kind].ring] for kind, mask in alone.items()}
     return {kind: with_attention(mask, of_step[kind]) if kind in of_step else mask for kind, mask in masks.items()}
+
+
+def _tokens_of(inputs: Tree, cache: Cache) -> Tensor | None:
+    """`Slots.tokens` of the new tokens, -1 for vectors; None for a cache without."""
+    if all(slots.tokens is None for slots in cache.slots.values()):
+        return None
+    ids: Tensor | None = inputs.get("token_ids")
+    return torch.full_like(inputs["positions"], NONE) if ids is None else ids
 
 
 def _highest_of(freqs_cis: Mapping[str, Tensor], cache: Cache) -> Tensor | None:

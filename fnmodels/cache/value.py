@@ -27,6 +27,7 @@ class Slots:
         ring: Whether a token at position p stands in slot p % C; else tokens stand in the order of their arrival.
         highest: int64 [B, C], of a model with rotary positions of several axes, the highest on any axis of the token's
             document up to this token; text goes on after it.
+        tokens: int64 [B, C], of a model that embeds n-grams, the ids; -1 of a token that was a vector.
     """
 
     positions: Tensor
@@ -34,6 +35,7 @@ class Slots:
     spans: Tensor | None
     ring: bool = tree.static()
     highest: Tensor | None = None
+    tokens: Tensor | None = None
 
     @property
     def occupied(self) -> Tensor:

@@ -288,3 +288,55 @@ def _first(where: Tensor) -> tuple[int, int] | None:
     """Row and index of the first True (host-side); a single row [S] is row 0."""
     found = torch.atleast_2d(where).nonzero()
     return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+
+NONE = -1  # in place of a token that a document does not have
+
+
+def preceding_tokens(
+    tokens: Tensor,
+    positions: Tensor,
+    segment_ids: Tensor,
+    count: int,
+    *,
+    before: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The ids of the tokens at the positions before each token's, in its document alone.
+
+    They are found by positions and segments and not by places in the row, so that any order of the tokens has the same.
+
+    Args:
+        tokens: int64 [B, S].
+        positions: int64 [B or 1, S]; those of a document differ.
+        segment_ids: int64 [B or 1, S]; 0 or less is padding, which has none before it.
+        count: How many tokens before.
+        before: (tokens, positions, segment ids), each [B, C], of earlier calls: what stands in a cache. Their empty
+            slots have the segment 0.
+
+    Returns:
+        int64 [B, S, count], the nearest first; -1 where the document has no token.
+
+    Raises:
+        ValueError: count is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; n-grams read at least one token before each.")
+    tokens = integers("tokens", tokens)
+    positions = integers("positions", positions).expand(tokens.shape)
+    segment_ids = integers("segment_ids", segment_ids).expand(tokens.shape)
+    ids, places, documents = tokens, positions, segment_ids
+    if before is not None:
+        new = (tokens, positions, segment_ids)
+        ids, places, documents = (torch.cat(pair, dim=1) for pair in zip(before, new, strict=True))
+    if not ids.shape[1]:
+        return tokens.new_zeros(*tokens.shape, count)
+    span = places.amax(dim=1, keepdim=True).clamp(min=0) + 1
+    keys = documents.clamp(min=0) * span + places  # of a token: its document, then its position there
+    keys, order = keys.where(documents > 0, NONE).sort(dim=1, stable=True)
+    ids = ids.gather(1, order)
+    back = torch.arange(1, count + 1, device=tokens.device)
+    wanted = (segment_ids.clamp(min=0) * span + positions)[..., None] - back
+    exists = (segment_ids > 0)[..., None] & (positions[..., None] >= back)
+    at = torch.searchsorted(keys, wanted.flatten(1).contiguous()).clamp(max=keys.shape[1] - 1)
+    same = (keys.gather(1, at) == wanted.flatten(1)).unflatten(1, tuple(wanted.shape[1:]))
+    return ids.gather(1, at).unflatten(1, tuple(wanted.shape[1:])).where(exists & same, NONE)

@@ -1,12 +1,22 @@
-"""Token embedding: table lookups with range errors in plain words."""
+"""Token embedding: table lookups with range errors in plain words.
 
-from collections.abc import Mapping
+Embeddings of n-grams by tables that hashes of token ids index (LongCat-Flash-Lite, arXiv 2601.21204).
+
+    id of head h of order n at t:  (u_t + sum_{j < n} u_{t-j} V^j) mod size_h       of the vocabulary V
+    embedding:                     (e_t + sum_h project_h(table_h[id_h])) / (1 + number of heads)
+
+A token that the document does not have counts as 0, and so does whatever stands before a token that ends a text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .linear import linear
 from .unread import gradients_are_unread
 
 
@@ -31,6 +41,51 @@ def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:
             f"The {name} go from {int(ids.min())} to {int(ids.max())}, but the model knows those from 0 to "
             f"{table.shape[0] - 1}."
         ) from None
+
+
+@dataclass(frozen=True)
+class NgramHash:
+    """How n-grams become rows of tables.
+
+    size: the tokens of the longest n-gram, at least 2. heads: tables of each order from 2 to `size`. rows: table i has
+    rows + 2 i + 1. vocabulary: the base of the hash. end: the token id that ends a text; None: there is none.
+    """
+
+    size: int
+    heads: int
+    rows: int
+    vocabulary: int
+    end: int | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each table, those of bigrams first."""
+        return tuple(self.rows + 2 * i + 1 for i in range((self.size - 1) * self.heads))
+
+
+def ngram_rows(tokens: Tensor, preceding: Tensor, how: NgramHash) -> list[Tensor]:
+    """The row of each token in each table, int64 [B, S] each.
+
+    tokens: int64 [B, S]. preceding: int64 [B, S, size - 1], of `fnmodels.inputs.segments.preceding_tokens`.
+    """
+    near = preceding.clamp(min=0)
+    if how.end is not None:
+        past = (preceding == how.end).cumsum(-1) > 0  # no text reads tokens before the end of another
+        near = near.where(~past, 0)
+    found = []
+    for i, size in enumerate(how.sizes):
+        ids = tokens
+        for j in range(1, i // how.heads + 2):
+            ids = ids + near[..., j - 1] * pow(how.vocabulary, j, size)
+        found.append(ids % size)
+    return found
+
+
+def add_ngrams(x: Tensor, tables: Sequence[Tensor], projections: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Embeddings x [B, S, D] with those of n-grams. tables: [rows, d] each; projections: [D, d] each."""
+    for table, projection, ids in zip(tables, projections, rows, strict=True):
+        x = x + linear(look_up(table, ids, "rows of n-grams"), projection)
+    return x / (1 + len(tables))
 
 
 class _LookUp(torch.autograd.Function):

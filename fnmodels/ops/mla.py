@@ -24,11 +24,15 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class Widths(NamedTuple):
-    """Widths of a head: P and R of queries and keys, Hv of values."""
+    """Widths of a head: P and R of queries and keys, Hv of values.
+
+    latent_factor: multiplies the normalized latent of keys and values (LongCat-Flash, arXiv 2509.01322, section 2.1.2).
+    """
 
     nope: int
     rope: int
     value: int
+    latent_factor: float = 1.0
 
 
 def query_latent(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -58,7 +62,9 @@ def latent_keys(
     """The entry of a cache for x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
     joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
     latent, shared = joint.split([joint.shape[-1] - widths.rope, widths.rope], dim=-1)
-    return rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), rotate(shared.unsqueeze(-2), freqs).squeeze(-2)
+    latent = rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS)
+    latent = latent if widths.latent_factor == 1.0 else latent * widths.latent_factor
+    return latent, rotate(shared.unsqueeze(-2), freqs).squeeze(-2)
 
 
 def expanded(weights: Mapping[str, Tensor], latent: Tensor, rope: Tensor, *, widths: Widths) -> tuple[Tensor, Tensor]:

@@ -101,8 +101,8 @@ def run_stack(
     plan: StackPlan,
     options: ForwardOptions,
     ends: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry], tuple[Tensor | None, dict[str, Entry]]]:
-    """(x, taps, entries of a cache, (the last choice of keys, keys and values that were lent)).
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry], tuple[Tensor | None, dict[str, Entry], Tensor | None]]:
+    """(x, taps, entries of a cache, what later layers read: the last choice of keys, keys and values, what was left).
 
     options: those that the plan was made of. ends: the names of edits that are not of layers, which the caller applies.
     """
@@ -148,7 +148,7 @@ def run_stack(
         _check_all_passed(plan, tapped)
     if options.edits and (unread := missed(options.edits, applied)):
         raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {list_of_taps(plan.config)}.")
-    return x, tapped, entries, (None, {}) if beside is None else (beside.chosen, beside.lent)
+    return x, tapped, entries, (None, {}, None) if beside is None else (beside.chosen, beside.lent, beside.left)
 
 
 def _check_all_passed(plan: StackPlan, tapped: Mapping[str, Tensor]) -> None:
@@ -168,6 +168,7 @@ class LayerSideInputs:
         self.batch, self.plan, self.valid = batch, plan, batch.valid
         self.lent: dict[str, Entry] = dict(batch.carried.get("kv", {}))
         self.chosen: Tensor | None = batch.carried.get("chosen")
+        self.left: Tensor | None = batch.carried.get("left")
         if any(layer.expert_row is not None for layer in plan.layers):
             self.valid = valid_tokens(batch.valid, {kind: batch.masks[kind] for kind in plan.used}, x)
         if batch.routing is not None:
@@ -202,11 +203,18 @@ class LayerSideInputs:
             tensors["noise"] = Noise(keys, keys, keys)
         if layer.source is not None:
             tensors["kv"] = self._lent(layer, layer.source)
+        if layer.joins:
+            if self.left is None:
+                raise ValueError(
+                    f"Layer {layer.index} adds what layer {layer.index - 1} has left for it, which is not run here: "
+                    "run both in one call, or pass `carried` of the layers before."
+                )
+            tensors["left"] = self.left
         return tensors
 
     def keep(self, kind: str, aux: Mapping[str, Any]) -> None:
-        """Remember what a layer of this kind leaves for later ones: a choice of keys, its keys and values."""
-        self.chosen = aux.get("chosen", self.chosen)
+        """Remember what a layer of this kind leaves for later ones: a choice of keys, keys and values, a summand."""
+        self.chosen, self.left = aux.get("chosen", self.chosen), aux.get("left")
         if "kv" in aux:
             self.lent[kind] = aux["kv"]
 

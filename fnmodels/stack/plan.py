@@ -39,7 +39,7 @@ class LayerPlan:
     options: the layer's own, with what a `PerLayer` chose. choice: that choice as a key; None where there is none.
     expert_row: which of the MoE layers it is; None: it has no experts. choice_row: of which indexer, counted from the
     first, it takes the choice of keys; None: it attends without one. chooses: whether that indexer is its own. source:
-    the kind whose keys and values it reads; None: its own.
+    the kind whose keys and values it reads; None: its own. joins: whether it adds what the layer before has left.
     """
 
     index: int
@@ -51,6 +51,7 @@ class LayerPlan:
     choice_row: int | None
     chooses: bool
     source: str | None
+    joins: bool
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,11 @@ def _made(
                 sum(i <= index for i in indexers) - 1 if LayerKind.parse(kind).indexed else None,
                 index in indexers,
                 LayerKind.parse(kind).source,
+                LayerKind.parse(kind).joins,
             )
         )
     beside = field_of(config, "hidden_size_per_layer_input") or function_of(family, "shared") is not None
-    beside = beside or any(p.expert_row is not None or p.choice_row is not None or p.source for p in plans)
+    beside = beside or any(p.expert_row is not None or p.choice_row is not None or p.source or p.joins for p in plans)
     choices = {plan.choice: plan.options.kernel for plan in plans}
     kinds_of = {choice: sorted({plan.kind for plan in plans if plan.choice == choice}) for choice in choices}
     return StackPlan(

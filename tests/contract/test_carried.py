@@ -9,7 +9,7 @@ import torch
 import fnmodels
 from fnmodels import tree
 from fnmodels.apply import layer_inputs_of
-from fnmodels.models.common.carried import borrowed, takes_choice
+from fnmodels.models.common.carried import borrowed, joins, takes_choice
 from fnmodels.models.common.family import LayerKind, parsed
 from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, trainable
 
@@ -20,7 +20,12 @@ def kinds_of(case: Case) -> tuple[str, ...]:
     return fnmodels.family_of(case.config).kinds(case.config)
 
 
-CARRYING = [c for c in cases() if any("shared" in kind or LayerKind.parse(kind).source for kind in kinds_of(c))]
+def is_carried(kind: str) -> bool:
+    """Whether layers of this kind read what earlier ones leave."""
+    return "shared" in kind or LayerKind.parse(kind).source is not None or LayerKind.parse(kind).joins
+
+
+CARRYING = [c for c in cases() if any(map(is_carried, kinds_of(c)))]
 every_case = pytest.mark.parametrize("case", CARRYING, ids=str)
 
 
@@ -40,7 +45,7 @@ def parts(case: Case, params: Any, bounds: tuple[int, ...]) -> tuple[torch.Tenso
 
 
 def test_there_are_cases() -> None:
-    assert {case.config.model_type for case in CARRYING} == {"glm_moe_dsa", "gemma4_text"}
+    assert {case.config.model_type for case in CARRYING} == {"glm_moe_dsa", "gemma4_text", "longcat_flash"}
 
 
 @every_case
@@ -56,6 +61,7 @@ def test_a_stack_in_parts_is_the_whole_stack(case: Case) -> None:
         for border, left in zip(bounds, carried, strict=False):
             assert ("chosen" in left) == takes_choice(kinds_of(case), border)
             assert [*left.get("kv", {})] == borrowed(kinds_of(case), border)
+            assert ("left" in left) == joins(kinds_of(case), border)
         found = tree.flatten(gradients(x.square().sum(), leaves))
         assert all(torch.allclose(found[path], grad, rtol=1e-4, atol=1e-6) for path, grad in wanted.items())
 
@@ -66,9 +72,11 @@ def test_what_is_not_carried_is_missed(case: Case) -> None:
     params, kinds = generic_params(case.config), kinds_of(case)
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     beside = layer_inputs_of(params, inputs, x, config=case.config)
-    cut = next(i for i, kind in enumerate(kinds) if "shared" in kind or LayerKind.parse(kind).source)
+    cut = next(i for i, kind in enumerate(kinds) if is_carried(kind))
     run = functools.partial(fnmodels.run_layers, params, x, masks, freqs_cis, config=case.config, layer_inputs=beside)
-    with pytest.raises(ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and"):
+    with pytest.raises(
+        ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and|adds what layer"
+    ):
         run(cut, len(kinds))
     if any(kind.source for kind in parsed(kinds)):
         with pytest.raises(

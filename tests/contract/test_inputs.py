@@ -239,4 +239,4 @@ def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> 
         wanted, aux = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
         got, _ = family.block(layer, x, one_mask[kind], one_table[kind], **options)
         assert torch.equal(got, wanted)
-        lent[kind] = aux.get("kv")
+        lent[kind], lent["left"] = aux.get("kv"), aux.get("left")

@@ -136,12 +136,13 @@ def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.Monkey
     """M1: the expert matmuls have one row per choice of a real token."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     want = int(batch.valid.sum()) * chosen(case)
+    identities = getattr(case.config, "zero_expert_num", 0)  # which have no products
     rows: list[int] = []
 
     def counted(experts: Any, *given: Any, act: Any, **how: Any) -> Tensor:
         before = len(rows)
         y = loop_experts(experts, *given, act=lambda *given: rows.append(len(given[0])) or act(*given), **how)
-        assert sum(rows[before:]) == want
+        assert sum(rows[before:]) == want if not identities else 0 < sum(rows[before:]) < want
         return y
 
     batch.forward(params, experts=counted)
@@ -151,7 +152,7 @@ def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.Monkey
     if fits(case, "grouped"):
         ends.clear()
         batch.forward(params, experts="grouped")
-        assert set(ends) == {want}
+        assert set(ends) == {want} if not identities else ends and max(ends) < want
 
 
 @every_mixture

@@ -168,6 +168,9 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
         for token, experts, shares in zip(own, chosen, weights, strict=True):
             total = torch.zeros_like(token)
             for expert, share in zip(experts, shares, strict=True):
+                if expert >= len(layer["experts"]["down_proj"]):  # returns its input
+                    total = total + token * share
+                    continue
                 one = {name: leaf[expert] for name, leaf in layer["experts"].items()}
                 inputs = [name for name in ("gate", "up") if f"{name}_proj" in one]
                 scaled = token * share if scales_inputs else token
@@ -232,7 +235,7 @@ def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
         middle = tap["input"] + tap.get("attention", 0) + tap.get("mamba", 0)
         if "middle" in tap:
             assert off(tap["middle"], middle) < 1e-5, index
-        total = middle + tap.get("mlp", 0) + tap.get("per_layer", 0)
+        total = middle + tap.get("mlp", 0) + tap.get("per_layer", 0) + tap.get("shortcut", 0)
         total = total * generic_params(case.config)["layers"][index].get("layer_scalar", 1)
         assert off(tap["output"], total) < 1e-5, index
 
@@ -310,6 +313,7 @@ VALUES = {
     "deepseek_v3": (*MOE_TAPS,),
     "falcon_h1": ("mamba", "attention.state"),
     "gemma4_text_e": ("per_layer",),
+    "longcat_flash": ("shortcut",),
     "deepseek_v32": ("choices",),
 }
 WRONG = [(case, name) for case, names in VALUES.items() for name in names]
@@ -383,6 +387,7 @@ MOVED: dict[str, Callable[[Place], Tensor]] = {  # what a tap at a wrong place w
     "counts": lambda at: torch.bincount(at[_CHOSEN].flatten(), minlength=len(at["counts"])),  # with padding
     "experts": lambda at: at["experts"] + at["shared_expert"],
     "shared_expert": lambda at: at["mlp"],
+    "shortcut": lambda at: at["mlp"],
     "per_layer": lambda at: at.norm_input("post_per_layer_input_norm"),
     "choices": lambda at: at.in_the_row(),
     "output": lambda at: at["middle"],

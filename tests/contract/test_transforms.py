@@ -24,6 +24,7 @@ import params as P
 import train
 from fnmodels import testing, tree
 from fnmodels.apply import with_kernel
+from fnmodels.models.common.carried import joins
 from fnmodels.models.common.context import PATTERN_TAPS
 from fnmodels.models.common.family import LayerKind
 from fnmodels.options import ForwardOptions
@@ -341,6 +342,10 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
             if i >= cut
         ):
             with pytest.raises(ValueError, match="reads the keys and values of the last layer of kind"):
+                last(**decided, **options, **more)
+            continue
+        if joins(kinds, cut):
+            with pytest.raises(ValueError, match=f"Layer {cut} adds what layer {cut - 1} has left for it"):
                 last(**decided, **options, **more)
             continue
         assert torch.equal(last(**decided, **options, **more), hidden)

@@ -104,7 +104,10 @@ def test_published_configs_are_read_alike(family: str) -> None:
 
 
 # diffusers' config.json names a class instead of a model type; tests/fnmodels/models/test_presets.py counts it
-@pytest.mark.parametrize("name", [name for name in presets() if "model_type" in published()[name]])
+UNKNOWN = ("longcat-flash-lite",)  # transformers does not have its model type
+
+
+@pytest.mark.parametrize("name", [n for n in presets() if "model_type" in published()[n] and n not in UNKNOWN])
 def test_presets_are_read_alike(name: str) -> None:
     ours, theirs = preset(name), _config(AutoConfig.for_model(**reference_values(published()[name])).to_dict())
     if field_of(ours, "head_by_file"):  # transformers says that a head is tied whatever the file has

@@ -31,7 +31,7 @@ CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case:
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {
     "gemma4": ("embed", "attention.k", "attention.v"),  # read by other layers too, before the place of the hook
-    **dict.fromkeys(("esm", "opt"), ("attention.q",)),  # scaled before the attention function there
+    **dict.fromkeys(("esm", "opt", "longcat_flash"), ("attention.q",)),  # scaled before the attention function there
     "gpt2": ("attention.q",),  # scaled by the layer's number there, and in the attention function here
     # its softmax reads their difference to the largest, sinks included
     **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), ("attention.scores",)),
@@ -53,6 +53,8 @@ UNREACHED = {
     "falcon": _INLINE,  # its module computes attention itself
     "bloom": (*_INLINE, "mlp.pre"),
     "mpt": _INLINE,
+    # the stream between two halves of its layers; a module's output, the tap "experts" already; the router's product
+    "longcat_flash": ("0.output", "1.input", "shortcut", "router_logits"),
     "gpt_neo": (*_INLINE, "attention.z"),
     "mpnet": (*_INLINE, "attention.z"),
     "deberta_v2": (*_INLINE, "attention.z"),

@@ -39,6 +39,8 @@ def test_there_and_back(case: Case, limit: str, tmp_path: Path) -> None:
     )
     assert back.keys() == theirs.keys()
     assert all(back[k].dtype == theirs[k].dtype and torch.equal(back[k], theirs[k]) for k in back)
+    if case.name in collected("UNREADABLE"):
+        return
     how = EAGER | {"attn_implementation": model.config._attn_implementation}
     again, report = auto_class(model.config).from_pretrained(
         tmp_path / "ours", output_loading_info=True, **how, dtype="auto"

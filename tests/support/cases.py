@@ -18,6 +18,7 @@ Where they are needed:
     SEPARATE            {form of batch, or "variant form": why} for batches that transformers itself reads wrongly:
                         parity compares their documents one by one
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
+    UNREADABLE          {variant: why} where transformers does not read the published files
     ABSENT              {model type: how the names of buffers end that transformers has and no published file: 0}
     LEFT_OUT            {model type: how the names end of tensors that no result reads, and no parameter holds}
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
@@ -144,12 +145,14 @@ def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
 
 
 def beside(config: Any, params: Any, inputs: Any, index: int, lent: dict[str, Any]) -> dict[str, Any]:
-    """The keyword tensors that the block of a layer needs more; lent: {kind: aux["kv"] of its last layer so far}."""
+    """The keyword tensors that the block of a layer needs more; lent: {kind: aux["kv"] of its last layer so far}, and
+    aux["left"] of the last layer as "left"."""
     kind = fnmodels.family_of(config).kinds(config)[index]
     more = {"valid": inputs["valid"]} if index in sparse_layers(config) else {}
     for name, value in layer_inputs_of(config, params, inputs).items():
         more |= {name: value} if name == "shared" else {"layer_input": value[:, :, index]}
-    return more | ({"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {})
+    more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
+    return more | ({"left": lent["left"]} if LayerKind.parse(kind).joins else {})
 
 
 def is_ordered(case: Case) -> bool:

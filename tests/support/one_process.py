@@ -66,6 +66,7 @@ SEQUENTIAL = {
     "gemma4_moe": "gemma4_text_moe",
 }
 STREAMS = {"deepseek_v4": "deepseek_v4"}
+NGRAMS = {"longcat_flash_ngram": "longcat_flash_ngram"}  # with a summand that goes on to the next layer
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
@@ -107,7 +108,7 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = even((MODELS | HYBRIDS | SEQUENTIAL | STREAMS | WHOLE | TAUGHT | CHOOSING)[name])
+    config = even((MODELS | HYBRIDS | SEQUENTIAL | STREAMS | NGRAMS | WHOLE | TAUGHT | CHOOSING)[name])
     config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))

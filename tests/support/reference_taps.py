@@ -130,7 +130,10 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
     found = {"embed": Site(model.get_input_embeddings(), "output") if streams else Site(layers[0], "input")}
     here = [i for i in range(len(kinds)) if kinds[i] not in kinds[:i]]  # others have the same code
     for i in here:
-        inner = _of_layer(model, layers[i], i in sparse_layers(case.config))
+        if hasattr(layers[0], "mlps"):
+            inner = _of_half(layers[i // 2], i % 2)
+        else:
+            inner = _of_layer(model, layers[i], i in sparse_layers(case.config))
         if streams:  # their mean is the taps "input" and "output"
             inner["streams"] = inner["output"]
         found |= {f"layers.{i}.{tap}": site for tap, site in inner.items()}
@@ -148,6 +151,18 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
     else:
         found["hidden"] = Site(layers[-1], "output")
     return {tap: found[tap] for tap in names if tap in found}
+
+
+def _of_half(layer: Any, half: int) -> dict[str, Site]:
+    """Of LongCat-Flash, whose layers are two of ours each."""
+    attention, mlp = layer.self_attn[half], layer.mlps[half]
+    found = {tap: Site(attention, tap) for tap in ATTENTION} | {"attention": Site(attention, "output")}
+    found["mlp"] = Site(mlp, "output")
+    if half:
+        inside = {"mlp.pre": Site(mlp.act_fn, "input"), "mlp.neurons": Site(mlp.down_proj, "input")}
+        return found | inside | {"output": Site(layer, "output")}
+    found |= {"experts": Site(layer.mlp, "output"), "expert_weights": Site(layer.mlp.experts, "weights")}
+    return found | {"input": Site(layer, "input")}
 
 
 def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:

@@ -169,7 +169,7 @@ def model_call(
     length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
     places = {"positions": batch["positions"], "segment_ids": batch["segment_ids"], "rng": batch.get("rng")}
     inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **places, length=length)
-    inputs |= {name: batch[name] for name in ("routing", "choices", "token_types") if name in batch}
+    inputs |= {name: batch[name] for name in ("routing", "choices", "token_types", "preceding") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts
     if not aux and balance is None:

@@ -4,6 +4,7 @@
 
     chosen    int64 [B, S, k], the last choice of keys, for layers without an indexer; see `fnmodels.ops.indexer`
     kv        {kind: {"k", "v"}}, each [B, S, heads, H], which layers of another kind borrow from the last of this one
+    left      [B, S, D], what a layer leaves for the next one, which adds it to the residual stream
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +30,22 @@ def borrowed(kinds: Sequence[str], index: int) -> list[str]:
     return list(dict.fromkeys(source for i, source in sources if source and source not in kinds[index:i]))
 
 
-def left_for(kinds: Sequence[str], index: int, chosen: Tensor | None, lent: Mapping[str, Entry]) -> Tree:
+def joins(kinds: Sequence[str], index: int) -> bool:
+    """Whether layer `index` adds what the layer before it has left."""
+    return index < len(kinds) and LayerKind.parse(kinds[index]).joins
+
+
+def left_for(
+    kinds: Sequence[str], index: int, chosen: Tensor | None, lent: Mapping[str, Entry], left: Tensor | None
+) -> Tree:
     """The `carried` of layers from `index` on; ValueError without keys and values that one of them borrows.
 
-    chosen, lent: the last choice of the layers before, and by kind their keys and values.
+    chosen, lent, left: the last choice of the layers before, by kind their keys and values, and what the last of them
+    has left for the next one.
     """
     found: Tree = {}
+    if left is not None and joins(kinds, index):
+        found["left"] = left
     if chosen is not None and takes_choice(kinds, index):
         found["chosen"] = chosen
     sources = borrowed(kinds, index)

@@ -59,6 +59,7 @@ from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.ops.moe.experts import is_stored
 from fnmodels.ops.moe.experts_loop import Act
+from fnmodels.ops.moe.identities import with_identities
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm_taps import watched_norms
@@ -179,6 +180,15 @@ class Context:
         q, lent = self.tap("attention.q", q), self.tensors["kv"]
         k, v = (self.tap(f"attention.{name}", lent[name]) for name in "kv")
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
+
+    def leave(self, value: Tensor) -> None:
+        """Leaves value [B, S, D] for the next layer, whose kind has the word "joins"."""
+        self.aux["left"] = value
+
+    def left(self) -> Tensor:
+        """What the layer before has left for this one: [B, S, D]."""
+        value: Tensor = self.tensors["left"]
+        return value
 
     def layer_input(self) -> Tensor:
         """This layer's part of what the family's `layer_inputs` returns: [B, S, P]."""
@@ -366,13 +376,14 @@ class Context:
         act: str | Act,
         dtypes: RouterDtypes,
         input_weighted: bool = False,
+        identities: int = 0,
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
         x: may be a pair, what the router reads and what the experts do.
         act: a function (gate, up) -> inner, or the name of an activation for `glu`. input_weighted: scale the experts'
-        inputs, not their outputs. Token counts and router logits are always in aux; the chosen experts and their
-        weights if they are in `taps`.
+        inputs, not their outputs. identities: so many of the router's experts, the last ones, return their input.
+        Token counts and router logits are always in aux; the chosen experts and their weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
@@ -382,6 +393,7 @@ class Context:
         }
         layer = layer | {"experts": stacks}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
+        run = with_identities(run, len(layer["router"]) - identities) if identities else run
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
         y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes, tap=self.tap)

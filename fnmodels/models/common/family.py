@@ -108,6 +108,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
     "dropout": Dropout(),
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
+    "ngram_size": 0,  # tokens of the longest n-gram that `embed` reads, inputs["preceding"]; 0: it reads none
     "residual_streams": 0,  # rows of the residual stream between layers, [B, S, n, D]; 0: it is [B, S, D]
 }
 
@@ -151,6 +152,7 @@ class LayerKind:
     first: bool = False  # "first": no norm before attention (ModernBERT)
     source: str | None = None  # "reuse": the kind whose keys and values its layers read, the name without this word
     shares_choice: bool = False  # "indexed_shared": the keys that the last indexer before it has chosen
+    joins: bool = False  # "joins": adds what the layer before has left for it (`Context.leave`)
 
     @property
     def slides(self) -> bool:
@@ -186,6 +188,7 @@ class LayerKind:
                 first="first" in words,
                 source="_".join([first, *(w for w in words if w != "reuse")]) if "reuse" in words else None,
                 shares_choice=first == "indexed" and "shared" in words,
+                joins="joins" in words,
             )
         return kind
 

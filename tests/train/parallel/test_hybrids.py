@@ -94,6 +94,25 @@ STREAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+# tables of n-grams that the embedding reads, and what half of a layer leaves for the other
+NGRAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fsdp=2", {}, {"remat": "full"}),
+    ("tp=2", {"sequence": True}, {}),
+    ("cp=2", {}, {}),
+    ("ep=2", {}, {}),
+    ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
+    ("pp=2,tp=2", {"sequence": True}, {"accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "options"), NGRAMS)
+def test_ngrams_and_a_summand_of_the_layer_before(
+    ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    name = "longcat_flash_ngram"
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
+
+
 @pytest.mark.parametrize(("mesh", "strategy", "options"), STREAMS)
 def test_streams_and_keys_of_windows(
     ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]

@@ -38,7 +38,8 @@ import fnmodels
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.inputs.segments import preceding_tokens
+from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.kernels import KERNELS
@@ -74,12 +75,13 @@ def shard_batch(
     """The positions of the global batch that `rank` of `ranks` computes, after one permutation of all positions.
 
     batch: tokens, positions, segment_ids and labels [B, S], any other entries [B, S, ...], and entries [B], which all
-    ranks keep; positions [B, S, 3] become [B, S, 4], because a rank cannot count the tokens before its own. order:
-    "mask" distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s layers;
-    "head_tail" gives each rank one chunk from the head and one from the tail of each row; a tensor [S] or [B, S] is a
-    permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads); "auto" is
-    "mask", or None for a model whose layers read tokens in their order. ValueError unless `ranks` divides S, and for
-    another order of such a model.
+    ranks keep; positions [B, S, 3] become [B, S, 4], because a rank cannot count the tokens before its own, and
+    "preceding" is added for a model that embeds n-grams.
+    order: "mask" distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s
+    layers; "head_tail" gives each rank one chunk from the head and one from the tail of each row; a tensor [S] or
+    [B, S] is a permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads);
+    "auto" is "mask", or None for a model whose layers read tokens in their order. ValueError unless `ranks` divides S,
+    and for another order of such a model.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}: ranks count from 0.")
@@ -99,6 +101,10 @@ def shard_batch(
     if batch["positions"].ndim == 3 and batch["positions"].shape[2] == 3:
         counted = fnmodels.inputs.text_order(batch["positions"], batch["segment_ids"])
         batch = {**batch, "positions": torch.cat((counted[..., None], batch["positions"]), -1)}
+    ngrams = 0 if config is None else field_of(config, "ngram_size")
+    if ngrams and "preceding" not in batch:
+        before = preceding_tokens(batch["tokens"], batch["positions"], batch["segment_ids"], ngrams - 1)
+        batch = {**batch, "preceding": before}
     whole = dict(batch) if order is None else fnmodels.permute(dict(batch), order)
     share = length // ranks
     return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()} | of_rows

@@ -5,8 +5,8 @@ x               hidden states [B, S, D], or streams of them [B, S, n, D]; of an 
 memory          [B, K, D], what a decoder's layers read of its encoder
 term            balance terms of the layers so far, where a loss has any
 layer_inputs    [B, S, layers to come, P], in models whose layers each read something of the token
-carried.*       the last choice of keys, and keys and values that later layers borrow, see
-                `fnmodels.models.common.carried`
+carried.*       the last choice of keys, keys and values that later layers borrow, and what the last layer left for
+                the next, see `fnmodels.models.common.carried`
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.carried import borrowed, takes_choice
+from fnmodels.models.common.carried import borrowed, joins, takes_choice
 from fnmodels.models.common.family import field_of, stream_shape
 from train.run_options import RouterTerms
 
@@ -66,6 +66,8 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
         found["layer_inputs"] = x.new_empty(rows, length, len(kinds) - lo, width, dtype=dtype)
     if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
         found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
+    if joins(kinds, lo):
+        found["carried.left"] = torch.empty_like(found["x"])
     sources = borrowed(kinds, lo)
     entries = fnmodels.init_cache(config, 1, 1).layers if sources else ()
     for kind in sources:

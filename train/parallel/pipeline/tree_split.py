@@ -16,7 +16,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.apply import layer_inputs_of, stack_params
-from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
+from fnmodels.models.common.family import DecoderConfig, field_of, function_of, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
 
@@ -106,7 +106,9 @@ def _one_token(config: Any) -> dict[str, torch.Tensor]:
         return found
     if kind != "patches":
         of_tokens = function_of(family, "token_inputs")(config, token, token)
-        return {"tokens": token, "positions": token, **of_tokens}
+        ngrams = field_of(config, "ngram_size")
+        before = {"preceding": token[..., None].expand(1, 1, ngrams - 1)} if ngrams else {}
+        return {"tokens": token, "positions": token, **of_tokens, **before}
     positions = token[..., None].expand(1, 1, 4)
     pixels = torch.zeros(1, 1, config.num_channels * config.patch_size**2, device="meta")
     return {"tokens": pixels, "positions": positions, **function_of(family, "batch_inputs")(config, positions)}
