@@ -1,5 +1,6 @@
 """Tests of chat data: the rendered text equals transformers', and every token's label is written out by hand."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -541,6 +542,19 @@ TOOL = {"name": "Ctool", "description": "A tool.", "parameters": PARAMETERS}
 TOOLS = {"tools": [{"type": "function", "function": TOOL}]}  # of the conversation of this name
 
 
+@functools.cache
+def rendered(path: Path) -> dict[str, Any]:
+    """{conversation: its examples, or why the template refuses it}, all at once: compiling takes longest."""
+    found: dict[str, Any] = {}
+    for talk, messages in TOLD.items():
+        try:
+            template = Template(path.read_text(), SPECIAL, "2026-01-01")
+            found[talk] = render_examples(template, messages, tools=TOOLS.get(talk))
+        except UserError as error:
+            found[talk] = str(error)
+    return found
+
+
 @pytest.mark.parametrize("talk", TOLD)
 def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -> None:
     """By every template that trl has: all that is said, nothing of the user, no None; and with all of the context."""
@@ -548,12 +562,9 @@ def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -
     context = set(CONTEXT.findall(json.dumps([TOLD[talk], TOOLS.get(talk)])))
     reasons: dict[str, str] = {}
     for path in TRL:
-        try:
-            examples = render_examples(
-                Template(path.read_text(), SPECIAL, "2026-01-01"), TOLD[talk], tools=TOOLS.get(talk)
-            )
-        except UserError as error:
-            reasons[path.stem] = str(error)
+        examples = rendered(path)[talk]
+        if isinstance(examples, str):
+            reasons[path.stem] = examples
             continue
         targets = ["".join(text[start:stop] for start, stop in spans) for text, spans in examples]
         trained = Counter(SAID.findall(" ".join(targets)))
