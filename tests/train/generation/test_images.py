@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fnmodels
 import train
 from fnmodels import image_text
 from fnmodels.cache import captured
@@ -24,6 +25,16 @@ from train.generation.requests import Request
 
 CASES = tuple(image_cases())
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def form(case: ImageCase) -> tuple[Any, ...]:
+    """What generation gets from a model: positions of several axes, masks of images, layers; features of several."""
+    parts = (hasattr(case.family, name) for name in ("image_positions", "image_masks"))
+    kinds = frozenset(fnmodels.family_of(case.config.text).kinds(case.config.text))
+    return (*parts, kinds, case.name.startswith("qwen3_vl"))
+
+
+every_form = pytest.mark.parametrize("case", {form(case): case for case in reversed(CASES)}.values(), ids=str)
 NEW = 6
 GREEDY = train.Sampling(temperature=0.0)
 SQUARE = ("gemma3", "llama4", "llava", "pixel_shuffle")  # whose towers read images of one size, but for NaFlex
@@ -166,7 +177,7 @@ def named(*names: str) -> Any:
     return pytest.mark.parametrize("case", [case for case in CASES if case.name in names], ids=str)
 
 
-@every_case
+@every_form
 def test_rows_alone_streamed_and_served_are_those_of_a_batch(case: ImageCase) -> None:
     """Their noise too; requests come from an iterator, and a slot is filled when another one is free."""
     prompts, images = prompts_of(case)
@@ -182,7 +193,7 @@ def test_rows_alone_streamed_and_served_are_those_of_a_batch(case: ImageCase) ->
     assert sorted(event.row for event in events) == sorted([*range(6)] * 4)
 
 
-@every_case
+@every_form
 def test_beams_and_drafts_read_images(case: ImageCase) -> None:
     """One beam is greedy; what a draft that reads images proposes is right, and one of text changes no token."""
     prompts, images = (part[:3] for part in prompts_of(case))
