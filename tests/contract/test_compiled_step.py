@@ -87,6 +87,7 @@ def filled(step: Any, params: Any, config: Any, capacity: int, start: int) -> It
         yield logits, wanted
 
 
+@pytest.mark.slow
 def test_few_graphs_serve_all_lengths_and_capacities(graphs: CompileCounterWithBackend) -> None:
     """Steps that read blocks of slots and those that read all are two graphs of one capacity, and two of all others."""
     config = ONE_LAYER

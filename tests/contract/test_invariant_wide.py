@@ -153,9 +153,9 @@ def check_backward(config: Any, params: Any) -> None:
 
 
 def _pairs() -> Iterator[Any]:
-    """The first structure in both dtypes, the others in one in turn."""
+    """The first structure in both dtypes, the others in one in turn. All but one take seconds."""
     for index, structure in enumerate(MODELS):
-        marks = [pytest.mark.slow] if any(word in structure for word in ("delta", "state")) else []
+        marks = [] if structure == "ungrouped" else [pytest.mark.slow]
         for number, dtype in enumerate(DTYPES):
             if index == 0 or index % len(DTYPES) == number:
                 yield pytest.param(structure, dtype, marks=marks)
@@ -173,6 +173,7 @@ def test_a_document_has_its_bits(structure: str, dtype: str) -> None:
     check_backward(config, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "dora"), [("fp32", True), ("bf16", False)])
 def test_adapters_have_their_bits(dtype: str, dora: bool) -> None:
     config = config_of("ungrouped")

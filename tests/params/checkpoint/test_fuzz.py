@@ -268,6 +268,7 @@ def test_quantized(seeds: range, tmp_path: Path) -> None:
 SIZES = (10**5, 10**7, 1 << 31)
 
 
+@pytest.mark.slow
 def test_every_number_of_every_family_may_be_enormous(tmp_path: Path) -> None:
     """Each integer of a model type's config.json in turn set to a huge value: refused, or loaded if it is no size.
 
