@@ -1,5 +1,6 @@
 """The Config of a new model: of any model type or preset, with fields of config.json set by name."""
 
+from itertools import combinations
 from typing import Any
 
 import fnmodels
@@ -26,12 +27,43 @@ def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int])
     family = family_module(settings) or fnmodels.family_for(values["model_type"])
     if not traits_of(family).causal or traits_of(family).inputs != "tokens":
         raise UserError(f"{what}: this job trains next-token prediction of text, which this is no model for")
+    optional = () if settings.preset else tuple(name for name in _optional(settings) if name not in changes)
     try:
-        config: DecoderConfig = family.Config.from_hf(values)
+        return _read(family, values, optional)
     except CheckpointError as error:
-        text = str(error).removeprefix("config.json").lstrip(": ").rstrip(".")
-        raise UserError(f"{what}: {text} (--set NAME=VALUE sets a field, NAME=null leaves it out)") from error
-    return config
+        text = str(error).removeprefix("config.json").lstrip(": ").partition(" If they do not, ignore_fields=")[0]
+        raise UserError(
+            f"{what}: {text.rstrip('.')} (--set NAME=VALUE sets a field, NAME=null leaves it out)"
+        ) from error
+
+
+def _optional(settings: Settings) -> tuple[str, ...]:
+    """The fields of `_sized` that nobody has chosen and that not every type has."""
+    sizes = ("num_key_value_heads", "intermediate_size")
+    unchosen = tuple(name for name in sizes if getattr(settings, name) == getattr(DEFAULT, name))
+    return (*unchosen, "rms_norm_eps", "tie_word_embeddings")
+
+
+def _read(family: Family, values: dict[str, Any], optional: tuple[str, ...]) -> DecoderConfig:
+    """The Config of config.json's fields, without the fewest of `optional` with which the family refuses them.
+
+    Raises:
+        CheckpointError: It refuses them in any case; the reason is one that leaving a field out did not cause.
+    """
+    reason: CheckpointError | None = None
+    for number in range(len(optional) + 1):
+        for left_out in combinations(optional, number):
+            try:
+                config: DecoderConfig = family.Config.from_hf(
+                    {name: value for name, value in values.items() if name not in left_out}
+                )
+            except CheckpointError as error:
+                if reason is None or not any(f"'{name}'" in str(error) for name in left_out):
+                    reason = error
+            else:
+                return config
+    assert reason is not None
+    raise reason
 
 
 def _published(preset: str) -> dict[str, Any]:
