@@ -75,7 +75,8 @@ def prepare_step(
     if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
         length = cache.length if length is None else length
         inputs, masks, tables = next_step(config, check_tokens(tokens), cache, known, length)
-        inputs |= _preceding(inputs, known.segment_ids(), _fullest(cache))
+        if "preceding" in inputs:
+            inputs |= _preceding(inputs, known.segment_ids(), _fullest(cache))
         return inputs, _on_cache(inputs, masks, cache, known), tables
     held = _fullest(cache)
     if segment_ids is None:
@@ -91,7 +92,8 @@ def prepare_step(
         positions = _next_positions(held, segment_ids)
     length = cache.length if length is None else length
     inputs, masks, freqs_cis = prepare(text, tokens, positions=positions, segment_ids=segment_ids, length=length)
-    inputs |= _preceding(inputs, segment_ids, held)
+    if "preceding" in inputs:
+        inputs |= _preceding(inputs, segment_ids, held)
     if held is not None and held.highest is not None:
         # beside the tables, which stay where the caller replaces the inputs by vectors
         freqs_cis = {**freqs_cis, "highest": _highest(held, held.highest, segment_ids, inputs["positions"])}
@@ -101,8 +103,8 @@ def prepare_step(
 
 
 def _preceding(inputs: Mapping[str, Any], segment_ids: Tensor, held: Slots | None) -> dict[str, Tensor]:
-    """{"preceding": the tokens before the new ones, cached ones included}, for a model that embeds n-grams."""
-    if held is None or held.tokens is None or "preceding" not in inputs:
+    """{"preceding": the tokens before the new ones, cached ones included}; {} for a cache that holds no ids."""
+    if held is None or held.tokens is None:
         return {}
     before = held.tokens, held.positions, held.segments
     tokens, count = inputs["token_ids"], inputs["preceding"].shape[-1]
