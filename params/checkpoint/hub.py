@@ -74,11 +74,14 @@ def _snapshot(model: str, revision: str | None) -> Path:
         reason = "There is no such checkpoint folder, and the Hub has no such model or revision for this token"
         raise FileNotFoundError(errno.ENOENT, reason, name) from error
     except errors.LocalEntryNotFoundError as error:
-        reason = "The Hub cannot be reached (or HF_HUB_OFFLINE is set), and its cache has no complete copy of the model"
+        reason = (
+            "There is no such checkpoint folder. The Hub cannot be reached (or HF_HUB_OFFLINE is set), and its cache "
+            "has no complete copy of such a model"
+        )
         raise OSError(errno.ENETUNREACH, reason, name) from error
     except (OSError, vars(errors)["HTTPError"]) as error:  # of the HTTP client, which differs by release
         if getattr(error, "errno", None) is not None:  # the disk's own: full, not writable
             raise
-        reason = f"The Hub cannot be reached: {error}"
+        reason = f"There is no such checkpoint folder, and the Hub cannot be reached: {error}"
         raise OSError(errno.ENETUNREACH, reason, name) from error
     return Path(folder)

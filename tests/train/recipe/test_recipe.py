@@ -193,7 +193,7 @@ REFUSED_BY_STAGES = [
     ("prompts.jsonl", "none.jsonl", "[reward] --data HERE/none.jsonl: the file cannot be read"),
     ("prompts.jsonl", "text.txt", "[reward] HERE/text.txt, line 1 is not JSON"),
     ('"contains"', '"containss"', "[reward] --checker containss: it is none of equal, contains, number"),
-    ('init = "{chat}"', 'init = "nowhere/else"', "[reward] nowhere/else: The Hub cannot be reached"),
+    ('init = "{chat}"', 'init = "nowhere/else"', "[reward] nowhere/else: There is no such checkpoint folder"),
     ('init = "{pretraining}"', 'init = "/nowhere"', "[chat] /nowhere: there is no such checkpoint folder"),
     (
         'init = "{pretraining}"',
