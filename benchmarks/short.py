@@ -97,9 +97,10 @@ def picture(ratios: dict[str, float], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 0.9 + 0.42 * len(ratios)))
+    axis.axvline(1, color="#444444", linewidth=0.8, zorder=0)
     bars = axis.barh(list(ratios)[::-1], list(ratios.values())[::-1], color="#1b6ca8", height=0.7)
-    axis.bar_label(bars, [f"{ratio:.2f}x" for ratio in list(ratios.values())[::-1]], padding=3, fontsize=8.5)
-    axis.axvline(1, color="#444444", linewidth=0.8)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+    axis.bar_label(bars, [f"{bar.get_width():.2f}x" for bar in bars], padding=4, fontsize=8.5, bbox=behind)
     axis.set_xlim(0, max(ratios.values()) * 1.15)
     axis.set_title("fnmodels: times as fast as the other library", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
