@@ -6,6 +6,7 @@ from typing import Any
 from fnmodels.errors import UserError
 from fnmodels.files import read_text
 from params.io.files import parse_line
+from train.data.turns.said import fault_beside
 
 _UNREAD = {"video", "video_url", "audio", "audio_url", "input_audio"}  # types of parts of messages
 
@@ -24,6 +25,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             isinstance(row.get("prompt"), str) ^ bool(isinstance(row.get("messages"), list) and row["messages"])
         ):
             raise UserError(f'{path}, line {number} must be an object with either a text "prompt" or "messages"')
+        if fault := fault_beside(row):
+            raise UserError(f"{path}, line {number}: {fault}")
         for message in row.get("messages", []):
             if not isinstance(message, dict):
                 raise UserError(f'{path}, line {number}: each of "messages" must be an object')

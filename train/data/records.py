@@ -16,6 +16,8 @@ from fnmodels.files import open_regular
 from params.io.files import LINE_DEPTH_LIMIT, TOO_DEEP, is_deep, parse_line
 from train.command_line import check_installed
 
+from .turns.said import BESIDE, fault_beside
+
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 LONE_SURROGATE = "holds half a character, a lone surrogate"
 PARQUET_BATCH = 64  # records of a Parquet file in memory at a time
@@ -82,8 +84,8 @@ def read_parquet(opened: IO[bytes], size: int, *, first: int = 0) -> Iterator[Re
     try:
         file = parquet.ParquetFile(opened, buffer_size=PARQUET_BUFFER)
         names = file.schema_arrow.names
-        columns = [TEXT] if TEXT in names else [name for name in (MESSAGES, TOOLS) if name in names]
-        if not columns or columns == [TOOLS]:
+        columns = [name for name in ((TEXT,) if TEXT in names else (MESSAGES, *BESIDE)) if name in names]
+        if not {TEXT, MESSAGES} & set(columns):
             yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
             return
         groups = list(range(file.metadata.num_row_groups))
@@ -125,7 +127,7 @@ def read_dataset(dataset: Any) -> Iterator[Record]:
 
 def record_of_row(place: str, value: Mapping[str, Any]) -> Record:
     """The record of a table's row, in which absent fields of nested objects are null."""
-    chat = {name: value[name] for name in (MESSAGES, TOOLS) if name in value}
+    chat = {name: value[name] for name in (MESSAGES, *BESIDE) if name in value}
     if is_deep(chat, LINE_DEPTH_LIMIT):
         return Record(place, fault=TOO_DEEP)
     return _record_of(place, {**value, **{name: _drop_nulls(field) for name, field in chat.items()}})
@@ -153,6 +155,8 @@ def _record_of(place: str, value: Mapping[str, Any]) -> Record:
         return Record(place, fault=f"{MESSAGES!r} is {messages!r:.40}, no list of objects with a role")
     if not messages:
         return Record(place, fault=f"{MESSAGES!r} is empty")
+    if fault := fault_beside(value, TOOLS):
+        return Record(place, fault=fault)
     tools = _tools(value.get(TOOLS))
     if tools is None:
         return Record(place, fault=f"{TOOLS!r} is {value[TOOLS]!r:.40}, no list of objects")

@@ -27,6 +27,7 @@ from .encoder_pool import PoolOptions, encode, encode_chats
 from .mixture import Mixture
 from .rows import Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
 from .sources import DataSources, Source, combine
+from .turns.said import refuse_media
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +228,7 @@ def tokenize_chats(
         sizes = (len(texts[0]), len(texts[1]), len(zlib.compress(texts[1], 9)))
         return TokenizedSource(found[0], found[1], sizes, known_as, tuple(skipped))
 
-    return _cached("chats", f"3 {known_as} {length} {tokenizer.to_str()}", known_as, make)
+    return _cached("chats", f"4 {known_as} {length} {tokenizer.to_str()}", known_as, make)
 
 
 def encode_conversations(
@@ -243,6 +244,7 @@ def encode_conversations(
     rendered: list[RenderedChat] = []
     for document in documents:
         try:
+            refuse_media(document.messages or ())
             examples = render_examples(template, document.messages or (), tools=list(document.tools) or None)
         except UserError as error:
             skipped.append(f"{document.name} ({error})")

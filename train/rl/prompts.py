@@ -12,6 +12,7 @@ from fnmodels.errors import UserError
 from fnmodels.files import read_bytes
 from params.imported import place_raised
 from params.io.files import parse_line
+from train.data.turns.said import fault_beside
 from train.imported import FunctionFailed, Imported, is_import_path
 
 Record = Mapping[str, Any]
@@ -84,6 +85,8 @@ def _record(place: str, line: bytes, checker: str) -> Record:
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise UserError(f"{place} has no list of `messages`, each with a role")
+    if fault := fault_beside(value, "documents"):  # a checker of the user's may read those
+        raise UserError(f"{place}: {fault}")
     if checker in CHECKERS and "answer" not in value:
         raise UserError(f"{place} has no `answer`, with which --checker {checker} compares")
     return dict(value)

@@ -184,7 +184,12 @@ def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
     assert "--out" in said(checkpoint, "--chat", "--out", "b")
     assert "--compile is for" in said(checkpoint, "--chat", "--compile")
     assert "no chat template" in said(checkpoint, "--chat", "--prompt", "a")
-    for line, words in (("{", "line 1 is not JSON"), ("[1]", "line 1 must be"), ('{"messages": []}', "line 1 must be")):
+    for line, words in (
+        ("{", "line 1 is not JSON"),
+        ("[1]", "line 1 must be"),
+        ('{"messages": []}', "line 1 must be"),
+        ('{"prompt": "a", "system": "b"}', "line 1: 'system' stands beside the turns"),
+    ):
         (tmp_path / "in.jsonl").write_text(line)
         assert words in said(checkpoint, "--prompts", tmp_path / "in.jsonl")
     assert "'2' is not a number above 0 and at most 1" in said(checkpoint, "--prompt", "a", "--top-p", "2")

@@ -25,6 +25,8 @@ from train.data.chat import (
     render_examples,
     render_prompt,
 )
+from train.data.corpus import CorpusDocument
+from train.data.tokenized import encode_conversations
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -692,6 +694,18 @@ def test_a_short_text_in_another_is_no_proof(turn: dict[str, Any], source: str, 
         render_examples(Template(whole, {}), talk)
     written = ALL.replace("{{ m.content }}", "{{ m | tojson }}")
     assert render_examples(Template(written, {}), talk)[0][1]
+
+
+def test_a_picture_in_a_conversation_is_not_trained_on_as_a_text(tmp_path: Path) -> None:
+    """The template writes a place for it, which no picture would fill."""
+    template = Template(ALL.replace("m.content", "m.content | map(attribute='text', default='<image>') | join"), {})
+    talk = [
+        {"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A cat"}]},
+    ]
+    assert "<image>What?" in render_examples(template, talk)[0][0]
+    _, skipped = encode_conversations((CorpusDocument("a", "", tuple(talk)),), _tokenizer(), template, 99)
+    assert "turn 1 of 2 has a part of type 'image'" in skipped[0]
 
 
 @pytest.mark.parametrize("name", [None, "", "assistant", "Assistant", "gpt"])

@@ -57,6 +57,8 @@ BROKEN = {
     "no turns": (b'{"messages": []}', "'messages' is empty"),
     "tools": (b'{"messages": [{"role": "user"}], "tools": [3]}', "'tools' is [3], no list of objects"),
     "tools that are no JSON": (b'{"messages": [{"role": "user"}], "tools": "["}', "'tools' is '[', no list of objects"),
+    "system beside": (b'{"messages": [{"role": "user"}], "system": "Be brief."}', "'system' stands beside the turns"),
+    "older tools": (b'{"messages": [{"role": "user"}], "functions": [{"name": "add"}]}', "give them as 'tools'"),
     "half in a turn": (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', "'messages' holds half"),
 }
 
@@ -181,6 +183,10 @@ def test_fields_that_only_other_rows_have_are_not_there(tmp_path: Path) -> None:
     _parquet(tmp_path / "d.parquet", tools=schemas)
     (record,) = read_records(tmp_path / "d.parquet")
     assert record.fault == "no column 'text' or 'messages' among tools"
+    _parquet(tmp_path / "e.parquet", messages=CALLS, system=["Be brief.", ""], chat_template_kwargs=[None, {"a": None}])
+    first, second = read_records(tmp_path / "e.parquet")
+    assert first.fault.startswith("'system' stands beside the turns and would be left out: make it the first turn")
+    assert not second.fault and second.messages
 
 
 def test_a_conversation_with_other_tools_is_another(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_heldout_prompts_do_not_depend_on_their_order(base: Path, tmp_path: Path
 REFUSED = {
     '{"messages": []}': "has no list of `messages`",
     "{": "is not JSON",
+    '{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "add"}]}': "'tools' stands beside the turns",
     '{"messages": [{"role": "user", "content": "x"}]}': "has no `answer`, with which --checker contains compares",
 }
 

@@ -23,6 +23,14 @@ _BOOKKEEPING = """id index type tool_call_id message_id parent_id turn_id turn_i
     token_count num_tokens logprobs finish_reason stop_reason end_turn cache_control score rating rank quality language
     lang country state header hashed_ip toxic redacted"""
 BOOKKEEPING = frozenset(_BOOKKEEPING.split())  # numbers, dates and origins of a turn, none of which it says
+# What formats keep beside the turns of a conversation, and what to do with it here.
+BESIDE = {
+    "system": "make it the first turn",
+    "functions": "give them as 'tools'",
+    "tools": "write them into the first turn",
+    "documents": "write them into a turn",
+    "chat_template_kwargs": "set them in the chat template",
+}
 MEDIA = re.compile("image|picture|video|audio|file")
 # Names that say no more than the role.
 ROLES = frozenset(("user", "human", "assistant", "model", "bot", "gpt", "ai", "system", "developer"))
@@ -42,6 +50,12 @@ class Piece:
     needed: bool = True
     label: bool = False
     key: str = ""
+
+
+def fault_beside(record: Mapping[str, Any], *read: str) -> str:
+    """Why a record would lose a part of its conversation, "" where it would not. read: the keys that are read."""
+    name = next((name for name in BESIDE if name not in read and record.get(name)), None)
+    return "" if name is None else f"{name!r} stands beside the turns and would be left out: {BESIDE[name]}"
 
 
 def is_trained(message: Message) -> bool:
@@ -115,6 +129,18 @@ def _spoken(text: str, role: Any) -> Iterator[Piece]:
 def is_media(part: Mapping[str, Any]) -> bool:
     """Whether a part is a picture or the like, for which a template writes a place and nothing of what it holds."""
     return any(MEDIA.search(str(name)) for name in (part.get("type"), *part))
+
+
+def refuse_media(messages: Sequence[Message]) -> None:
+    """UserError for a picture or a sound in a conversation that is to be trained on as text alone."""
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping) and not isinstance(part.get("text"), str) and is_media(part):
+                raise UserError(
+                    f"turn {number} of {len(messages)} has a part of type {part.get('type')!r}, and conversations are "
+                    "trained on as text alone: the template would write a place for it, and nothing would fill it"
+                )
 
 
 def _calls(message: Message, where: str) -> Iterator[str]:
