@@ -112,6 +112,8 @@ class _Reader:
         names: dict[str, str] = {}  # {module: its name in the file}
         pattern, replacement = _renaming(self.layout, tensors)
         for name, value in tensors.items():
+            if (plain := name.replace(".original_module.", ".")) != name and plain in tensors:
+                continue  # with bias "all", PEFT saves that of a module which modules_to_save replaces, too
             written = name.removeprefix(PREFIX)
             module, part = _parsed(re.sub(pattern, replacement, written))
             if not name.startswith(PREFIX) or (part == "" and not self._full(module, value)):

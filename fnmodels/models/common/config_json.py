@@ -39,6 +39,8 @@ _BOOKKEEPING_WORDS = """
     tf tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
 """
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
+# Words in names of numbers of parts, which are no tokens.
+_NUMBERED = frozenset(("block", "blocks", "expert", "experts", "head", "heads", "layer", "layers"))
 # Words in names of numbers that scale or count a part, so that no other word makes such a number bookkeeping.
 _SCALES = "scale scales scaling scaled multiplier factor"
 _COUNTS = """
@@ -298,6 +300,7 @@ def is_bookkeeping(name: str, value: Any) -> bool:
         return False
     ids = value if isinstance(value, list) else [value or 0]  # a token's switch that is off is harmless
     is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(one, bool | float) for one in ids)
+    is_token = is_token and not _NUMBERED & set(words)
     return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or "." in name or is_token
 
 

@@ -129,6 +129,8 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (LLAMA, {"attn.scale": 3.0}),
         (LLAMA, {"scale_attention_by_token": True}),
         (LLAMA, {"use_cls_token": True}),
+        (LLAMA, {"nope_layer_id": [1]}),
+        (LLAMA, {"shared_kv_layer_id": 1}),
         (LLAVA, {"image_token_id": 31999}),
         (LLAVA, {"vocab_size": 99}),
         (GEMMA, {"zero_centered": False}),
