@@ -124,6 +124,7 @@ _ALGORITHMS = {
     "MXFP4": [forms.mxfp4("", "_scale")],
     "W4A8_MXFP4_FP8": [forms.mxfp4("", "_scale")],
 }
+_MERGED = ("autosmoothquant", "awq", "gptq", "smooth")  # algorithms of Quark whose results are in the weights
 _WEIGHTS_ONLY = ("FP8_PB_WO", "W4A16_NVFP4", "MXFP4")
 
 
@@ -158,8 +159,21 @@ def modelopt(inner: Fields, method: str) -> Quantization:
     return Quantization("modelopt", found, activations=", ".join(acts), cache=str(cache or ""))
 
 
+def _check_algorithms(inner: Fields) -> None:
+    """UnsupportedError for an algorithm of Quark that may turn activations while the model runs, as rotations do."""
+    value = inner.take("algo_config", [])
+    for one in value if isinstance(value, list) else [value]:
+        name = one.get("name") if isinstance(one, Mapping) else one
+        if name not in _MERGED:
+            raise UnsupportedError(
+                f"{inner.where}: 'algo_config' has {shown(name)}; supported are {', '.join(_MERGED)}, of which the "
+                "weights in the files hold everything."
+            )
+
+
 def quark(inner: Fields, method: str) -> Quantization:
     """AMD's Quark: e4m3 by tensor or channel, and mxfp4."""
+    _check_algorithms(inner)
     found: list[Form] = []
     base = inner.take("global_quant_config")
     layers = inner.take("layer_quant_config", {})
@@ -188,7 +202,7 @@ def quark(inner: Fields, method: str) -> Quantization:
             fields.expect("group_size", 32)
             fields.expect("scale_format", "e8m0")
         found.append(known[key])
-    inner.finish(ignored=("exclude", "export", "algo_config", "softmax_quant_spec", "quant_mode", "quant_method",
+    inner.finish(ignored=("exclude", "export", "softmax_quant_spec", "quant_mode", "quant_method",
                           "kv_cache_quant_config", "kv_cache_post_rope", "version"))  # fmt: skip
     cache = "fp8" if inner.values.get("kv_cache_quant_config") else ""
     return Quantization("quark", tuple(dict.fromkeys(found)), activations="as weights" if acts else "", cache=cache)

@@ -290,6 +290,7 @@ def test_what_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
 
 
 W8A8 = compressed("int-quantized", num_bits=8)
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
 UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
     "bits": (GPTQ | {"bits": 5}, P.UnsupportedError, "'bits' is 5; supported are 2, 3, 4, 8"),
     "no bits": ({"quant_method": "gptq", "group_size": 32}, P.ConfigError, "has no 'bits'"),
@@ -309,6 +310,11 @@ UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
     "an unknown order": (compressed("pack-quantized", actorder="x"), P.UnsupportedError, "'actorder' is \"x\""),
     "by block": (compressed("int-quantized", strategy="block"), P.UnsupportedError, "'strategy' is \"block\""),
     "other format": (compressed("marlin-24"), P.UnsupportedError, '"marlin-24"; supported are dense, float-quant'),
+    "rotations of Quark": (
+        QUARK | {"algo_config": [{"name": "awq"}, {"name": "rotation"}]},
+        P.UnsupportedError,
+        "'algo_config' has \"rotation\"; supported are autosmoothquant, awq",
+    ),
     "rotations": (W8A8 | {"transform_config": {"config_groups": 1}}, P.UnsupportedError, "'transform_config' is"),
 }
 
