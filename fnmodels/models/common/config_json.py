@@ -35,8 +35,8 @@ _HARMLESS = """
 # `forward` applies no dropout, as in evaluation mode.
 _BOOKKEEPING_WORDS = """
     autotrain axolotl checkpointing coreml deepspeed dropout dropouts flash flax flos fused gradient init initializer
-    jax layerdrop llamafactory loss megatron mergekit nemo onnx openvino optimum optimizer pdrop peft sbert sdpa sglang
-    tf tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
+    jax layerdrop llamafactory loss megatron mergekit neftune nemo onnx openvino optimum optimizer pdrop peft sbert
+    sdpa sglang tf tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
 """
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
 # Words in names of numbers of parts, which are no tokens.

@@ -14,6 +14,7 @@ inputs = pixel_shuffle.with_images(params, inputs, features, places, config=conf
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +172,7 @@ class Config:
         outer.expect("vision_feature_select_strategy", "default" if own.tower_type == "internvl_vision" else "full")
         if "tie_embedding" in values:  # in files of LFM2-VL
             outer.expect("tie_embedding", outer.boolean("tie_word_embeddings", True))
+        outer = _without_resampler(outer, own)
         text = vision_language.text_config(outer, own.text_type, own.text_defaults)
         text = vision_language.with_tie(text, vision_language.tied_head(outer, text, own.tied))
         tower = two_towers.tower_fields(outer, "vision_config", own.tower_type)
@@ -211,6 +213,20 @@ class Config:
 _PROCESSOR: tuple[str, ...] = ("image_seq_length", "max_splits_per_img", "image_seq_len", "do_image_splitting")
 _PROCESSOR += ("max_image_tokens", "min_image_tokens", "max_num_patches", "max_pixels_tolerance", "tile_size")
 _PROCESSOR += ("encoder_patch_size", "max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail")
+
+
+def _without_resampler(outer: Fields, own: _Type) -> Fields:
+    """Without the settings of a resampler, which files of Idefics 3 and SmolVLM have in text_config and do not use."""
+    text = outer.values.get("text_config")
+    if own.merge[0] != "scale_factor" or not isinstance(text, Mapping):
+        return outer
+    inner = Fields(text, f"{outer.where}, text_config")
+    inner.expect("use_resampler", False)
+    inner.expect("pixel_shuffle_factor", outer.values.get("scale_factor") or own.merge[1])
+    unused = ("perceiver_config", *inner.read)
+    rest = Fields({**outer.values, "text_config": {n: x for n, x in text.items() if n not in unused}}, outer.where)
+    rest.read.update(outer.read)
+    return rest
 
 
 def _from_ratio(outer: Fields) -> int:

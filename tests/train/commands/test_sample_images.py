@@ -115,7 +115,7 @@ def test_errors_are_one_sentence(folder: Path, capsys: Any) -> None:
 
     model = str(folder / "model")
     assert "places for images (<img>), and there are 1" in error(model, "--prompt", "<img> <img>", "--image", one)
-    assert "there is no such picture" in error(model, "--prompt", "w1", "--image", str(folder / "none.png"))
+    assert "there is no such file" in error(model, "--prompt", "w1", "--image", str(folder / "none.png"))
     found = error(model, "--prompt", "w1 " * 60 + "<img>", "--image", one, "--tokens", "30")
     assert "a prompt has 66 tokens with its images, and the model's context of 64 has 34" in found
     (folder / "prompts.jsonl").write_text('{"prompt": "w1", "images": "one.png"}')

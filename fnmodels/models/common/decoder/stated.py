@@ -11,7 +11,7 @@ from ..registry import family_of
 _BIASES = ("add_bias_linear", "bias", "linear_bias", "use_bias")
 _ATTENTION_BIASES = ("add_qkv_bias", "attention_bias", "qkv_bias", "use_attention_bias", "use_qkv_bias")
 _CAUSAL = ("causal", "is_causal", "use_causal_mask")
-_QUERY_NORMS = ("qk_layernorm", "qk_norm", "use_qk_layernorm", "use_qk_norm")
+_QUERY_NORMS = ("qk_layer_norms", "qk_layernorm", "qk_norm", "use_qk_layernorm", "use_qk_norm")
 
 
 def stated(config: Any, fields: Fields) -> tuple[str, ...]:

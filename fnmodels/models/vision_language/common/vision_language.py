@@ -51,6 +51,16 @@ _REPEATED |= {"head_dim", "hidden_act", "max_position_embeddings", "max_window_l
 _REPEATED |= {"rope_theta", "sliding_window", "use_sliding_window", "vocab_size"}
 
 
+# Sizes that files of transformers 4 leave out of text_config, as they are the defaults of the text's class.
+_MIDDLE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": _MIDDLE | {"intermediate_size": 11008},
+    "mistral": _MIDDLE | {"intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": _MIDDLE | {"intermediate_size": 22016},
+    "qwen3": _MIDDLE | {"intermediate_size": 22016},
+}
+
+
 def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any:
     """The Config of `text_config`, of any family that reads text.
 
@@ -62,7 +72,7 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
     model_type = values.get("model_type", default)
     if model_type not in families():
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
-    known = defaults if model_type == default else {}
+    known = defaults if model_type == default else _SIZES.get(model_type, {})
     family = family_for(model_type)
     read = read_once(outer, values, lambda own: family.Config.from_hf({**known, "model_type": model_type, **own}))
     return with_outer_head(outer, read)
