@@ -109,4 +109,4 @@ def sizes() -> dict[str, int]:
     return {"longcat_flash_chat": 2 * 131072 * D + D + 28 * (2 * half + experts)}
 
 
-TOTALS: dict[str, int | str] = {"longcat-flash": "560B"}
+TOTALS: dict[str, int | str] = {"longcat-flash": "560B", "longcat-flash-lite": "68.5B"}
