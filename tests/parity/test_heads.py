@@ -132,6 +132,10 @@ def test_older_names_and_missing_parts(tmp_path: Path) -> None:
     save_file(old, file, metadata={"format": "pt"})
     got = tree.flatten(P.load_pretrained(tmp_path)[1])
     assert all(torch.equal(leaf, wanted[path]) for path, leaf in got.items()) and got.keys() == wanted.keys()
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("BertForMaskedLM", "BertForPreTraining"))
+    config, weights = P.load_pretrained(tmp_path)
+    assert config.head == "masked_lm" and all(torch.equal(x, wanted[name]) for name, x in tree.flatten(weights).items())
     tied = {"cls.predictions.decoder.weight": wanted["embed_tokens"], "cls.predictions.decoder.bias": torch.ones(61)}
     save_file(old | tied, file, metadata={"format": "pt"})
     P.load_pretrained(tmp_path)

@@ -37,6 +37,9 @@ PER_DOCUMENT = ("classification",)  # the heads whose result has one row per doc
 C = TypeVar("C")
 DECODER_HEADS = ("classification", "tokens")  # of decoders, besides "lm": `score` and, of tokens, `score_bias`
 LABELLED = ("classification", "tokens", "question_answering")
+# Whose class ...ForPreTraining has the masked-LM head, and beside it one of pairs of sentences that is not read: files
+# of masked LMs have its tensors too.
+_PRETRAINED = ("Bert", "Ernie", "MegatronBert")
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -51,6 +54,8 @@ def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[st
     if declared is not None and not one:
         raise ConfigError(f"{fields.where}: 'architectures' is {shown(declared)}, but must be a list of one name.")
     known = {classes + CLASSES[head]: head for head in heads}
+    if classes in _PRETRAINED:
+        known[f"{classes}ForPreTraining"] = "masked_lm"
     if declared is not None and declared[0] not in known:
         raise UnsupportedError(
             f"{fields.where}: 'architectures' has {shown(declared[0])}; supported are {', '.join(known)}."
