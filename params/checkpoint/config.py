@@ -225,8 +225,8 @@ def _check_architectures(values: ConfigJson, wanted: list[str] | None, heads: Se
     supported = dict.fromkeys([*wanted, *headless, *(stem + CLASSES[head] for head in ("lm", *heads) if heads)])
     spelled = {one.lower() for one in (*wanted, *headless)}
     for name in declared:  # files of 2019 say WithLMHead, and early ones of Llama LLaMAForCausalLM
-        same = name.replace("ForPreTraining", "ForMaskedLM").lower()  # where the family has accepted it
-        if same not in spelled and name.replace("WithLMHead", "") not in headless:
+        masked = name.replace("ForPreTraining", "ForMaskedLM")  # where the family has accepted it
+        if not {name.lower(), masked.lower()} & spelled and name.replace("WithLMHead", "") not in headless:
             other = _model_type_of(name)
             if other not in (model_type, None):
                 raise ConfigError(
