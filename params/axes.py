@@ -62,6 +62,8 @@ _TABLE = (
     LogicalAxis("router"),
     LogicalAxis("moe_latent"),
     LogicalAxis("per_layer"),
+    LogicalAxis("laurel"),  # between the matrices of a residual connection of low rank
+    LogicalAxis("whole_mlp"),  # of an MLP whose gate reads moments of all of it
     LogicalAxis("modulation"),
     LogicalAxis("one"),
     LogicalAxis("streams"),  # the rows of the residual stream of families with hyper-connections, together

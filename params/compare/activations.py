@@ -48,6 +48,7 @@ _SUBLAYERS = (
     {"attention": "self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 3 MoE
     {"attention": "self_attn", "mlp": "block_sparse_moe"},
 )
+_ROWS_FIRST = ("gemma3n_text",)  # transformers has the streams [n, B, S, D], and the first one is the embedding
 
 
 def our_taps(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Arrangement) -> dict[str, Tensor]:
@@ -66,14 +67,18 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     """{tap: activation} of the reference, by hooks on its modules."""
     tapped: dict[str, Tensor] = {}
 
+    rows_first = getattr(model.config, "model_type", "") in _ROWS_FIRST
+
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tapped["embed"] = mean(args[0] if args else kwargs["hidden_states"])
+        x = args[0] if args else kwargs["hidden_states"]
+        tapped["embed"] = x[0] if rows_first else mean(x)
 
     # Granite and MiniCPM 3 multiply what a sublayer returns.
     multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
-        value = mean(output[0] if isinstance(output, tuple | list) else output)  # of the rows of the stream
+        value = output[0] if isinstance(output, tuple | list) else output
+        value = mean(value.movedim(0, -2) if rows_first and value.ndim == 4 else value)  # of the rows of the stream
         own = _ADDED.get(tap.rpartition(".")[2])
         value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place

@@ -48,6 +48,7 @@ OTHERS = (".router", "proj_out")
 # PEFT renames these on loading by a pattern of transformers that their new names match too: they are renamed twice.
 UNREAD = {
     "esm": ("contact_head.regression",),
+    "gemma3n_text": tuple(f"projections.{row}" for row in range(2)),  # one parameter here
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
     "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
 }

@@ -40,6 +40,8 @@ OTHERS = {
     **dict.fromkeys(("granite_swa", "granitemoe"), ("attention.scores", "attention.pattern")),
     # between layers it has all rows of streams, the tap "streams"; keys of windows are joined to those of tokens before
     # attention, whose softmax reads differences to the largest score
+    # keys are read by other layers too; gates are cut off first; rows of streams come first; a norm of two uses
+    "gemma3n": ("attention.k", "attention.v", "mlp.pre", "input", "output", "streams", "altup.router_norm"),
     "deepseek_v4": ("input", "output", "attention.k", "attention.scores"),
     "laguna": ("experts", "expert_weights"),  # the sum of the experts is scaled, and not their weights
     "llama4": ("experts", "expert_weights"),  # one output per expert, not their sum; weights are in its inputs

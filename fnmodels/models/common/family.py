@@ -150,7 +150,7 @@ class LayerKind:
     rotates: bool = True  # whether queries and keys have a rotary embedding: no word "nope"
     routed: bool = False  # "moe": experts; see `is_routed`
     first: bool = False  # "first": no norm before attention (ModernBERT)
-    source: str | None = None  # "reuse": the kind whose keys and values its layers read, the name without this word
+    source: str | None = None  # "reuse": the kind whose keys and values its layers read
     shares_choice: bool = False  # "indexed_shared": the keys that the last indexer before it has chosen
     joins: bool = False  # "joins": adds what the layer before has left for it (`Context.leave`)
 
@@ -186,13 +186,14 @@ class LayerKind:
                 rotates="nope" not in words,
                 routed="moe" in words,
                 first="first" in words,
-                source="_".join([first, *(w for w in words if w != "reuse")]) if "reuse" in words else None,
+                source="_".join(w for w in name.split("_") if w not in _NOT_OF_SOURCE) if "reuse" in words else None,
                 shares_choice=first == "indexed" and "shared" in words,
                 joins="joins" in words,
             )
         return kind
 
 
+_NOT_OF_SOURCE = ("reuse", "opens", "folds")  # the words of the ends of a stack with several streams too
 # A dictionary, because torch.compile does not see the memory of functools.cache.
 _PARSED: dict[str, LayerKind] = {}
 

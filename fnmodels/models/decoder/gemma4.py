@@ -17,27 +17,26 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, per_layer
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.moe import check_experts, stacked_experts
+from fnmodels.models.common.per_layer import layer_inputs  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf
 from fnmodels.models.common.spec import (
     attention_leaves,
     decoder_leaves,
-    embedding,
     gated_mlp_leaves,
     moe_leaves,
     norm,
-    weight,
 )
 from fnmodels.models.common.storage import Stored, renamed
-from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, look_up, project_out, rotary_table, split_heads
+from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, rotary_table, split_heads
 from fnmodels.ops.invariant.rows import elementwise
-from fnmodels.ops.linear import linear, linears
+from fnmodels.ops.linear import linears
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree, flatten
@@ -200,19 +199,12 @@ def _rope(fields: Fields, layer_type: str, head_dim: int, sizes: Mapping[str, in
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
     tree = decoder_leaves(config, [_layer(config, kind) for kind in parsed(config.layer_kinds)])
-    if P:
-        width = P * config.num_hidden_layers
-        table = embedding(config.vocab_size_per_layer_input, width, std)
-        tree["embed_tokens_per_layer"] = replace(table, axes=("per_layer_vocab", "per_layer"))
-        tree["per_layer_model_projection"] = weight((width, D), ("per_layer", "embed"), std)
-        tree["per_layer_projection_norm"] = norm(P, "per_layer")
-    return tree
+    return tree | (per_layer.table_leaves(config) if config.hidden_size_per_layer_input else {})
 
 
 def _layer(config: Config, kind: LayerKind) -> Tree:
-    D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
+    D, std = config.hidden_size, config.initializer_range
     heads, H, absent = config.num_key_value_heads, config.head_dim, list[str]()
     if not kind.slides:
         heads, H = config.num_global_key_value_heads, config.global_head_dim
@@ -231,11 +223,7 @@ def _layer(config: Config, kind: LayerKind) -> Tree:
     layer: Tree = {name: norm(D, "embed") for name in names}
     layer["attention"] = {name: leaf for name, leaf in attention.items() if name[:2] not in absent}
     layer |= {"mlp": mlp, "layer_scalar": replace(norm(1, "one"), trainable=False)}
-    if P:
-        layer["per_layer_input_gate"] = weight((P, D), ("per_layer", "embed"), std)
-        layer["per_layer_projection"] = weight((D, P), ("embed", "per_layer"), std)
-        layer["post_per_layer_input_norm"] = norm(D, "embed")
-    return layer
+    return layer | (per_layer.gate_leaves(config) if config.hidden_size_per_layer_input else {})
 
 
 def _prefix(config: Config) -> str:
@@ -273,22 +261,6 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     return {kind: near if LayerKind.parse(kind).slides else full for kind in sorted(set(config.layer_kinds))}
 
 
-def layer_inputs(params: Tree, inputs: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Inputs of each layer beside the residual stream, [B, S, layers, P]: the tokens' embeddings, and x projected.
-
-    Inputs that are embeddings need "token_ids" [B, S] beside them; ValueError without.
-    """
-    given = inputs if isinstance(inputs, Mapping) else {"tokens": inputs}
-    ids = given.get("token_ids") if given["tokens"].is_floating_point() else given["tokens"]
-    if ids is None:
-        raise ValueError('Each layer of this model embeds token ids: add "token_ids" [B, S] to inputs of embeddings.')
-    P = config.hidden_size_per_layer_input
-    tokens = look_up(params["embed_tokens_per_layer"], ids, "token ids").unflatten(-1, (-1, P))
-    context = linear(x, params["per_layer_model_projection"]).unflatten(-1, (-1, P)) * config.hidden_size**-0.5
-    context = rms_norm_fp32_weight(context, params["per_layer_projection_norm"], eps=config.rms_norm_eps)
-    return (context + tokens * torch.tensor(P**0.5, dtype=tokens.dtype)) * 2**-0.5
-
-
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
@@ -304,9 +276,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         fed = normed(fed, "post_feedforward_layernorm_1") + normed(routed, "post_feedforward_layernorm_2")
     x = x + ctx.tap("mlp", normed(fed, "post_feedforward_layernorm"))
     if config.hidden_size_per_layer_input:
-        gate = elementwise(ACTIVATIONS[config.hidden_act], linear(x, layer["per_layer_input_gate"]))
-        added = linear(gate * ctx.layer_input(), layer["per_layer_projection"])
-        x = x + ctx.tap("per_layer", normed(added, "post_per_layer_input_norm"))
+        x = x + per_layer.of_layer(layer, x, config, ctx)
     return x * layer["layer_scalar"]
 
 
