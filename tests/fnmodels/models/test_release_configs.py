@@ -61,4 +61,5 @@ def test_every_model_type_is_covered() -> None:
         "FluxTransformer2DModel",
         "gpt-sw3",
         "mt5",
+        "gemma3n",
     }
