@@ -233,9 +233,10 @@ def rg_lru(
     """
     admitted, r = (elementwise(torch.sigmoid, _by_block(weights, x, name)) for name in ("input_gate", "decay_gate"))
     steps = _RATE * upcast(r) * elementwise(F.softplus, upcast(weights["rate"]))
-    # Above 0, so that the scan's product with the step can be undone, and the square root has a gradient.
-    steps = steps.clamp(min=1e-7)
-    scale = torch.lerp((1 - elementwise(torch.exp, -2 * steps)).sqrt(), torch.ones_like(steps), begins.to(steps.dtype))
+    steps = steps.clamp(min=1e-30)  # so that the scan's product with the step can be undone
+    # Above 0, so that the square root has a gradient.
+    taken = (1 - elementwise(torch.exp, -2 * steps)).clamp(min=1e-12).sqrt()
+    scale = torch.lerp(taken, torch.ones_like(steps), begins.to(steps.dtype))
     ones = torch.ones_like(steps[..., :1])
     A, D = -torch.ones_like(weights["rate"])[:, None], torch.zeros_like(weights["rate"])
     return selective_scan(
