@@ -37,6 +37,7 @@ OPENER = re.compile(
 RAW = {  # {place: why it needs no opener}
     "fnmodels.cache.saved._loaded": "bytes of `read_bytes`",
     "fnmodels.cache.saved._surroundings": "the source of this package",
+    "fnmodels.models.common.registry._names": "the source of a family",
     "fnmodels.ops.cpu.machine.machine": "/proc/cpuinfo",
     "fnmodels.ops.cpu.product_table._alone_in": "the cache folder, to lock it",
     "fnmodels.research.sae.harvest": "a new file that the caller names",

@@ -109,4 +109,5 @@ def sizes() -> dict[str, int]:
     return {"longcat_flash_chat": 2 * 131072 * D + D + 28 * (2 * half + experts)}
 
 
+NO_FILE = {"longcat_flash_ngram": "no copy is at hand; its preset has the published sizes"}
 TOTALS: dict[str, int | str] = {"longcat-flash": "560B", "longcat-flash-lite": "68.5B"}
