@@ -54,7 +54,13 @@ def save_pretrained(
         MismatchError: It names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
         OSError: The disk is full.
         BlockingIOError: Another save into the folder is under way.
+        TypeError: The arguments are in another order.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"save_pretrained takes the folder, the config and the params, in this order: the first is a "
+            f"{type(path).__name__}, not a path."
+        )
     write_model(Path(path), config, params, max_shard_size)
 
 

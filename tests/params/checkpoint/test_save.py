@@ -472,3 +472,10 @@ def test_the_second_of_two_concurrent_saves_raises(tmp_path: Path, monkeypatch: 
     assert equal(P.load_pretrained(tmp_path)[1], first)
     P.save_pretrained(tmp_path, SMALL, second)
     assert equal(P.load_pretrained(tmp_path)[1], second)
+
+
+def test_arguments_in_another_order_are_said_to_be() -> None:
+    with pytest.raises(
+        TypeError, match="takes the folder, the config and the params, in this order: the first is a dict"
+    ):
+        P.save_pretrained({}, SMALL, "folder")  # type: ignore[arg-type]
