@@ -475,7 +475,5 @@ def test_the_second_of_two_concurrent_saves_raises(tmp_path: Path, monkeypatch: 
 
 
 def test_arguments_in_another_order_are_said_to_be() -> None:
-    with pytest.raises(
-        TypeError, match="in this order: the first is a dict, not a path"
-    ):
+    with pytest.raises(TypeError, match="in this order: the first is a dict, not a path"):
         P.save_pretrained({}, SMALL, "folder")  # type: ignore[arg-type]
