@@ -99,7 +99,10 @@ def given_run(
     """The run with `edits` from which runs with further edits of taps of `layers` are continued."""
     given = GivenRun(params, prepared, config, edits, read)
     kinds = family_of(config).kinds(config)
-    more = any(kind.indexed or kind.source for kind in parsed(kinds)) or field_of(config, "head") in PER_DOCUMENT
+    more = (
+        any(kind.indexed or kind.source or kind.joins for kind in parsed(kinds))
+        or field_of(config, "head") in PER_DOCUMENT
+    )
     if more or field_of(config, "hidden_size_per_layer_input") or function_of(family_of(config), "shared"):
         return given
     run = functools.partial(hidden, params, *prepared, config=config, kernel="math")

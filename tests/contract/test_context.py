@@ -265,12 +265,13 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     if field_of(case.config, "residual_streams"):
         pytest.skip("Sublayers add to each stream by its own weight: tests/fnmodels/ops/test_hyper.py.")
     batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)
-    there = tuple(name for name in ("mamba", "attention", "middle", "mlp", "per_layer") if name in names)
+    beside = ("per_layer", "shortcut")  # of an embedding of the layer's own; of the layer before
+    there = tuple(name for name in ("mamba", "attention", "middle", "mlp", *beside) if name in names)
     taps = ("input", "output", *there)
     _, found = batch.forward(params, taps=tuple(f"layers.*.{name}" for name in taps))
     for index, added in enumerate(sublayers(case.config)):
         tap = {name: found[f"layers.{index}.{name}"] for name in taps if f"layers.{index}.{name}" in found}
-        more = {"middle", "per_layer"} & set(names)
+        more = ({"middle", "per_layer"} & set(names)) | ({"shortcut"} & tap.keys())
         assert added and tap.keys() == {"input", "output", *added, *more}
         tap = {name: value[batch.valid] for name, value in tap.items()}
         layer = params["layers"][index]
@@ -283,10 +284,11 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
                 summed = tap[before] + tap[added_there]
                 assert off(layer_norm(summed, layer[name], layer[f"{name}_bias"], eps=eps), tap[after]) < 1e-6
             continue
-        whole = tap["input"] + sum(tap[name] for name in added) + tap.get("per_layer", 0)
+        last = tap.get("per_layer", 0) + tap.get("shortcut", 0)
+        whole = tap["input"] + sum(tap[name] for name in added) + last
         assert off(whole * params["layers"][index].get("layer_scalar", 1), tap["output"]) < 1e-6
         if "middle" in tap:
-            assert off(whole - tap["mlp"] - tap.get("per_layer", 0), tap["middle"]) < 1e-6
+            assert off(whole - tap["mlp"] - last, tap["middle"]) < 1e-6
 
 
 @every_structure

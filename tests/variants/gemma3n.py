@@ -84,6 +84,7 @@ def sizes() -> dict[str, int]:
 
 
 # Parameter counts of the presets, which transformers' models of these configs have.
+NO_FILE = {"gemma3n": 'its text is read, with part="text"; the towers are not'}
 TOTALS: dict[str, int] = {"gemma-3n-e2b": 4_435_182_688, "gemma-3n-e4b": 6_835_235_568}
 
 # Of one value, and those whose change here leaves no layer whose keys others may read.

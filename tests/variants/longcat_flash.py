@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 SEEDS = {"longcat_flash": 25}
+BLIND = {name: {"ngram_heads", "ngram_ratio"} for name in ("longcat_flash", "longcat_flash_biases")}  # no n-grams
 REFUSED = {"longcat_flash": {"head_dim"}}  # follows from qk_rope_head_dim
 # transformers' module has weights of experts that return their input, which no published file has, and so reads none.
 UNREADABLE = dict.fromkeys(("longcat_flash", "longcat_flash_biases"), "weights of experts without any")
