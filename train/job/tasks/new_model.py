@@ -39,7 +39,7 @@ def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int])
 
 def _optional(settings: Settings) -> tuple[str, ...]:
     """The fields of `_sized` that nobody has chosen and that not every type has."""
-    sizes = ("num_key_value_heads", "intermediate_size")
+    sizes: tuple[str, ...] = ("num_key_value_heads", "intermediate_size")
     if settings.num_attention_heads % settings.num_key_value_heads:  # a mistake in what was chosen, which is said
         sizes = sizes[1:]
     unchosen = tuple(name for name in sizes if getattr(settings, name) == getattr(DEFAULT, name))
