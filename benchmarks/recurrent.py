@@ -40,8 +40,8 @@ from torch import Tensor
 from turns import Taken, give_back_memory, take_turns, take_turns_on_cuda
 
 import fnmodels
-from fnmodels.models.common import delta
 from fnmodels.models.common.context import Context
+from fnmodels.models.common.layers import delta
 from fnmodels.models.decoder import kimi_linear, qwen3_next
 from fnmodels.ops import project_out
 from fnmodels.ops.linear import linear

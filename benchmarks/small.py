@@ -210,6 +210,7 @@ def per_sample(at: Setting, compiled: bool) -> Calls:
 def decodes(at: Setting, compiled: bool) -> Calls:
     """Decoding steps of one row behind a prefix; each call is a step, and returns logits [1, V]."""
     calls: Calls = {"hand-written": _hand_decode(at), "transformers": _their_decode(at), "fnmodels": _our_decode(at)}
+    calls["fnmodels eager_step"] = _our_decode(at, fnmodels.cache.eager_step(at.config))
     if compiled:
         calls["fnmodels compiled"] = _our_decode(at, fnmodels.compiled_step(at.config))
     return {name: torch.no_grad()(call) for name, call in calls.items()}

@@ -44,10 +44,14 @@ def attending(kernel: str, keys: int, count: int, queries: int, backward: bool) 
     mask: Any = choice if kernel == "sparse" else choice.dense()
     inputs = [t.requires_grad_(backward) for t in (q, k, v)]
 
+    def attended() -> Tensor:
+        return attention(*inputs, mask, kernel="sparse" if kernel == "sparse" else "sdpa", scale=WIDTH**-0.5)
+
     def run() -> None:
-        out = attention(*inputs, mask, kernel="sparse" if kernel == "sparse" else "sdpa", scale=WIDTH**-0.5)
-        if backward:
-            torch.autograd.grad(out.sum(), inputs)
+        if backward:  # of an output that is held by what its gradient reads, and by nothing else
+            torch.autograd.grad(attended().sum(), inputs)
+        else:
+            attended()
 
     return run
 

@@ -38,6 +38,7 @@ SEARCH_WORDS = {
     "conversations.md": ["conversations", "chat"],
     "data.md": ["data", "jsonl", "parquet", "stream"],
     "engine.md": ["rl", "engine"],
+    "environments.md": ["environment", "tools", "agent", "multi-turn"],
     "evaluation.md": ["evaluate", "evaluation"],
     "generation.md": ["generate", "sample", "sampling", "text", "cache"],
     "lora.md": ["lora", "peft", "finetune", "fine-tune"],

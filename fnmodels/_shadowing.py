@@ -29,16 +29,16 @@ def _location(name: str) -> str | None:
 
 def shadow(package_file: str, name: str) -> str | None:
     """A sentence naming the file that shadows the package `name` beside `package_file`; None if nothing does."""
-    own = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(package_file))), name)
-    found = _location(name)
-    if found is None or os.path.realpath(os.path.dirname(found)) == os.path.realpath(own):
+    installed = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(package_file))), name)
+    location = _location(name)
+    if location is None or os.path.realpath(os.path.dirname(location)) == os.path.realpath(installed):
         return None
-    if not os.path.isdir(own):  # only one of the three packages was copied here: nothing is shadowed
+    if not os.path.isdir(installed):  # only one of the three packages was copied here: nothing is shadowed
         return None
     return (
-        f"{found} hides the package `{name}` that was installed with fnmodels ({own}): `import {name}` gives the "
-        "former. Rename it, or start Python with -P, which leaves the working folder out of the search; the commands "
-        "fnmodels-train and fnmodels-sample never search it."
+        f"{location} hides the package `{name}` that was installed with fnmodels ({installed}): `import {name}` gives "
+        "the former. Rename it, or start Python with -P, which leaves the working folder out of the search; the "
+        "commands fnmodels-train and fnmodels-sample never search it."
     )
 
 

@@ -20,7 +20,6 @@ from fnmodels.models.common.carried import left_for
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers
-from fnmodels.ops.dropout import dropped
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.slots import Entry
 from fnmodels.ops.torch_internals import needs_second_order
@@ -29,6 +28,7 @@ from fnmodels.stack.checks import cleared, valid_of_masks
 from fnmodels.stack.loop import CacheStep, LayerInputs, run_stack
 from fnmodels.stack.plan import plan_stack
 
+from .noise import embedded, noise_of, with_final_dropout
 from .options import ForwardKwargs, ForwardOptions
 from .run_params import RunParams, with_run
 from .taps import ENDS, FINAL, check_taps_tuple, list_of_taps
@@ -80,7 +80,8 @@ def forward(
             return _through_stacks(params, inputs, masks, freqs_cis, config, stacks, taps, options)
         given = ForwardOptions(**options)
         check_taps_tuple(taps)
-        final, within, edits = tuple([tap for tap in taps if tap in FINAL]), given, given.edits or {}
+        final, within = tuple([tap for tap in taps if tap in FINAL]), given
+        edits = with_final_dropout(given.edits or {}, inputs, config)
         own = taps if not final else tuple(tap for tap in taps if tap not in FINAL)
         if edits:
             within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
@@ -122,7 +123,8 @@ def _through_stacks(
     if isinstance(params, RunParams) and params.run.stage is not None:
         x = hidden(params, inputs, masks, freqs_cis, config=config, **options)
         last = list(stacks)[-1]
-        return unembedded(stack_params(params, last), x, stacks[last], (), {})[0]
+        edits = with_final_dropout({}, inputs[last], stacks[last])
+        return unembedded(stack_params(params, last), x, stacks[last], (), edits)[0]
     layouts, rest = options.get("layout"), {name: value for name, value in options.items() if name != "layout"}
     if layouts is not None and not isinstance(layouts, Mapping):
         raise TypeError(
@@ -224,32 +226,40 @@ def hidden_states(
             freqs_cis, options = params.run.prepare(config, inputs, masks, freqs_cis, options)
             params = dict(params)
         family = family_of(config)
-        given = inputs if isinstance(inputs, dict | Mapping) else {}
+        given = inputs if isinstance(inputs, (dict, Mapping)) else {}
         noise = noise_of(given, config, cached=cache is not None) if "rng" in given else None
-        options = with_kernel(options, config, noise)
+        before, options = options, with_kernel(options, config, noise)
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
-        plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
+        if cache is not None and cache.plan is not None and options is before and not taps:
+            plan = cache.plan
+        else:
+            plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
         if valid is None and plan.experts:
             raise ValueError(
                 "The model has layers with experts, which must know what is padding: pass the inputs that "
                 'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
             )
         with invariant_rows(options.invariant):
-            x = embedded(params, inputs, config=config)
+            embed = family.embed if noise is None else embedded
+            x = embed(params, inputs, config=config)
             if x.ndim != 3:
                 raise ValueError(
                     f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under "
                     "vmap pass fnmodels.rows(batch), in which every row is a batch of one."
                 )
-            x = cleared(edit_end(options.edits, "embed", x), valid)
-            extra = layer_inputs_of(params, inputs, x, config=config)
-            shared = function_of(family, "shared")
-            common = None if shared is None else shared(params, given, config=config)
+            x = edit_end(options.edits, "embed", x)
+            if cache is None or not cache.is_ready(x):  # else there is no padding
+                x = cleared(x, valid)
+            extra, common = None, None
+            if plan.reads_beside:
+                extra = layer_inputs_of(params, inputs, x, config=config)
+                shared = function_of(family, "shared")
+                common = None if shared is None else shared(params, given, config=config)
         batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise)
         ends = {"embed": x}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x)
-        return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
+        return x, tapped | {name: ends[name] for name in taps if name in ends}, entries
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise
@@ -267,29 +277,8 @@ def with_kernel(options: ForwardOptions, config: DecoderConfig, noise: Tensor | 
     return options
 
 
-def noise_of(inputs: Mapping[str, Any], config: DecoderConfig, *, cached: bool = False) -> Tensor | None:
-    """The keys of noise [B, S] of the inputs; None without them, or where the config's rates are 0.
-
-    ValueError for inputs of a step on a cache.
-    """
-    noise: Tensor | None = inputs.get("rng")
-    if noise is None or not field_of(config, "dropout").acts:
-        return None
-    if cached:
-        raise ValueError("Dropout is of training, and this call has a cache: leave rng out of the inputs.")
-    return noise
-
-
-def embedded(params: Tree, inputs: Tree, /, *, config: DecoderConfig) -> Tensor:
-    """The family's `embed`, with dropout where the inputs have keys of noise."""
-    x: Tensor = family_of(config).embed(params, inputs, config=config)
-    noise = noise_of(inputs, config) if isinstance(inputs, dict | Mapping) and "rng" in inputs else None
-    rate = 0.0 if noise is None else field_of(config, "dropout").embedding
-    return dropped(x, noise, rate, "embed") if noise is not None and rate else x
-
-
 def _taps_in_layers(taps: tuple[str, ...], config: DecoderConfig) -> tuple[str, ...]:
-    """Those of layers; ValueError for a name that is neither one of them nor of `ENDS`."""
+    """The names of `taps` inside layers; ValueError for a name that is neither one of these nor one of `ENDS`."""
     check_taps_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     for tap in taps:

@@ -42,7 +42,7 @@ def prepare_denoising(
     segment_ids: Tensor | None = None,
     text_segment_ids: Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
-    """What `fnmodels.forward` reads of a batch of noisy images and texts; it returns the velocity [B, I, C] of the
+    """Prepares a batch of noisy images and texts for `fnmodels.forward`, which returns the velocity [B, I, C] of the
     latents.
 
     Only the conditions, and inputs["tokens"], the latents, change between the steps of a sampler.
@@ -69,7 +69,7 @@ def prepare_denoising(
         raise ValueError(f"A {config.model_type} is no diffusion model: take fnmodels.prepare.")
     _check_shapes(config, latents, text, positions)
     named = {"segment_ids": (segment_ids, latents), "text_segment_ids": (text_segment_ids, text)}
-    ids = {name: _segments(name, given, x) for name, (given, x) in named.items()}
+    ids = {name: _segments(name, segments, x) for name, (segments, x) in named.items()}
     images = _check_conditions(config, conditions, len(latents))
     for name, owners in ids.items():
         if readable(owners) and owners.numel() and int(owners.max()) > images:
@@ -105,11 +105,11 @@ def _segments(name: str, given: Tensor | None, x: Tensor) -> Tensor:
 
 def _check_conditions(config: Any, conditions: Mapping[str, Tensor], rows: int) -> int:
     """M, how many images a row may hold."""
-    wanted = config.conditions
-    if conditions.keys() != wanted.keys():
-        raise ValueError(f"conditions are {sorted(conditions)}; this model has {sorted(wanted)}.")
+    shapes = config.conditions
+    if conditions.keys() != shapes.keys():
+        raise ValueError(f"conditions are {sorted(conditions)}; this model has {sorted(shapes)}.")
     images = conditions["time"].shape[1] if conditions["time"].ndim == 2 else 1
-    for name, tail in wanted.items():
+    for name, tail in shapes.items():
         value = conditions[name]
         if value.shape != (rows, images, *tail) or not value.is_floating_point():
             raise ValueError(
@@ -159,17 +159,17 @@ def unpacked_latents(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> 
     Returns:
         [c, h, w] of each image, in the order of `latent_rows`.
     """
-    found = []
+    latents = []
     for row, owners in enumerate(segment_ids):
         for segment in range(1, int(owners.max()) + 1):
-            own = owners == segment
-            at = positions[row, own, 1:]
+            of_image = owners == segment
+            at = positions[row, of_image, 1:]
             height, width = (int(size) + 1 for size in at.amax(0))
             image = tokens.new_empty(height, width, tokens.shape[-1])
-            image[at[:, 0], at[:, 1]] = tokens[row, own]
+            image[at[:, 0], at[:, 1]] = tokens[row, of_image]
             cells = image.unflatten(-1, (-1, _CELL, _CELL)).permute(2, 0, 3, 1, 4)  # [c, rows, 2, columns, 2]
-            found.append(cells.flatten(3).flatten(1, 2))
-    return found
+            latents.append(cells.flatten(3).flatten(1, 2))
+    return latents
 
 
 def flow_times(steps: int, *, tokens: int | None = None) -> Tensor:
@@ -223,6 +223,6 @@ def denoise(
     """
     x = inputs["tokens"].to(torch.promote_types(inputs["tokens"].dtype, torch.float32))
     for now, then in itertools.pairwise(times):
-        given = {**inputs, "tokens": x, "time": now.expand_as(inputs["time"])}
-        x = x + (then - now) * forward(params, given, masks, freqs_cis, config=config, **options)
+        step_inputs = {**inputs, "tokens": x, "time": now.expand_as(inputs["time"])}
+        x = x + (then - now) * forward(params, step_inputs, masks, freqs_cis, config=config, **options)
     return x

@@ -41,17 +41,17 @@ class BoundEdit:
     def __call__(self, value: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """The edited value. TypeError and ValueError unless it is a tensor of the value's shape and dtype."""
         if self.function is None:
-            found: Any = tensors[_REPLACEMENT]
+            edited: Any = tensors[_REPLACEMENT]
         else:
-            found = self.function(value, self.name, **dict(self.settings), **tensors)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"The edit of {self.name!r} returned a {type(found).__name__}; it returns a tensor.")
-        if found.shape != value.shape or found.dtype != value.dtype:
+            edited = self.function(value, self.name, **dict(self.settings), **tensors)
+        if not isinstance(edited, Tensor):
+            raise TypeError(f"The edit of {self.name!r} returned a {type(edited).__name__}; it returns a tensor.")
+        if edited.shape != value.shape or edited.dtype != value.dtype:
             raise ValueError(
-                f"The edit of {self.name!r} gives {str(found.dtype).removeprefix('torch.')} {list(found.shape)}; the "
+                f"The edit of {self.name!r} gives {str(edited.dtype).removeprefix('torch.')} {list(edited.shape)}; the "
                 f"value there is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}, and must stay so."
             )
-        return found
+        return edited
 
 
 BoundEdits = tuple[BoundEdit, ...]
@@ -106,7 +106,7 @@ def edits_of_layers(edits: Mapping[str, Edit], ends: tuple[str, ...], layers: in
     ValueError for a name that is neither one of `ends` nor layers.N.NAME, for a layer that does not run here, and for
     two edits of one tap.
     """
-    found: dict[int, dict[str, tuple[BoundEdit, dict[str, Tensor]]]] = {}
+    by_layer: dict[int, dict[str, tuple[BoundEdit, dict[str, Tensor]]]] = {}
     for name, edit in edits.items():
         head, _, rest = name.partition(".")
         number, _, tap = rest.partition(".")
@@ -123,11 +123,11 @@ def edits_of_layers(edits: Mapping[str, Edit], ends: tuple[str, ...], layers: in
             )
         check_call(name, edit)
         for index in run if number == "*" else (int(number),):
-            here = found.setdefault(index, {})
+            here = by_layer.setdefault(index, {})
             if tap in here:
                 raise ValueError(f"Two edits are of layer {index}'s {tap!r}, by its number and by *: give one.")
             here[tap] = bound(tap, f"layers.{index}.{tap}", edit)
-    return found
+    return by_layer
 
 
 def missed(names: Iterable[str], passed: set[tuple[int, str]]) -> list[str]:
@@ -147,12 +147,12 @@ def edits_of_stage(edits: Mapping[str, Edit] | None, names: Iterable[str], layer
 
     ValueError, on every stage alike, for an edit of which `names` has none.
     """
-    found: dict[str, Edit] = {}
+    stage_edits: dict[str, Edit] = {}
     known = list(names)
     for name, edit in (edits or {}).items():
         inner = name.removeprefix("layers.*.")
         matching = [n for n in known if n == name or (inner != name and n.split(".", 2)[2:] == [inner])]
         if not matching:
             raise ValueError(f"Nothing passes the edit {name!r}. There are {', '.join(known)}.")
-        found |= {n: edit for n in matching if n.startswith("layers.") and int(n.split(".", 2)[1]) in layers}
-    return found or None
+        stage_edits |= {n: edit for n in matching if n.startswith("layers.") and int(n.split(".", 2)[1]) in layers}
+    return stage_edits or None

@@ -68,7 +68,7 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Embedder:
-    """How a text becomes one vector: its tokens, then pooling, dense layers and normalization of hidden states.
+    """Settings that make one vector of a text: tokens, then pooling, dense layers and normalization of hidden states.
 
     Args:
         pooling: Names of `fnmodels.pool`, whose results are concatenated.
@@ -146,7 +146,7 @@ class Embedder:
 
 
 class LoadedEmbedder(NamedTuple):
-    """What `params.load_embedder` returns and `embed_texts` takes.
+    """An embedding model with its parameters: the result of `params.load_embedder` and the argument of `embed_texts`.
 
     Args:
         config: The model's config.
@@ -173,10 +173,10 @@ def embeddings(params: Tree, hidden: Tensor, documents: Documents, *, embedder: 
     """
     for _ in range({"": 0, "relu": 1, "log1p_relu": 2}[embedder.sparse]):
         hidden = torch.log1p(F.relu(hidden))
-    found = torch.cat([pool(hidden, documents, how=how) for how in embedder.pooling], -1)
+    vectors = torch.cat([pool(hidden, documents, how=how) for how in embedder.pooling], -1)
     for layer, weights in zip(embedder.dense, params.get("dense", ()), strict=True):
-        found = ACTIVATIONS[layer.activation](linear(found, weights["weight"], weights.get("bias")))
-    return F.normalize(found, dim=-1) if embedder.normalize else found
+        vectors = ACTIVATIONS[layer.activation](linear(vectors, weights["weight"], weights.get("bias")))
+    return F.normalize(vectors, dim=-1) if embedder.normalize else vectors
 
 
 @torch.no_grad()
@@ -213,8 +213,8 @@ def embed_documents(
         ValueError: A document is empty, is longer than the embedder's max_length, begins or ends with padding, or has
             no tokens behind its prompt; or the config has a head.
     """
-    head, wanted = field_of(config, "head"), "masked_lm" if embedder.sparse else "none"
-    if head != wanted:
+    head, needed_head = field_of(config, "head"), "masked_lm" if embedder.sparse else "none"
+    if head != needed_head:
         how = "a sparse embedder reads masked_lm" if embedder.sparse else 'embeddings need it without: head="none"'
         raise ValueError(f"The model has the head {head!r}; {how}.")
     skipped = 0 if embedder.include_prompt else prompt_length
@@ -258,19 +258,19 @@ def _vectors(
     order = torch.tensor(lengths, device=device).argsort(stable=True)
     width = max(batch if row is None else row, *lengths)
     packed = pack([texts[i] for i in order.tolist()], width, method="first_fit", split=False)
-    found, rows = [], max(1, batch // width)
+    batches_of_vectors, rows = [], max(1, batch // width)
     for first in range(0, len(packed.tokens), rows):
         some = slice(first, first + rows)
         used = int((packed.segment_ids[some] > 0).sum(1).max())  # the rest is padding of all of these rows
         here = some, slice(used if used <= STEP else -(-used // STEP) * STEP)
         part: dict[str, Any] = {name: getattr(packed, name)[here].to(device) for name in ("positions", "segment_ids")}
         inputs, masks, freqs_cis = prepare(config, packed.tokens[here].to(device), **part)
-        given: ForwardKwargs = {"layout": layout(masks), **options}
-        hidden = forward(params, inputs, masks, freqs_cis, config=config, **given)
+        run_options: ForwardKwargs = {"layout": layout(masks), **options}
+        hidden = forward(params, inputs, masks, freqs_cis, config=config, **run_options)
         pooled = part["segment_ids"].where(part["positions"] >= skipped, 0)  # not the tokens of the prompt
         each = documents(pooled, part["positions"])
-        found.append(embeddings(params, hidden, each, embedder=embedder))
-    vectors = torch.cat(found)
+        batches_of_vectors.append(embeddings(params, hidden, each, embedder=embedder))
+    vectors = torch.cat(batches_of_vectors)
     out = torch.empty_like(vectors)
     out[order[packed.pieces[:, 0].to(device)]] = vectors  # pieces are sorted by row and place in it, as `documents` are
     return out
@@ -306,6 +306,6 @@ def _lengths(texts: Sequence[Document], embedder: Embedder, skipped: int) -> lis
 
 
 def _run(ids: Document, token: int) -> int:
-    """How many times ids begin with a token."""
+    """The length of the run of a token with which ids begin."""
     values = [int(value) for value in ids]
     return next((i for i, value in enumerate(values) if value != token), len(values))

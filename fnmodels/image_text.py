@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.apply import forward, hidden
-from fnmodels.inputs.audio import frame_rows, groups
+from fnmodels.inputs.audio import frame_rows
 from fnmodels.inputs.image_places import cells
 from fnmodels.inputs.image_sizes import TiledImage
 from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import family_of, text_config
+from fnmodels.models.common.registry import BESIDE_TOKENS, family_of, text_config
 from fnmodels.preparation import prepare
 from fnmodels.tree import Tree
 
@@ -46,6 +46,13 @@ Image = Tensor | TiledImage
 
 def check_reads_images(config: Any) -> None:
     """TypeError for a model that reads no images among its tokens."""
+    family = family_of(config)
+    for name in BESIDE_TOKENS:
+        if hasattr(family, name):
+            raise TypeError(
+                f"Nothing takes a token's place in {config.model_type}: {family.__name__}.{name} gives its text images "
+                "or sounds, as the first lines of that module show. Generation with them is not supported."
+            )
     if text_config(config) is config:
         raise TypeError(
             f"{type(config).__module__}.{type(config).__name__} reads no images: pass config and params of a full "
@@ -54,7 +61,9 @@ def check_reads_images(config: Any) -> None:
 
 
 def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
-    """(1, rows, columns) of the features of an image [C, H, W]. ValueError for sizes without whole cells.
+    """(1, rows, columns) of the features of an image [C, H, W]; one row of a model whose queries read it.
+
+    ValueError for sizes without whole cells.
 
     Those of a `TiledImage` are one row: newlines are among them. So are those of a sound, [bins, frames], for a family
     of `fnmodels.models.audio_language`.
@@ -62,8 +71,8 @@ def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
     check_reads_images(config)
     family: Any = family_of(config)
     if hasattr(family, "input_grid"):  # of sounds
-        found: tuple[int, int, int] = family.input_grid(image, config)
-        return found
+        grid: tuple[int, int, int] = family.input_grid(image, config)
+        return grid
     if isinstance(image, TiledImage) != hasattr(family, "arranged"):
         expected = "a fnmodels.inputs.image_sizes.TiledImage" if hasattr(family, "arranged") else "a tensor [C, H, W]"
         raise TypeError(f"An image of {config.model_type} is {expected}, not a {type(image).__name__}.")
@@ -71,7 +80,13 @@ def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
         for tile in image.tiles:
             _expect_image(tile, family, config)
         return 1, 1, family.feature_count(len(image.tiles), image.size, config=config)
-    return _expect_image(image, family, config)
+    grid = _expect_image(image, family, config)
+    if not hasattr(family, "queries"):
+        return grid
+    side = config.vision.image_size
+    if image.shape[1:] != (side, side):
+        raise ValueError(f"An image of {config.model_type} is [3, {side}, {side}], not {list(image.shape)}.")
+    return 1, 1, family.queries(config)
 
 
 def _expect_image(image: Tensor, family: Any, config: Any) -> tuple[int, int, int]:
@@ -98,20 +113,20 @@ def image_features(params: Tree, images: Sequence[Image], *, config: Any, kernel
     """
     grids = torch.tensor([image_grid(image, config=config) for image in images]).reshape(-1, 3)
     family: Any = family_of(config)
-    found: list[tuple[Tensor, ...]] = []
+    features: list[tuple[Tensor, ...]] = []
     for image in images:
         if hasattr(family, "input_grid") and isinstance(image, Tensor):
-            found.append((_sound_features(params, image, family, config, kernel),))
+            features.append((_sound_features(params, image, family, config, kernel),))
         elif isinstance(image, TiledImage):
             tiles = [_features(params, tile, family, config, kernel)[0] for tile in image.tiles]
-            found.append((family.arranged(params, torch.cat(tiles, 1), image.size, config=config),))
+            features.append((family.arranged(params, torch.cat(tiles, 1), image.size, config=config),))
         else:
-            found.append(_features(params, image, family, config, kernel))
-    return ImageFeatures(tuple(torch.cat(own, 1) for own in zip(*found, strict=True)), grids)
+            features.append(_features(params, image, family, config, kernel))
+    return ImageFeatures(tuple(torch.cat(feature, 1) for feature in zip(*features, strict=True)), grids)
 
 
 def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any) -> tuple[Tensor, ...]:
-    """Those of one image or tile, which the tower reads alone."""
+    """Features of one image or tile, which the tower reads alone."""
     weights, tower, run = params["vision"], config.vision, forward
     if hasattr(family, "tower"):  # cut behind a layer, so without the last norm
         (weights, tower), run = family.tower(params, config), hidden
@@ -122,21 +137,25 @@ def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any
     batch = prepare(tower, patches, positions=at, segment_ids=ids)
     x = run(weights, *batch, config=tower, taps=names, kernel=kernel)
     x, tapped = x if names else (x, {})
-    found: tuple[Tensor, ...] = family.features_of(
+    features: tuple[Tensor, ...] = family.features_of(
         params, x, tapped, cells(at, ids, family.cell_side(config)), config=config
     )
-    return found
+    return features
 
 
 def _sound_features(params: Tree, clip: Tensor, family: Any, config: Any, kernel: Any) -> Tensor:
-    """Those of one sound [bins, frames], which the encoder reads alone."""
+    """Features of one sound [bins, frames], which the encoder reads alone."""
     like = next(leaf for leaf in tree.leaves(params["audio"]) if leaf.is_floating_point())
     rows = family.sound_rows if hasattr(family, "sound_rows") else frame_rows
     frames, at, ids = rows([clip.to(like.device, like.dtype)], config.audio)
     batch = prepare(config.audio, frames, positions=at, segment_ids=ids)
-    x = hidden(params["audio"], *batch, config=config.audio, kernel=kernel)
-    found: Tensor = family.project(params, x, groups(at, ids, config.group), config=config)
-    return found
+    names = family.taps(config) if hasattr(family, "taps") else ()
+    x = hidden(params["audio"], *batch, config=config.audio, kernel=kernel, taps=names)
+    x, tapped = x if names else (x, ())
+    features: Tensor = family.project(
+        params, x, family.groups(at, ids, config.group), *((tapped,) if names else ()), config=config
+    )
+    return features
 
 
 def with_features(

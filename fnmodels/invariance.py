@@ -31,25 +31,25 @@ def explain_invariance() -> dict[str, bool]:
         {what a token's bits must not depend on: whether that held in all cases tried}.
     """
     draw = torch.Generator().manual_seed(0)
-    found: dict[str, bool] = {}
+    invariant: dict[str, bool] = {}
     with torch.no_grad(), invariant_rows(True):
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             pairs = [(_drawn(draw, 300, n, dtype), _drawn(draw, m, n, dtype)) for n, m in _WIDTHS]
-            found[f"rows of {name} products"] = all(
+            invariant[f"rows of {name} products"] = all(
                 _by_row(functools.partial(invariant_linear, weight=w, bias=None), x) for x, w in pairs
             )
-            found[f"form of the keys of {name} attention"] = all(
+            invariant[f"form of the keys of {name} attention"] = all(
                 _attention_alike(draw, dtype, *heads) for heads in _HEADS
             )
         x = _drawn(draw, 300, 72, torch.float32)
         functions = (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.tanh, torch.exp)
-        found["place of an element"] = all(
+        invariant["place of an element"] = all(
             _by_row(functools.partial(elementwise, function), x) for function in functions
         )
         norms = (functools.partial(rms_norm, weight=None, eps=1e-6), functools.partial(F.log_softmax, dim=-1))
-        found["rows of norms and log-softmax"] = all(_by_row(function, x) for function in norms)
-        found["number of threads"] = _threads_alike(draw)
-    return found
+        invariant["rows of norms and log-softmax"] = all(_by_row(function, x) for function in norms)
+        invariant["number of threads"] = _threads_alike(draw)
+    return invariant
 
 
 def _drawn(draw: torch.Generator, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -92,35 +92,35 @@ def _threads_alike(draw: torch.Generator) -> bool:
     few, logits = _drawn(draw, 27, 1184, torch.float32), _drawn(draw, 200, 60, torch.float32)
     queries, keys = _drawn(draw, _TOKENS, 1024, torch.float32), _drawn(draw, _TOKENS, 64, torch.float32)
     many = _drawn(draw, 4096, 128, torch.float32)
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads in {1, before, 2, 3}:
             torch.set_num_threads(threads)
             products = [elementwise(F.silu, invariant_linear(x, weight, None)) for x, weight in pairs]
             gradients = _softmax_gradient(logits), *_attention_gradients(queries, keys), _weight_gradient(many)
-            found.append([*products, elementwise(functools.partial(F.gelu, approximate="tanh"), few), *gradients])
+            results.append([*products, elementwise(functools.partial(F.gelu, approximate="tanh"), few), *gradients])
     finally:
         torch.set_num_threads(before)
-    return all(torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
+    return all(torch.equal(result, first) for other in results for result, first in zip(other, results[0], strict=True))
 
 
 @torch.enable_grad()
 def _weight_gradient(x: Tensor) -> Tensor:
     weight = x[: x.shape[1]].clone().requires_grad_()
-    (found,) = torch.autograd.grad(invariant_linear(x, weight, None), weight, x)
-    return found
+    (grad,) = torch.autograd.grad(invariant_linear(x, weight, None), weight, x)
+    return grad
 
 
 @torch.enable_grad()
 def _softmax_gradient(logits: Tensor) -> Tensor:
-    given = logits.clone().requires_grad_()
-    (found,) = torch.autograd.grad(softmax(given), given, logits)
-    return found
+    scores = logits.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(softmax(scores), scores, logits)
+    return grad
 
 
 @torch.enable_grad()
 def _attention_gradients(queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-    """Those of q, k and v, where many queries share a key."""
+    """Gradients of q, k and v, where many queries share a key."""
     positions, ids = torch.arange(_TOKENS)[None], torch.ones(1, _TOKENS, dtype=torch.long)
     q, k, v = (t.view(1, _TOKENS, -1, 64).clone().requires_grad_() for t in (queries, keys, keys))
     mask = Mask(positions, ids, positions, ids, None, None, Causal())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.family import RMSNormConfig
+from fnmodels.models.common.family import RMSNormConfig, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
@@ -85,14 +85,15 @@ def hidden(
             f"(fnmodels.mtp.ahead makes them), not {list(next_tokens.shape)}."
         )
     family, eps = family_of(config), config.rms_norm_eps
+    norm = function_of(family, "stream_norm") or rms_norm
     last = len(family.kinds(config)) - 1
-    before = rms_norm(x, params["norm"], eps=eps)
+    before = norm(x, params["norm"], eps=eps)
     states: list[Tensor] = []
     tapped: dict[str, Tensor] = {}
     for k, head in enumerate(heads):
         known = next_tokens[..., k] >= 0
         token = cut(family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0))
-        both = (rms_norm(token, head["enorm"], eps=eps), rms_norm(before, head["hnorm"], eps=eps))
+        both = (norm(token, head["enorm"], eps=eps), norm(before, head["hnorm"], eps=eps))
         # The MTP block has the kind of the last layer and runs under its index.
         out = run_layers(
             with_run(params, {"layers": {last: head["block"]}}),
@@ -112,7 +113,7 @@ def hidden(
         state, found = out if taps else (out, {})
         states.append(state)
         tapped |= {f"mtp.{k}.{name}": found[f"layers.{last}.{name}"] for name in taps}
-        before = rms_norm(state, head["norm"], eps=eps)
+        before = norm(state, head["norm"], eps=eps)
     return (tuple(states), tapped) if taps else tuple(states)
 
 

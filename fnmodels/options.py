@@ -73,7 +73,7 @@ class ForwardKwargs(TypedDict, total=False):
     """Called once per kind of layer with the bound block; returns the wrapped block (rematerialised, compiled,
     gathered). None: the block itself."""
     experts: str | Experts
-    """How the expert MLPs are computed, see `fnmodels.ops.moe.experts`."""
+    """The implementation of the expert MLPs, see `fnmodels.ops.moe.experts`."""
     context: Callable[..., Any] | None
     """A subclass of `fnmodels.models.common.context.Context`, which extends blocks; None: Context itself."""
     edits: Mapping[str, Edit] | None
@@ -82,7 +82,7 @@ class ForwardKwargs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How layers run. Hashable, so that blocks bound with equal options are compiled once.
+    """Options of running layers. Hashable, so that blocks bound with equal options are compiled once.
 
     kernel: the attention kernel, see `fnmodels.ops.attention.select`; or a `PerLayer` of them, as layer_fn may be.
     layout: `fnmodels.layout(masks)`; lets kernels skip blocks that are masked out.

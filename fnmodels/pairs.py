@@ -19,6 +19,7 @@ from fnmodels.inputs.packing import IGNORE, Document
 from fnmodels.inputs.segments import integers, positions_from_segments
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.models.encoder_decoder.cross_attention import cross_mask
+from fnmodels.ops.dropout import named
 from fnmodels.preparation import check_tokens
 
 from .apply import prepare
@@ -35,8 +36,10 @@ def prepare_pair(
     segment_ids: Tensor | None = None,
     decoder_positions: Tensor | None = None,
     decoder_segment_ids: Tensor | None = None,
+    rng: int | Tensor | None = None,
+    decoder_rng: Tensor | None = None,
 ) -> Pair:
-    """What `fnmodels.forward` reads of a batch of an encoder-decoder.
+    """Prepares a batch of an encoder-decoder for `fnmodels.forward`.
 
     Args:
         config: The config of both stacks.
@@ -46,12 +49,16 @@ def prepare_pair(
         segment_ids: [B, K], pairs from 1, padding 0 or less; None: a row is one pair without padding.
         decoder_positions: [B, S]; None: counted from 0 in each row.
         decoder_segment_ids: [B, S]: a token of the decoder sees the encoder's tokens of its segment.
+        rng: Turns the config's dropout on, see `fnmodels.prepare`: a seed for both stacks, [] or [B], or the keys
+            [B, K] of the encoder's tokens, which come with decoder_rng.
+        decoder_rng: The keys of the decoder's tokens [B, S]; None: of the seed.
 
     Returns:
         (inputs, masks, freqs_cis), each {"encoder", "decoder"}; masks have "cross" too.
 
     Raises:
-        ValueError: The model has a single stack, or the stacks have other numbers of rows.
+        ValueError: The model has a single stack, or the stacks have other numbers of rows, or one has keys of noise
+            and the other has none.
     """
     stacks = stack_configs(config)
     if not stacks:
@@ -64,14 +71,30 @@ def prepare_pair(
             "row i of the other."
         )
     check_tokens(decoder_tokens, "decoder_tokens")
-    source = prepare(stacks["encoder"], tokens, positions=positions, segment_ids=segment_ids)
-    target = prepare(stacks["decoder"], decoder_tokens, positions=decoder_positions, segment_ids=decoder_segment_ids)
+    places = {"positions": decoder_positions, "segment_ids": decoder_segment_ids}
+    source = prepare(stacks["encoder"], tokens, positions=positions, segment_ids=segment_ids, rng=rng)
+    target = prepare(stacks["decoder"], decoder_tokens, **places, rng=_of_decoder(rng, decoder_rng))
+    if rng is not None:
+        target[0]["memory_rng"] = source[0]["rng"]
+        if decoder_rng is None:
+            target[0]["rng"] = named(target[0]["rng"], "decoder")
     inputs, masks, freqs_cis = ({"encoder": one, "decoder": other} for one, other in zip(source, target, strict=True))
     where: list[Tensor] = []
     for made, ids in ((target, decoder_segment_ids), (source, segment_ids)):
         at = made[0]["positions"]
         where += [at, made[0]["valid"].long() if ids is None else integers("segment_ids", ids).expand(at.shape)]
     return inputs, {**masks, "cross": cross_mask(*where)}, freqs_cis
+
+
+def _of_decoder(rng: int | Tensor | None, decoder_rng: Tensor | None) -> int | Tensor | None:
+    """The seed or the keys of the decoder's tokens."""
+    keys = isinstance(rng, Tensor) and rng.ndim > 1
+    if keys is not (decoder_rng is not None):
+        raise ValueError(
+            "rng is a seed, of which both stacks have keys, or keys [B, K] of the encoder's tokens; the decoder's keys "
+            "[B, S] are decoder_rng, which comes with the encoder's."
+        )
+    return rng if decoder_rng is None else decoder_rng
 
 
 def pair_batch(

@@ -31,7 +31,7 @@ def prepare(
     grids: Tensor | None = None,
     rng: int | Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
-    """What `forward` reads of a batch: tokens, positions, masks and rotary tables, each with batch dimension B.
+    """Prepares a batch for `forward`: tokens, positions, masks and rotary tables, each with batch dimension B.
 
     `fnmodels.errors.PositionWarning` is given where positions go past the range of the model's rotary tables, see
     `fnmodels.ops.position_range`. For a head with one result per document, inputs["documents"] are those of
@@ -48,7 +48,9 @@ def prepare(
         segment_ids: [B, S], documents from 1, padding 0 or less; None: each row is one document without padding.
         length: The sequence length that length-dependent rotary scalings (dynamic, longrope) read, an int or [B]; None:
             the highest position + 1. See `fnmodels.ops.rotary`.
-        token_types: [B, S], for an encoder that has embeddings of them; None: 0.
+        token_types: [B, S], for an encoder that has embeddings of them; None: 0. For a model that reads images and
+            whose prompt sees all of itself (PaliGemma): 0 in the prompt, images included, and 1 in the answer; needed
+            there with `places`.
         places: [B, S, 2], where the features of images are, see the `image_places` of a family of
             `fnmodels.models.vision_language`: `family.with_images` puts the features into the inputs. Images that see
             all of themselves do so.
@@ -80,7 +82,8 @@ def prepare(
         made, masks, tables = prepare(
             text, tokens, positions=positions, segment_ids=segment_ids, length=length, rng=rng
         )
-        return made, with_image_masks(config, masks, made["positions"], ids, places), tables
+        types = token_types if token_types is None else per_token("token_types", token_types, shape)
+        return made, with_image_masks(config, masks, made["positions"], ids, places, types), tables
     check_text_alone(config, places, grids)
     if positions is not None:
         axes = positions.shape[2:] if positions.ndim == 3 else ()
@@ -155,14 +158,29 @@ def positions_of_images(config: Any, segment_ids: Tensor, places: Tensor, grids:
 
 
 def with_image_masks(
-    config: Any, masks: dict[str, MaskLike], positions: Tensor, segment_ids: Tensor, places: Tensor | None
+    config: Any,
+    masks: dict[str, MaskLike],
+    positions: Tensor,
+    segment_ids: Tensor,
+    places: Tensor | None,
+    token_types: Tensor | None = None,
 ) -> dict[str, MaskLike]:
-    """The masks of a text with images: those of the text, unless the tokens of an image see each other."""
-    if places is None:
-        return masks
-    check_places(places, segment_ids.shape)
+    """The masks of a text with images: those of the text, unless the tokens of an image, or of a prompt, see each
+    other. ValueError for a prompt that token_types [B, S] do not tell from its answer."""
     family: Any = family_of(config)
-    if not hasattr(family, "image_masks"):
+    if places is not None:
+        check_places(places, segment_ids.shape)
+    if hasattr(family, "prompt_masks"):
+        if token_types is not None:
+            return masks | family.prompt_masks(config, positions, segment_ids, token_types)
+        if places is not None:
+            raise ValueError(
+                f"The prompt of {config.model_type} sees all of itself and its answer is causal: pass token_types "
+                "[B, S], 0 in the prompt, images included, and 1 in the answer."
+            )
+    elif token_types is not None:
+        raise ValueError(f"{config.model_type} reads no token_types, and they are set.")
+    if places is None or not hasattr(family, "image_masks"):
         return masks
     found: dict[str, MaskLike] = family.image_masks(config, positions, segment_ids, places)
     return masks | found

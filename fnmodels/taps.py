@@ -16,6 +16,7 @@ from fnmodels.models.common.family import (
     field_of,
     function_of,
     is_routed,
+    stored_layers,
     stream_shape,
     traits_of,
 )
@@ -46,13 +47,13 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
         are the tokens of texts and of latents, K keys of tokens and of windows of them.
     """
     _check_one_stack(config)
-    found = {"embed": f"[B, S, {config.hidden_size}]"}
+    shapes = {"embed": f"[B, S, {config.hidden_size}]"}
     for index, names in enumerate(_names_of_layers(config)):
-        found |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
     ends = {"hidden": config.hidden_size}
     if _has_final_norm(config):
         ends |= {"final.norm.scale": 1, "final.norm": config.hidden_size}
-    return found | {name: f"[B, S, {width}]" for name, width in ends.items()}
+    return shapes | {name: f"[B, S, {width}]" for name, width in ends.items()}
 
 
 def _has_final_norm(config: DecoderConfig) -> bool:
@@ -62,15 +63,15 @@ def _has_final_norm(config: DecoderConfig) -> bool:
     if "norm" not in spec or traits_of(family).inputs != "patches":
         return "norm" in spec
     weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
-    found: list[str] = []
+    norms: list[str] = []
 
     def tap(name: str, value: Tensor) -> Tensor:
-        found.append(name)
+        norms.append(name)
         return value
 
     with watched_norms({"norm": weights["norm"]}, tap):
         family.unembed(weights, torch.empty(1, 1, config.hidden_size, device="meta"), config=config)
-    return bool(found)
+    return bool(norms)
 
 
 def _check_one_stack(config: DecoderConfig) -> None:
@@ -132,7 +133,8 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         positions = positions[..., None].expand(-1, -1, 4)
     given: dict[str, Any] = {"positions": positions}
     if traits_of(family).reads_ids:
-        given["token_ids"] = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+        given["token_ids"] = ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+        given["preceding"] = ids[..., None].expand(batch, tokens, max(field_of(config, "ngram_size") - 1, 0))
     if (example := function_of(family, "example_inputs")) is not None:
         given = example(config, positions)
         positions = given["positions"]
@@ -150,8 +152,9 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}
-    found: list[dict[str, torch.Size]] = []
-    for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
+    layer_shapes: list[dict[str, torch.Size]] = []
+    kinds, layers = family.kinds(config), family.spec(config)["layers"]
+    for kind, layer in zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True):
         key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
         if key not in seen:
             weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
@@ -159,15 +162,15 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
             more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
             more |= {"left": x} if LayerKind.parse(kind).joins else {}
-            before = torch.empty(batch, tokens, *stream_shape(config, len(found)), device="meta")
+            before = torch.empty(batch, tokens, *stream_shape(config, len(layer_shapes)), device="meta")
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
             _, aux = family.block(weights, before, masks[kind], tables[kind], **how, **more, **common)
             shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
             seen[key] = shapes | {"output": x.shape}
             lent[kind] = aux.get("kv")
-        found.append(seen[key])
-    return tuple(found)
+        layer_shapes.append(seen[key])
+    return tuple(layer_shapes)
 
 
 def check_taps_tuple(taps: tuple[str, ...]) -> None:
@@ -197,7 +200,7 @@ def check_tap_names(config: DecoderConfig, unread: list[str]) -> None:
 def wanted_taps(config: DecoderConfig, taps: tuple[str, ...], layers: int, run: range) -> frozenset[tuple[int, str]]:
     """(layer, name within it) of each tap "layers.N.NAME"; ValueError for other names and layers outside of `run`."""
     check_taps_tuple(taps)
-    wanted = set()
+    pairs = set()
     for tap in taps:
         head, _, rest = tap.partition(".")
         number, _, name = rest.partition(".")
@@ -205,5 +208,5 @@ def wanted_taps(config: DecoderConfig, taps: tuple[str, ...], layers: int, run: 
             raise ValueError(f"The tap {tap!r} is unknown; there are {list_of_taps(config)}, and {layers} layers.")
         if number != "*" and int(number) not in run:
             raise ValueError(f"The tap {tap!r} is outside of layers {run.start} to {run.stop - 1}, which are run here.")
-        wanted |= {(i, name) for i in (run if number == "*" else [int(number)])}
-    return frozenset(wanted)
+        pairs |= {(i, name) for i in (run if number == "*" else [int(number)])}
+    return frozenset(pairs)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 EMBED = "embed"  # the residual stream
+EMBED_TWICE = "embed_twice"  # the residual stream and the embedding side by side
 VOCAB = "vocab"
 POSITION = "position"  # of a learned table
 HEADS, KV_HEADS, HEAD_DIM, LATENT = "heads", "kv_heads", "head_dim", "latent"  # of attention
@@ -17,6 +18,9 @@ CONV, KERNEL = "conv", "kernel"  # channels and taps of a convolution
 MLP = "mlp"
 EXPERT, EXPERT_MLP = "expert", "expert_mlp"
 BUCKET = "bucket"  # of distances, in a table of relative biases
+SHIFTED = "shifted"  # the residual stream, of a token beside the one before it
+NGRAM = "ngram"  # rows of a table of n-grams
+NGRAM_STREAMS = "ngram_streams"
 RANK = "rank"  # of an adapter
 
 
@@ -30,6 +34,7 @@ class LogicalAxis:
     whole_heads: it is sharded between heads only; a head has `Leaf.unit` elements.
     whole_rows: a layer mixes the positions of a row with it, and every rank computes that with all of them.
     read_by: of key heads, which may be fewer than the shards: the axis of the heads that read them.
+    uneven: the shards may differ in size, for they are read where they are.
     """
 
     name: str
@@ -38,15 +43,19 @@ class LogicalAxis:
     whole_heads: bool = False
     whole_rows: bool = False
     read_by: str | None = None
+    uneven: bool = False
 
 
 _TABLE = (
     LogicalAxis(EMBED),
+    LogicalAxis(EMBED_TWICE),
     LogicalAxis(HEADS, "tp", HEADS, whole_heads=True),
     LogicalAxis(KV_HEADS, "tp", HEADS, whole_heads=True, read_by=HEADS),
     LogicalAxis("head_groups", "tp", HEADS, whole_heads=True),  # which share an output projection of low rank
     LogicalAxis(LATENT, region=HEADS),
     LogicalAxis(HEAD_DIM, region=HEADS),
+    LogicalAxis("frequency", region=HEADS),  # of rotary embeddings that are learned, outside of layers
+    LogicalAxis("distance", region=HEADS),  # of keys and queries, in a table of vectors that all heads read
     LogicalAxis(MLP, "tp", MLP),
     LogicalAxis("activation", region=MLP),
     LogicalAxis(LINEAR_HEADS, "tp", LINEAR_HEADS, whole_heads=True),
@@ -63,10 +72,20 @@ _TABLE = (
     LogicalAxis("moe_latent"),
     LogicalAxis("per_layer"),
     LogicalAxis("laurel"),  # between the matrices of a residual connection of low rank
+    LogicalAxis("norm_gate"),  # between the matrices of a gate after a norm
+    LogicalAxis("time"),  # between the matrices that read the delay of a text behind its sound
+    LogicalAxis("label"),  # of a head within the layers
+    LogicalAxis("channel"),  # of a convolution that every process computes in full
     LogicalAxis("whole_mlp"),  # of an MLP whose gate reads moments of all of it
     LogicalAxis("modulation"),
+    LogicalAxis(SHIFTED),
     LogicalAxis("one"),
     LogicalAxis("streams"),  # the rows of the residual stream of families with hyper-connections, together
+    LogicalAxis("streams_latent"),  # between the matrices that mix them
+    LogicalAxis(NGRAM, "tp", uneven=True),
+    LogicalAxis("ngram_latent"),
+    LogicalAxis(NGRAM_STREAMS, whole_rows=True),  # streams that a convolution over n-grams reads, all on every rank
+    LogicalAxis("ngram_taps"),
     LogicalAxis(VOCAB, "tp"),
 )
 AXES = {axis.name: axis for axis in _TABLE}
@@ -78,6 +97,11 @@ def sharded_by(mesh: str) -> tuple[str, ...]:
 
 
 KEYS = {name: axis.read_by for name, axis in AXES.items() if axis.read_by}  # {axis of key heads: that of their readers}
+
+
+def may_be_uneven(name: str) -> bool:
+    """Whether shards of an axis may differ in size."""
+    return name in AXES and AXES[name].uneven
 
 
 def has_whole_heads(name: str) -> bool:

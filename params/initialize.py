@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import family_of
-from fnmodels.models.common.spec import Constant, InTurn, Leaf, LogUniform, Sinusoids
+from fnmodels.models.common.spec import Constant, InTurn, Leaf, LogUniform, Parts, Sinusoids, Uniform
 from fnmodels.tree import Tree
 from params.sharding import Sharding, plan_by_path
 
@@ -153,6 +153,8 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
     shape = tuple(s.stop - s.start for s in box)
     if isinstance(leaf.init, Constant):
         return torch.full(shape, leaf.init.value)
+    if isinstance(leaf.init, Parts):
+        return torch.tensor(leaf.init.values).repeat_interleave(leaf.shape[0] // len(leaf.init.values))[box]
     if isinstance(leaf.init, Sinusoids):
         return _sinusoids(leaf.shape, leaf.init.longest)[box].clone()
     if isinstance(leaf.init, InTurn):
@@ -167,6 +169,8 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
         drawn = torch.empty(stop - start, *leaf.shape[1:])
         if isinstance(leaf.init, LogUniform):
             drawn.uniform_(leaf.init.low, leaf.init.high, generator=generator).log_()
+        elif isinstance(leaf.init, Uniform):
+            drawn.uniform_(leaf.init.low, leaf.init.high, generator=generator)
         else:
             drawn.normal_(0.0, leaf.init.std, generator=generator)
         low, high = max(start, first.start), min(stop, first.stop)

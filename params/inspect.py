@@ -177,7 +177,7 @@ def _files(folder: Path) -> Lines:
 
 
 def _tensors(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines:
-    """How the tensors in the files fit the model that config.json describes."""
+    """Lines on the fit of the tensors in the files to the model that config.json describes."""
     with ExitStack() as stack:
         checked = check_folder(folder, stack, family=family, ignore_fields=ignore_fields)
         tied = getattr(checked.config, "tie_word_embeddings", None)

@@ -54,7 +54,7 @@ def _write(arguments: argparse.Namespace) -> int:
         print(f"wrote {path}")
     if arguments.like:
         types, default = _types_of(arguments.like)
-        if rest := ", ".join(one for one in types if one != default):
+        if rest := ", ".join(model_type for model_type in types if model_type != default):
             print(f"Remove from both what is there for {rest}: {arguments.like}.py reads these model types.")
     if "routed=True" in next(iter(texts.values())):
         print(f"Find the seeds of its variants with: .venv/bin/python -m tests.support.find_seeds {name}")
@@ -106,8 +106,8 @@ def _renamed(text: str, old: str, new: str, types: Sequence[str] = ()) -> str:
 
     types: all model types of the family; the others stay, also those that begin with the old one.
     """
-    before, after = ("".join(part.capitalize() for part in re.split("[_-]", one)) for one in (old, new))
-    spoken = {one.replace("-", "_"): one for one in (old, *types)}  # as names of variants have it
+    before, after = ("".join(part.capitalize() for part in re.split("[_-]", name)) for name in (old, new))
+    spoken = {name.replace("-", "_"): name for name in (old, *types)}  # as names of variants have it
     known = "|".join(sorted({*spoken, *spoken.values()}, key=len, reverse=True))
     quoted = re.sub(rf'"({known})(?=["_])', lambda m: f'"{new}' if spoken.get(m[1], m[1]) == old else m[0], text)
     return quoted.replace(before, after)

@@ -20,21 +20,22 @@ from fnmodels import tree
 from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
 
-from .axes import KEYS, has_whole_heads
+from .axes import KEYS, has_whole_heads, may_be_uneven
 
 Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """Which mesh dimensions shard which logical axes of parameters.
+    """Rules that map logical axes of parameters to the mesh dimensions that shard them.
 
     Args:
         axes: {logical axis: the mesh dimensions that shard it, outermost first}; axes that are not named are not
             sharded. None: {}.
         spread: Further mesh dimensions. Each shards the first dimension of a leaf that is not sharded yet and whose
             size it divides; where there is none, the leaf is replicated (norms smaller than the mesh). This is FSDP:
-            without other rules every leaf is sharded by rows, which are contiguous in a file.
+            without other rules every leaf is sharded by rows, which are contiguous in a file. Rows of a table of
+            n-grams need not divide.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -55,7 +56,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one leaf is sharded over the mesh.
+    """The sharding of one leaf over the mesh.
 
     Args:
         dims: For each mesh dimension the dimension of the leaf that it shards, or None where the leaf is replicated.
@@ -172,7 +173,7 @@ def sharding_of(leaf: Any) -> Sharding | None:
 
 
 def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
-    """How every leaf of a model is sharded over a mesh.
+    """Plans the sharding of every leaf of a model over a mesh.
 
     Heads are never split. Where the shards outnumber the KV heads (by a multiple), k and v are replicated: `describe`
     shows it, and tensor-parallel attention reads the KV heads that its query heads need.
@@ -216,18 +217,30 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
         units = size // leaf.unit if has_whole_heads(axis) else size
         if axis in KEYS and shards > units and shards % units == 0:
             continue
-        if units % shards:
+        if units % shards and not may_be_uneven(axis):
             kind = "" if units == size else f" heads of {leaf.unit}"
             raise ValueError(f"{path}: {axis} is {units}{kind}, not a multiple of {shards} ({', '.join(names)}).")
+        if _leaves_empty(units, shards):
+            raise ValueError(
+                f"{path}: {axis} is {units}, of which {shards} processes ({', '.join(names)}) have "
+                f"{-(-units // shards)} each and the last ones none: take fewer processes."
+            )
         for name in names:
             if name in where:
                 raise ValueError(f"{path}: both {leaf.axes[where[name]]!r} and {axis!r} go to {name!r}; only one can.")
             where[name] = dim
     for name in rules.spread:
-        free = [d for d, n in enumerate(leaf.shape) if d not in where.values() and n % sizes[name] == 0]
+        left = [d for d in range(len(leaf.axes)) if d not in where.values()]
+        free = [d for d in left if leaf.shape[d] % sizes[name] == 0 or may_be_uneven(leaf.axes[d])]
+        free = [d for d in free if not _leaves_empty(leaf.shape[d], sizes[name])]
         if free:
             where[name] = free[0]
     return tuple(where.get(name) for name in sizes)
+
+
+def _leaves_empty(units: int, shards: int) -> bool:
+    """Whether the last of so many shards, each of as many units as the first, has none."""
+    return shards > 1 and units > 0 and -(-units // shards) * (shards - 1) >= units
 
 
 def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common.family import DecoderConfig
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.tree import Tree
 
 from .lora.leaves import map_leaves, nodes_of
@@ -38,10 +38,21 @@ def resize_vocab(config: DecoderConfig, params: Tree, size: int, *, rows: Rows =
     Raises:
         ValueError: The size is below 1, the model has no vocabulary, values have another shape or an unknown path, or
             params have adapters.
-        UnsupportedError: Leaves are DTensors, or weights in other forms, such as quantized ones.
+        UnsupportedError: Leaves are DTensors, or weights in other forms, such as quantized ones; or the model embeds
+            n-grams, whose hash depends on the number of tokens.
     """
     if size < 1:
         raise ValueError(f"size is {size}; a vocabulary has at least one token.")
+    if field_of(text_config(config), "ngram_size"):
+        raise UnsupportedError(
+            "The model embeds n-grams by a hash that depends on the number of tokens: with another one every n-gram "
+            "would read other rows than those it was trained with."
+        )
+    if not (rows == "mean" if isinstance(rows, str) else isinstance(rows, Tensor | Mapping)):
+        raise ValueError(f'rows is {rows!r:.80}; it is "mean", a tensor [new tokens, D], or {{path: such a tensor}}.')
+    for path, values in rows.items() if isinstance(rows, Mapping) else ():
+        if not isinstance(values, Tensor):
+            raise ValueError(f"rows of {path} is a {type(values).__name__}; it must be a tensor [new tokens, D].")
     if nodes_of(params):
         raise ValueError("params hold adapters; merge them, or take params.lora.weights, before a new vocabulary.")
     resized = _resized(config, size)

@@ -52,7 +52,7 @@ class LinearOnly:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What activations have."""
+        """The dtype of activations."""
         return torch.bfloat16
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -183,15 +183,15 @@ def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
     Returns:
         The tree with packed weights.
     """
-    given: dict[str, Any] = {}
-    map_leaves(given.__setitem__, params)
-    weights = {path: leaf.detach() for path, leaf in given.items() if _is_fp32(leaf) and _chosen(path, leaf, skip)}
+    leaves: dict[str, Any] = {}
+    map_leaves(leaves.__setitem__, params)
+    weights = {path: leaf.detach() for path, leaf in leaves.items() if _is_fp32(leaf) and _chosen(path, leaf, skip)}
     forms: dict[str, LinearOnly] = {}
     for first, *others in SAME_INPUT:
         for path in weights:
             parent = path.removesuffix(first)
             group = [path, *(parent + name for name in others)]
-            if parent != path and weights.keys() >= set(group) and not _differ(parent, group, given):
+            if parent != path and weights.keys() >= set(group) and not _differ(parent, group, leaves):
                 forms |= _joined({member: weights[member] for member in group})
     forms |= {path: PackedWeight(onednn_layout(weight)) for path, weight in weights.items() if path not in forms}
     return map_leaves(lambda path, leaf: forms.get(path, leaf), params)

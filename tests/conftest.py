@@ -2,12 +2,14 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from tests.support.forks import Forks
+from tests.support.lanes import Lanes
 from tests.support.selection import model_types_of
 from tests.support.status import Status
 
@@ -18,6 +20,7 @@ FSYNC = os.fsync
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Status())
+    config.pluginmanager.register(Lanes())
     # tiny configs are for few positions
     config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
 
@@ -47,18 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A worker's first share is a quarter of what it has of all tests, in their order: tests over several ranks begin the
     first worker's, those of `project` the second's. So there is one pool of ranks and one server of forks, and no long
-    test is the last.
+    test is the last. Tests that fork their own process hundreds of times come before it has grown to gigabytes.
     """
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers < 2:
         return
     share = len(items) // workers // 4
-    groups: dict[str, list[pytest.Item]] = {"tests/train/parallel/": [], "tests/project/": [], "": []}
+    first = ("tests/train/parallel/", "tests/damage/test_cut_points.py", "tests/project/", "")
+    groups: dict[str, list[pytest.Item]] = {name: [] for name in first}
     for item in items:
         groups[next(name for name in groups if name in item.nodeid)].append(item)
-    ranks, forking, others = groups.values()
+    ranks, cuts, project, others = groups.values()
     before = max(0, share - len(ranks))
-    items[:] = [*ranks, *others[:before], *forking, *others[before:]]
+    items[:] = [*ranks, *others[:before], *cuts, *project, *others[before:]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,6 +74,14 @@ def _without_flushes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_compiler() -> None:
+    """Compilations of a file do not depend on those before: sizes that torch has seen change become symbolic, and
+    tracing takes five times as long with them."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ class Batch(TypedDict, total=False):
     choices: Tensor  # int64 [B, S, layers, k]: the keys to use, of models that choose keys
     preceding: Tensor  # int64 [B, S, n - 1]: the tokens before each in its document, made before positions are split
     token_types: Tensor  # int64 [B, S]: see `fnmodels.prepare`
+    maskable: Tensor  # bool [B, S]: tokens that masked diffusion may mask, of `diffusion_masks`
     rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted
 
     next_tokens: Tensor  # int64 [B, S, heads]: what follows, for heads that predict further tokens (`look_ahead`)
@@ -39,6 +40,7 @@ class Batch(TypedDict, total=False):
     decoder_tokens: Tensor  # int64 [B, T], of encoder-decoders; labels are [B, T] there
     decoder_positions: Tensor  # int64 [B, T]
     decoder_segment_ids: Tensor  # int64 [B, T]
+    decoder_rng: Tensor  # int64 [B, T]: keys of dropout of the decoder's tokens (`noise_keys` of a second seed)
 
     patches: Tensor  # [B, I, C]: of the images that belong to texts (`image_text_batch`)
     patch_positions: Tensor  # int64 [B, I, axes]
@@ -95,11 +97,12 @@ def microbatches(batch: Batches, accumulate: int = 1) -> list[Entries]:
 
 def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
     """The mapping as a dict, the only mapping that trees support. what: names it in the ValueError."""
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, (dict, Mapping)):
         raise ValueError(f"{what} must be a dict of tensors; it is a {type(batch).__name__}.")
     made = batch if isinstance(batch, dict) else dict(batch)
     for path, entry in tree.flatten(made).items():
-        check_entry(path, entry)
+        if type(entry) is not Tensor or entry.layout is not torch.strided or entry.is_nested:
+            check_entry(path, entry)
     return made
 
 

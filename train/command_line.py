@@ -44,6 +44,8 @@ EXTRA_OF = {
     "lm_eval": "eval",
     "mlflow": "mlflow",
     "wandb": "wandb",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

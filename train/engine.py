@@ -59,6 +59,10 @@ KEPT = 8  # functions whose compiled code and mesh schedules are kept, the last 
 T = TypeVar("T")
 
 
+class NoGradientsError(RuntimeError):
+    """`Engine.optim_step` without a `forward_backward` before it."""
+
+
 class Engine:
     """config: the model's, for `export`. Other arguments: as in `train.make_step`.
 
@@ -249,7 +253,7 @@ class Engine:
         if divide_by is not None and not (number and 0 < divide_by < float("inf")):
             raise ValueError(f"divide_by is {divide_by!r}; it must be a finite number above 0, or None for the count.")
         if self._sums is None:
-            raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
+            raise NoGradientsError("optim_step comes after forward_backward: there are no gradients yet.")
         return optimizer, self._updates_by(optimizer) if values else self._updates, self._sums
 
     def gradients(self, *, full: bool = False) -> Tree:

@@ -97,16 +97,10 @@ def joined(held: Tree, found: Tree) -> Tree:
 
 def fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
     """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
-    leaves: list[Tensor] = []
-    mask = iter(trains)
-
-    def leaf(param: Tensor) -> Tensor:
-        fresh = param.detach()
-        if next(mask):
-            leaves.append(fresh.requires_grad_())
-        return fresh
-
-    fresh = tree.map(leaf, params)
+    fresh = tree.map(Tensor.detach, params)
+    leaves = list(itertools.compress(tree.leaves(fresh), trains))
+    for leaf in leaves:
+        leaf.requires_grad_()
     if not leaves:
         raise ValueError("No parameter is trainable: every floating-point parameter is frozen by the optimizer's spec.")
     return fresh, leaves
@@ -120,7 +114,7 @@ def _gradients(
     divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
     """
     (total, count, *aux), outputs = loss_and_outputs(result)
-    scale = 1 / valid_count(total, count).to(total.dtype) if divide else None
+    scale = valid_count(total, count).to(total.dtype).reciprocal() if divide else None
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
         found = torch.autograd.grad(total, leaves, scale, allow_unused=True)
@@ -165,7 +159,10 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) == 4:  # outputs
         parts = parts[:2] if parts[2] is None else parts[:3]
-    if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
+    scalars = len(parts) in (2, 3) and isinstance(parts[0], Tensor) and isinstance(parts[1], Tensor)
+    if scalars and not parts[0].ndim and not parts[1].ndim:
+        if len(parts) == 2:
+            return parts[0], exact(parts[1])
         for path, leaf in tree.flatten(parts[2:]).items():
             if not isinstance(leaf, Tensor):
                 name = path.partition(".")[2] or "itself"

@@ -29,7 +29,7 @@ from fnmodels.tree import Tree
 from .batch import Entries
 from .remat import layer_fn
 from .remat_budget import budget_of
-from .run_options import PLAIN, Blocks, Ranks, RunOptions, Stage, is_one_per_shape
+from .run_options import PLAIN, Blocks, Ranks, Reports, RunOptions, Stage, is_one_per_shape
 
 
 class LossFn(Protocol):
@@ -74,7 +74,8 @@ class ModelLoss:
         """
         options, reports = self.options, self.options.reports
         if reports.expected or reports.required is not None:
-            options = dataclasses.replace(options, reports=dataclasses.replace(reports, reached=[]))
+            noting = Reports(reports.counts, reports.required, reports.expected, [])
+            options = RunOptions(options.blocks, options.ranks, options.stage, noting)
         return RunParams(params if self.params is None else self.params(params), options)
 
     def check_reached(self, given: RunParams, params: Tree, batch: Entries) -> None:

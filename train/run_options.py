@@ -109,7 +109,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What replaces parts of a computation where other ranks hold other tokens of the batch.
+    """Replacements of parts of a computation where other ranks hold other tokens of the batch.
 
     kernel, experts, balance: map the loss's own choice to one that works there.
     length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
@@ -141,7 +141,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reports:
-    """What a run wants to know, or that the caller knows.
+    """Reports that a run requires of the model's calls, and facts that its caller knows.
 
     counts: losses of models with experts return aux with counts even without aux=True.
     required: the options that must reach the model's layers, as part of a sentence; None: no check.
@@ -157,7 +157,7 @@ class Reports:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run calls the model inside a loss. The defaults run the layers unchanged in one process.
+    """Options by which a run calls the model inside a loss. The defaults run the layers unchanged in one process.
 
     blocks: wrappers of blocks. ranks: what works over ranks. stage: the stage of a pipeline. reports: what is reported.
     """
@@ -215,8 +215,10 @@ class RunOptions:
         self, config: DecoderConfig, inputs: Tree, freqs_cis: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """The rotary tables, replaced by the global batch's where the loss computed them from its local positions."""
+        if self.ranks.length is None:
+            return freqs_cis
         positions = inputs.get("positions") if isinstance(inputs, Mapping) else None
-        if self.ranks.length is None or positions is None:
+        if positions is None:
             return freqs_cis
         length = self.ranks.length(config, positions, None)
         if length is None:
@@ -242,14 +244,17 @@ def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
         part = attention_part(mask)
         if not isinstance(part, Mask):
             continue
-        tensors = part.q_positions, part.q_segments, part.kv_positions, part.kv_segments
+        tensors, wrapped = (part.q_positions, part.q_segments, part.kv_positions, part.kv_segments), False
         for tensor in tensors:
             if id(tensor) not in seen:
-                seen[id(tensor)] = value = unwrapped(tensor)
+                seen[id(tensor)] = value = tensor if has_values(tensor) else unwrapped(tensor)
                 if not has_values(value):
                     return None
-        q_positions, q_segments, kv_positions, kv_segments = (seen[id(tensor)] for tensor in tensors)
-        bare[kind] = Mask(q_positions, q_segments, kv_positions, kv_segments, None, None, part.rule)
+            wrapped = wrapped or seen[id(tensor)] is not tensor
+        q_positions, q_segments, kv_positions, kv_segments = [seen[id(tensor)] for tensor in tensors]
+        bare[kind] = part
+        if wrapped or part.q_spans is not None or part.kv_spans is not None:
+            bare[kind] = Mask(q_positions, q_segments, kv_positions, kv_segments, None, None, part.rule)
     return undisturbed(fnmodels.layout, bare)
 
 

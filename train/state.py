@@ -1,14 +1,16 @@
 """`State`: step, parameters and optimizer state of a training run between two steps."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
+from fnmodels.ops.torch_internals import transformed
 from fnmodels.tree import Tree
 from train.comm.dtensor import like_params, local_tree, map_local, of_all_stages
 from train.optim.base import Optimizer, check_optimizer
@@ -19,7 +21,7 @@ T = TypeVar("T")
 @tree.pytree
 @dataclass(frozen=True)
 class State:
-    """What a train step takes and returns; the training run's state beside its data.
+    """The argument and the result of a train step: the training run's state beside its data.
 
     A step made with inplace=True takes a State over, as a donated argument is in JAX: it writes into the same storage
     and returns a new State; every use of the old one raises.
@@ -101,19 +103,27 @@ def _initial(params: Tree, optimizer: Optimizer, copy: bool) -> State:
     for path, leaf in tree.flatten(params).items():
         if seen.setdefault(id(leaf), path) != path:
             raise ValueError(f"{seen[id(leaf)]} and {path} are one tensor: keep it at one path, and use it twice.")
-    with torch.no_grad():
+    with without_gradients():
         owned = map_local(lambda p: _owned(p, copy), params)
         opt_state = like_params(optimizer.init(local_tree(owned)), owned)
     device = next(iter(tree.leaves(owned))).device
     return State(torch.zeros((), dtype=torch.int64, device=device), owned, opt_state)
 
 
+def without_gradients() -> AbstractContextManager[Any]:
+    """torch.no_grad(), but in a transform of torch.func, which may take the derivative of what is computed here."""
+    return nullcontext() if transformed() else torch.no_grad()
+
+
 def _owned(param: Tensor, copy: bool) -> Tensor:
-    held = param.detach()
+    held = param if transformed() else param.detach()
     return held.clone(memory_format=torch.contiguous_format) if copy else held
 
 
 def consume(state: State) -> None:
     """Empties a State whose tensors go to its successor."""
-    for field in fields(state):
-        object.__delattr__(state, field.name)
+    for name in _FIELDS:
+        object.__delattr__(state, name)
+
+
+_FIELDS = tuple(field.name for field in fields(State))

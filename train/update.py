@@ -11,12 +11,31 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import transformed
 from fnmodels.tree import Tree
 from train.batch import Batches
 from train.gradients import Metrics, Sums, valid_count
 from train.losses.moe_balance import moved_biases
-from train.optim.base import InPlace, Optimizer, apply_updates, clip_factor, list_norm, trainable_mask, with_paths
+from train.optim.base import (
+    InPlace,
+    Optimizer,
+    apply_updates,
+    clip_factor,
+    is_unknown_or,
+    list_norm,
+    trainable_mask,
+    with_paths,
+)
 from train.state import State, consume
+
+
+def refuse_transforms() -> None:
+    """ValueError in a transform of torch.func, which a step of autograd cannot go through."""
+    if transformed():
+        raise ValueError(
+            "A step of train.make_step is not for vmap, grad and jvp of torch.func: take train.pure_step(loss_fn, "
+            "optimizer), which has the same result."
+        )
 
 
 @dataclass(frozen=True)
@@ -35,9 +54,9 @@ class StepOptions:
         accumulate, clip, rate = self.accumulate, self.clip, self.balance_rate
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
-        if clip is not None and not (isinstance(clip, (Real, Tensor)) and clip > 0):
+        if clip is not None and not (isinstance(clip, (Real, Tensor)) and is_unknown_or(clip, lambda x: x > 0)):
             raise ValueError(f"clip is {clip!r}; it must be a number above 0, or None.")
-        if rate is not None and not (isinstance(rate, (Real, Tensor)) and rate >= 0):
+        if rate is not None and not (isinstance(rate, (Real, Tensor)) and is_unknown_or(rate, lambda x: x >= 0)):
             raise ValueError(f"balance_rate is {rate!r}; it must be a number, at least 0, or None.")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(f"dtype is {self.dtype!r}; it must be a floating-point torch.dtype, or None.")
@@ -48,7 +67,7 @@ StepFunction = Callable[[State, Batches], tuple[State, Metrics]]
 
 @dataclass(frozen=True, eq=False)
 class UpdatePlan:
-    """What is computed once for a State and its optimizer, as long as the State has these very tensors.
+    """Values computed once for a State and its optimizer, as long as the State has these very tensors.
 
     trains: for each leaf of params, whether it is trained. run: the optimizer's update in place, bound to the State's
     tensors; None: it has none. unchanged: whether params and opt_state have the entries which they had then.
@@ -237,4 +256,4 @@ def rates_of(optimizer: Optimizer, opt_state: Tree) -> Metrics:
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:
-    return torch.as_tensor(rate, dtype=torch.float32).detach()
+    return rate.detach().to(torch.float32) if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)

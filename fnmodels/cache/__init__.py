@@ -11,11 +11,12 @@ padding and no count that could disagree with what is stored.
 
 from .captured import captured_step
 from .compiled import DecodingStep, compiled_step
+from .eager import eager_step, tapped_step
 from .encode import encode
 from .init import init_cache
 from .prepare import prepare_step
 from .rows import insert, insert_, resize, take, truncate
-from .step import decode, decode_, prefill
+from .step import decode, decode_, prefill, tapped_decode_
 from .value import Cache, Slots
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "compiled_step",
     "decode",
     "decode_",
+    "eager_step",
     "encode",
     "init_cache",
     "insert",
@@ -34,5 +36,7 @@ __all__ = [
     "prepare_step",
     "resize",
     "take",
+    "tapped_decode_",
+    "tapped_step",
     "truncate",
 ]

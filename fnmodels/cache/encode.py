@@ -25,6 +25,7 @@ def encode(
     config: Any,
     capacity: int,
     length: int | None = None,
+    rings: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Cache:
     """The cache of an encoder-decoder, with the encoder run and no tokens of the decoder yet.
@@ -44,6 +45,7 @@ def encode(
         config: The config of both stacks.
         capacity: Slots for the decoder's tokens per row.
         length: What length-dependent rotary scalings of the decoder read; None: the capacity.
+        rings: Whether sliding layers hold no more than their window, see `fnmodels.init_cache`.
         **options: Keywords of `fnmodels.forward`.
 
     Returns:
@@ -69,7 +71,8 @@ def encode(
     positions, segments = (t.expand(rows, width) for t in (mask.kv_positions, mask.kv_segments))
     memory = without_padding(memory, segments)
     decoder = stacks["decoder"]
-    empty = init_cache(decoder, rows, capacity, dtype=memory.dtype, device=memory.device, length=length)
+    where: dict[str, Any] = {"dtype": memory.dtype, "device": memory.device}
+    empty = init_cache(decoder, rows, capacity, length=length, rings=rings, **where)
     layers = []
     for layer, entry in zip(stack_params(params, "decoder")["layers"], empty.layers, strict=True):
         k, v = keys_of_memory(layer["cross_attention"], memory, head_dim=decoder.head_dim)

@@ -11,7 +11,15 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, stream_shape, traits_of
+from fnmodels.models.common.family import (
+    DecoderConfig,
+    LayerKind,
+    field_of,
+    function_of,
+    stored_layers,
+    stream_shape,
+    traits_of,
+)
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
 from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, WINDOWED, Entry
 from fnmodels.options import ForwardOptions
@@ -86,6 +94,8 @@ def init_cache(
         for name, (shape, kept, tokens) in entry.items():
             room = (slots[kind].segments.shape[1],) if tokens == 1 else (max(capacity // tokens, 1),) if tokens else ()
             layers[-1][name] = _empty_entry(batch, room, shape, kept, device)
+    if field_of(config, "ngram_size") and not slots:
+        raise ValueError("This model embeds n-grams, and no layer of it keeps the tokens before: it has no cache.")
     kinds = family.kinds(config)
     return known_clean(Cache(tuple(layers), slots, kinds, capacity if length is None else length))
 
@@ -120,7 +130,7 @@ def _empty_slots(
 
 
 def _reach(rule: Rule) -> float:
-    """How many positions, its own included, a query sees back at most; infinity where that is not known."""
+    """The longest span of positions, its own included, that a query sees back; infinity where it is not known."""
     period = rule.period()
     if not 0 < period <= _LONGEST_PERIOD:
         return math.inf
@@ -158,14 +168,17 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
     if width := field_of(config, "hidden_size_per_layer_input"):
         more["layer_input"] = torch.empty(0, 1, width, dtype=dtype, device="cpu")
     if traits_of(family).reads_ids:
-        more["shared"] = function_of(family, "shared")({}, {"token_ids": first}, config=config)
+        before = first[..., None].expand(0, 1, max(field_of(config, "ngram_size") - 1, 0))
+        given = {"token_ids": first, "preceding": before}
+        more["shared"] = function_of(family, "shared")({}, given, config=config)
     elif function_of(family, "shared") is not None:  # no biases, and a memory without rows
-        memory = torch.empty(0, 1, config.hidden_size, dtype=dtype, device="cpu")
+        memory = torch.empty(0, 1, field_of(config, "memory_size") or config.hidden_size, dtype=dtype, device="cpu")
         seen = torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")
         more["shared"] = {"memory": memory, "memory_mask": seen, "positions": (first, first)}
     found: dict[Any, dict[str, Shape]] = {}
     entries: list[dict[str, Shape]] = []
-    for index, (kind, layer) in enumerate(zip(family.kinds(config), family.spec(config)["layers"], strict=True)):
+    kinds, layers = family.kinds(config), family.spec(config)["layers"]
+    for index, (kind, layer) in enumerate(zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True)):
         if LayerKind.parse(kind).source:  # reads another layer's entry
             entries.append({})
             continue
@@ -184,7 +197,7 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
 
 
 def _shape(name: str, recorded: Tensor) -> Shape:
-    """What `_entries` records of a tensor of an entry; that of windows has the tokens of a slot in dimension 1."""
+    """(shape per slot or row, dtype, tokens of a slot) of an entry's tensor; windows have tokens in dimension 1."""
     tokens = 1 if name in SLOTTED else recorded.shape[1] if name in WINDOWED else 0
     return tuple(recorded.shape[2 if tokens else 1 :]), recorded.dtype, tokens
 

@@ -1,4 +1,4 @@
-"""What the host knows of a cache's rows between steps of one token, so that no step reads it from tensors again.
+"""Host-side record of a cache's rows between steps of one token, so that no step reads it from tensors again.
 
 A row is plain if its slots hold the positions 0 to n - 1 of one document. The first step of one token finds out whether
 all rows are; later ones only count on. A fact belongs to the cache, or the masks, that it was found of, and to the
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Everything, simplify
-from fnmodels.inputs.values import has_values, host_is_away
-from fnmodels.ops.torch_internals import version
+from fnmodels.inputs.values import has_values, host_is_away, host_reads
+from fnmodels.ops.torch_internals import versions
 
-from .value import Cache, Slots
+from .value import Cache, Facts, Slots, facts_of, with_facts
 
 
 @dataclass(frozen=True)
 class KnownRows:
-    """Of plain rows: how many tokens each holds, which is the position of its next one, and its document."""
+    """Plain rows: the number of tokens that each holds, which is the position of its next one, and its document."""
 
     lengths: tuple[int, ...]
     documents: tuple[int, ...]
@@ -58,50 +58,46 @@ class KnownRows:
 
 def rows_of(cache: Cache) -> KnownRows | None:
     """The rows of a cache on the CPU, if all are plain; None also where values cannot be read."""
-    if torch.compiler.is_compiling() or host_is_away() or not cache.slots:
-        return None
-    tensors, known = _tensors_of(cache), vars(cache).get("_rows")
-    versions = _versions(tensors)
-    if known is None or known[0] != versions or None in versions:
-        if not all(has_values(tensor) and tensor.is_cpu for tensor in tensors):
-            return None
-        known = (versions, _read(cache.slots.values()))
-        object.__setattr__(cache, "_rows", known)
-    rows: KnownRows | None = known[1]
+    rows: KnownRows | None = facts_with_rows(cache).rows
     return rows
 
 
-def with_rows(cache: Cache, rows: KnownRows) -> Cache:
-    """Notes on a new cache what the step that made it knows."""
-    object.__setattr__(cache, "_rows", (_versions(_tensors_of(cache)), rows))
-    return cache
+def facts_with_rows(cache: Cache) -> Facts:
+    """The facts noted on a cache, with its rows where they can be read."""
+    if not host_reads():
+        return Facts()
+    facts = facts_of(cache)
+    if not facts.looked:
+        tensors = [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
+        if not tensors or not all(has_values(tensor) and tensor.is_cpu for tensor in tensors):
+            return facts
+        facts = facts._replace(looked=True, rows=_read(cache.slots.values()))
+        with_facts(cache, facts)
+    return facts
 
 
 def note_step(masks: Iterable[Mask], rows: KnownRows) -> None:
     """Notes on masks that they are of the next tokens of these rows."""
     for mask in masks:
-        object.__setattr__(mask, "_rows", (_versions(_tensors(mask)), rows))
+        object.__setattr__(mask, "_rows", (versions(_tensors(mask)), rows))
 
 
-def stepping(cache: Cache, masks: Mapping[str, MaskLike]) -> KnownRows | None:
-    """The rows of the cache if the masks of all its kinds are of their next tokens."""
-    known = vars(cache).get("_rows")
-    if known is None or known[1] is None or rows_of(cache) is not known[1]:
+def stepping(cache: Cache, masks: Mapping[str, MaskLike]) -> Facts | None:
+    """The facts noted on the cache if its rows are plain and the masks of all its kinds are of their next tokens."""
+    facts = facts_of(cache)
+    rows: KnownRows | None = facts.rows
+    if rows is None or host_is_away():
         return None
+    seen: Mask | None = None
     for kind in cache.slots:
         mask: Any = attention_part(masks[kind])
+        if mask is seen:
+            continue
         noted = vars(mask).get("_rows") if isinstance(mask, Mask) else None
-        if noted is None or noted[1] is not known[1] or noted[0] != _versions(_tensors(mask)):
+        if noted is None or noted[1] is not rows or noted[0] != versions(_tensors(mask)):
             return None
-    return cast(KnownRows, known[1])
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int | None]:
-    return [None if tensor.is_inference() else version(tensor) for tensor in tensors]
-
-
-def _tensors_of(cache: Cache) -> list[Tensor]:
-    return [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
+        seen = mask
+    return facts
 
 
 def _tensors(mask: Mask) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from fnmodels.preparation import (
     per_token,
     positions_of_images,
     prepare,
+    prepare_text,
     with_image_masks,
 )
 
-from .known_rows import KnownRows, note_step, rows_of
-from .next_steps import next_step
-from .value import Cache, Slots
+from .known_rows import KnownRows, facts_with_rows, note_step
+from .next_steps import NextStep, Prepared, prepare_ahead, prepared, prepared_step, room
+from .value import Cache, Facts, Slots
 
 
 def prepare_step(
@@ -36,10 +37,11 @@ def prepare_step(
     positions: Tensor | None = None,
     segment_ids: Tensor | None = None,
     length: int | Tensor | None = None,
+    token_types: Tensor | None = None,
     places: Tensor | None = None,
     grids: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
-    """What a step of generation reads: (inputs, masks, freqs_cis) of the next tokens of a cache's rows.
+    """Prepares a step of generation: (inputs, masks, freqs_cis) of the next tokens of a cache's rows.
 
     The masks' queries are the new tokens, their keys the cache's slots followed by the new tokens. Where positions have
     several axes, freqs_cis["highest"] is what `Slots.highest` becomes.
@@ -52,6 +54,7 @@ def prepare_step(
             are several. [B, S, 3] are those of the axes, for tokens in their order.
         segment_ids: [B, S], 0 for padding; None: each row goes on with its document.
         length: What length-dependent rotary scalings read; None: that of the cache.
+        token_types: [B, S], of a model whose prompt sees all of itself, as for `prepare`.
         places: [B, S, 2], where the features of images are among the new tokens, as for `prepare`.
         grids: [images, 3], of the images that begin among the new tokens; an image that goes on in a later call,
             without grids there, needs positions.
@@ -62,22 +65,22 @@ def prepare_step(
     Raises:
         ValueError: The cache has other rows. Where values can be read without waiting for a device, a row is named that
             has no room, whose positions go backwards, whose document is not known, or that has several documents in a
-            cache with rings. So is a row that goes on inside an image whose tokens see each other: such an image is
-            computed in one call.
+            cache with rings. So is a row that goes on inside an image or a prompt whose tokens see each other, which
+            are computed in one call.
         TypeError: The arguments are in another order.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"prepare_step takes the config, tokens [B, S] and a Cache, not a {type(cache).__name__}.")
+    if tokens.shape[1] == 1 and positions is segment_ids is places is grids is token_types is None:
+        known = prepare_rows(config, tokens, cache, length)
+        if known is not None:
+            inputs, masks, tables = known.prepared
+            return inputs, _on_cache(inputs, masks, cache, known.facts.rows), dict(tables)
     batch = next(tensor for entry in cache.layers for tensor in entry.values()).shape[0]
     if tokens.shape[0] != batch:
         raise ValueError(f"The cache has {batch} rows and the tokens {tokens.shape[0]}: fnmodels.take chooses rows.")
-    known = rows_of(cache) if tokens.shape[1] == 1 and positions is None and segment_ids is None else None
-    if known is not None and _has_room(known, cache) and text_config(config) is config and places is grids is None:
-        length = cache.length if length is None else length
-        inputs, masks, tables = next_step(config, check_tokens(tokens), cache, known, length)
-        if "preceding" in inputs:
-            inputs |= _preceding(inputs, known.segment_ids(), _fullest(cache))
-        return inputs, _on_cache(inputs, masks, cache, known), tables
+    if not tokens.shape[1]:
+        raise ValueError(f"tokens is {list(tokens.shape)}; a step has at least one token of each row.")
     held = _fullest(cache)
     if segment_ids is None:
         segment_ids = _going_on(held, tokens)
@@ -98,8 +101,42 @@ def prepare_step(
         # beside the tables, which stay where the caller replaces the inputs by vectors
         freqs_cis = {**freqs_cis, "highest": _highest(held, held.highest, segment_ids, inputs["positions"])}
     if text is not config:
-        masks = with_image_masks(config, masks, inputs["positions"], segment_ids, places)
+        types = token_types if token_types is None else per_token("token_types", token_types, tokens.shape[:2])
+        masks = with_image_masks(config, masks, inputs["positions"], segment_ids, places, types)
     return inputs, _on_cache(inputs, masks, cache), freqs_cis
+
+
+class KnownStep(NamedTuple):
+    """The next tokens [B, 1] of plain rows: (inputs, masks, freqs_cis), the facts noted on the cache, and the step that
+    was prepared ahead; None: it was not.
+    """
+
+    prepared: tuple[Any, Any, Any]
+    facts: Facts
+    step: NextStep | None
+
+
+def prepare_rows(config: DecoderConfig, tokens: Tensor, cache: Cache, length: int | Tensor | None) -> KnownStep | None:
+    """The next tokens [B, 1] of plain rows; None for other rows, where they do not fit, or for images."""
+    facts = facts_with_rows(cache)
+    rows: KnownRows | None = facts.rows
+    if rows is None or tokens.shape[0] != len(rows.lengths):
+        return None
+    length, tokens = cache.length if length is None else length, check_tokens(tokens)
+    step = prepared_step(facts, config, tokens, length)
+    if step is None:
+        count, most = max(rows.lengths) + 1, room(cache)
+        if (most is not None and count > most) or text_config(config) is not config:
+            return None
+        facts, step = prepare_ahead(cache, facts, config, tokens, length)
+    made: Prepared
+    if step is not None:
+        made = prepared(step, tokens)
+    else:
+        made = prepare_text(config, tokens, rows.positions(), rows.segment_ids(), length, count=max(rows.lengths) + 1)
+    if "preceding" in made[0]:
+        made[0].update(_preceding(made[0], rows.segment_ids(), _fullest(cache)))
+    return KnownStep(made, facts, step)
 
 
 def _preceding(inputs: Mapping[str, Any], segment_ids: Tensor, held: Slots | None) -> dict[str, Tensor]:
@@ -109,12 +146,6 @@ def _preceding(inputs: Mapping[str, Any], segment_ids: Tensor, held: Slots | Non
     before = held.tokens, held.positions, held.segments
     tokens, count = inputs["token_ids"], inputs["preceding"].shape[-1]
     return {"preceding": preceding_tokens(tokens, inputs["positions"], segment_ids, count, before=before)}
-
-
-def _has_room(known: KnownRows, cache: Cache) -> bool:
-    """Whether each row has a slot for its next token."""
-    rooms = [slots.segments.shape[1] for slots in cache.slots.values() if not slots.ring]
-    return max(known.lengths) < min(rooms, default=max(known.lengths) + 1)
 
 
 def _on_cache(
@@ -300,7 +331,7 @@ def _check_rows(slots: Slots, positions: Tensor, segments: Tensor) -> None:
 
 
 def _check_images(slots: Slots, mask: Mask) -> None:
-    """ValueError that names the first row whose new tokens go on inside an image whose tokens see each other."""
+    """ValueError that names the first row whose new tokens go on inside an image or prompt that sees all of itself."""
     if slots.spans is None or mask.q_spans is None or not reads_spans(mask.rule):
         return
     first = (_rank(mask.q_segments) == 0) & (mask.q_segments > 0) & (mask.q_spans > 0)
@@ -308,7 +339,7 @@ def _check_images(slots: Slots, mask: Mask) -> None:
     inside = (first & (newest > 0) & (newest % 2 == 1)).any(dim=1)
     if bool(inside.any()):
         raise ValueError(
-            f"Row {int(inside.nonzero()[0])} goes on inside an image, whose tokens see each other: all of "
-            "an image, and of images without text between them, are computed in one call. A prompt may be divided "
-            "before the first token of an image and after the last one."
+            f"Row {int(inside.nonzero()[0])} goes on inside an image, or a prompt that sees all of itself: all "
+            "of an image, of images without text between them, or of such a prompt, are computed in one call. Other "
+            "prompts may be divided before the first token of an image and after the last one."
         )

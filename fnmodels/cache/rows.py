@@ -175,8 +175,9 @@ def _truncated(slots: Slots, count: Tensor) -> Slots:
         if bool(cut.any()):
             row = int(cut.nonzero()[0])
             raise ValueError(
-                f"Row {row} cannot go back to {int(count[row])} tokens, which end inside an image: those that are kept "
-                "have seen those that are dropped. Go back to before the image, or to its last token."
+                f"Row {row} cannot go back to {int(count[row])} tokens, which end inside an image, or a prompt that "
+                "sees all of itself: those that are kept have seen those that are dropped. Go back to before it, or to "
+                "its last token."
             )
     return replace(slots, segments=slots.segments.where(keep, 0))
 

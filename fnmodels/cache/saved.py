@@ -65,7 +65,7 @@ class SavedStep:
     leaves: list[Tensor]  # of params
 
     def file(self, cache: Cache, *, all_slots: bool = False) -> Path:
-        """Where the code for these sizes is, or will be. all_slots: that of steps that read them all."""
+        """Path of the code for these sizes, which need not exist. all_slots: that of steps that read all slots."""
         return cache_folder() / f"step-{_digest(self, cache, all_slots or _most_blocks(cache) is None)}.pt2"
 
     def is_ready(self, cache: Cache) -> bool:
@@ -205,7 +205,7 @@ def _loaded(file: Path) -> Code | None:
 
 
 def _digest(step: SavedStep, cache: Cache, all_slots: bool) -> str:
-    """Of all that the code depends on: the model, sizes, our code, torch, the processor and the number of threads."""
+    """Digest of all that the code depends on: model, sizes, our code, torch, the processor, the number of threads."""
     sizes = [(list(t.shape), _strides(t), str(t.dtype)) for t in (*step.leaves, *_tensors(cache))]
     structure = repr(tree.structure((step.params, cache)))
     facts = [repr(step.config), repr(step.options), structure, cache.kinds, cache.length, all_slots, sizes]

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.models.common.family import DecoderConfig, traits_of
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -18,9 +17,11 @@ from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
 from fnmodels.unembedding import unembedded
 
-from .next_steps import laid_out_tables
-from .step_plan import plan_step
+from .prepare import KnownStep
+from .step_plan import PlannedStep, plan_rows, plan_step
 from .value import Cache, consume
+
+_USUAL = ForwardOptions()
 
 
 def prefill(
@@ -92,7 +93,6 @@ def decode(
     return prefill(params, inputs, masks, freqs_cis, cache, config=config, at=at, **options)
 
 
-@torch.no_grad()
 def decode_(
     params: Tree,
     inputs: Tree,
@@ -120,12 +120,63 @@ def decode_(
     Returns:
         Logits [B, S, V], with another `at` [B, V], and the cache with the new tokens, in the same memory.
     """
-    given = ForwardOptions(**options)
-    x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=True)
-    with invariant_rows(given.invariant):
-        logits = logits_at(params, x, inputs, config, at, given.edits)
+    given = ForwardOptions(**options) if options else _USUAL
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return written(params, (inputs, masks, freqs_cis), cache, config, at, given)[:2]
+    return written(params, (inputs, masks, freqs_cis), cache, config, at, given)[:2]
+
+
+def tapped_decode_(
+    params: Tree,
+    prepared: tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]],
+    cache: Cache,
+    taps: tuple[str, ...],
+    /,
+    *,
+    config: DecoderConfig,
+    at: str | Tensor = "all",
+    **options: Unpack[ForwardKwargs],
+) -> tuple[Tensor, Cache, dict[str, Tensor]]:
+    """`decode_` that returns activations too.
+
+    Args:
+        params: The parameters of the model.
+        prepared: The result of `prepare_step`.
+        cache: The tokens before, which must not be used again.
+        taps: Activations to return, as for `fnmodels.hidden`.
+        config: The model's config.
+        at: The tokens whose logits are computed, as for `prefill`.
+        **options: Keywords of `fnmodels.forward`.
+
+    Returns:
+        Logits and the cache as of `decode_`, and {tap: tensor}.
+    """
+    with torch.no_grad():
+        return written(params, prepared, cache, config, at, ForwardOptions(**options), taps)
+
+
+def written(
+    params: Tree,
+    given: KnownStep | tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]],
+    cache: Cache,
+    config: DecoderConfig,
+    at: str | Tensor,
+    options: ForwardOptions,
+    taps: tuple[str, ...] = (),
+) -> tuple[Tensor, Cache, dict[str, Tensor]]:
+    """`decode_` where no gradients are recorded, of what `prepare_step` or `prepare_rows` has made, and its taps."""
+    if isinstance(given, KnownStep):
+        inputs = given.prepared[0]
+        planned = plan_rows(given, cache, config, options, inplace=True)
+    else:
+        inputs = given[0]
+        planned = plan_step(given, cache, config, options, free=runs_freely(params, options), inplace=True)
+    x, after, tapped = run_planned(params, inputs, planned, cache, taps)
+    with invariant_rows(options.invariant):
+        logits = logits_at(params, x, inputs, config, at, options.edits)
     consume(cache)
-    return logits, after
+    return logits, after, tapped
 
 
 def step_on(
@@ -143,22 +194,33 @@ def step_on(
 
     filled: in a compiled graph, where values are not known, the slots that kinds without rings read; None: all.
     """
-    inputs, _, freqs_cis = prepared
-    run_params = isinstance(params, RunParams)
-    known: dict[str, Any] = {"inplace": inplace, "clean": clean, "filled": filled}
-    planned = plan_step(prepared, cache, config, options, run_params=run_params, **known)
+    free = runs_freely(params, options)
+    planned = plan_step(prepared, cache, config, options, free=free, inplace=inplace, clean=clean, filled=filled)
+    return run_planned(params, prepared[0], planned, cache)[:2]
+
+
+def runs_freely(params: Tree, options: ForwardOptions) -> bool:
+    """Whether the blocks of these parameters run as they are, so that what they read may depend on values."""
+    return options.layer_fn is None and not isinstance(params, RunParams)
+
+
+def run_planned(
+    params: Tree, inputs: Tree, planned: PlannedStep, cache: Cache, taps: tuple[str, ...] = ()
+) -> tuple[Tensor, Cache, dict[str, Tensor]]:
+    """(hidden states of the new tokens [B, S, D], cache with them, {tap: tensor} as of `fnmodels.hidden`)."""
+    config = planned.config
     options = planned.options
     if options.edits:
         within = {name: edit for name, edit in options.edits.items() if name not in FINAL}  # those: `logits_at`
         options = replace(options, edits=within or None)
-    if traits_of(family_of(config)).biased:
+    if planned.biased:
         (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
         assert isinstance(read, Mask)
         inputs = {**inputs, "key_positions": read.kv_positions}
-    if planned.rows is not None:
-        freqs_cis = laid_out_tables(cache, planned.rows, freqs_cis)
-    x, _, entries = hidden_states(params, inputs, planned.masks, freqs_cis, config, options, (), planned.step)
-    return x, planned.after(cache, entries)
+    x, tapped, entries = hidden_states(
+        params, inputs, planned.masks, planned.tables, config, options, taps, planned.step
+    )
+    return x, planned.after(cache, entries), tapped
 
 
 def logits_at(

@@ -1,9 +1,11 @@
-"""What one call on a cache does with its slots: where new tokens go, what queries read, and the slots after it."""
+"""Plan of one call on a cache: the slots of new tokens, the keys that queries read, and the slots after the call."""
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from torch import Tensor
 from fnmodels.apply import CacheStep
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
-from fnmodels.inputs.rules import Everything, reads_spans, simplify
+from fnmodels.inputs.order import Segments
+from fnmodels.inputs.rules import Causal, Everything, reads_spans, simplify
 from fnmodels.inputs.segments import NONE
 from fnmodels.inputs.values import has_values, host_is_away
 from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
@@ -20,29 +23,41 @@ from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.ops.slots import Entry, SlotUse, write
 from fnmodels.options import ForwardOptions
+from fnmodels.stack.plan import StackPlan, parts_of, plan_stack
 from fnmodels.tree import Tree
 
-from .known_rows import KnownRows, stepping, with_rows
-from .next_steps import pass_on
-from .prepare import check_values, with_slots
-from .value import Cache, Slots, is_clean, known_clean
+from .known_rows import KnownRows, stepping
+from .next_steps import NextSteps, ready_tables
+from .prepare import KnownStep, check_values, with_slots
+from .value import Cache, Facts, Slots, is_clean, is_plain, known_clean, with_facts
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """The arguments of the layers for one call on a cache (step, masks, options), and the slots after it."""
+class PlannedStep(NamedTuple):
+    """The arguments of the layers for one call on a cache (step, masks, tables, options), and the slots after it.
 
+    biased: whether attention has a relative position bias. facts: of the cache before the call, where these are the
+    next tokens of its plain rows; else None.
+    """
+
+    config: DecoderConfig
     step: CacheStep
-    masks: dict[str, MaskLike]
+    masks: Mapping[str, MaskLike]
+    tables: Mapping[str, Any]
     options: ForwardOptions
     slots: dict[str, Slots]
-    rows: KnownRows | None = None  # before the call, where these are its next tokens
+    biased: bool
+    facts: Facts | None = None
 
     def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
         """The cache after the call, from the layers' new entries."""
-        layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
-        after = known_clean(Cache(layers, self.slots, cache.kinds, cache.length, cache.memory))
-        return after if self.rows is None else pass_on(cache, with_rows(after, self.rows.next()))
+        layers = tuple([entry | entries[i] for i, entry in enumerate(cache.layers)])
+        after = Cache(layers, self.slots, cache.kinds, cache.length, cache.memory)
+        if self.facts is None:
+            return known_clean(after)
+        _, _, rows, steps, choices = self.facts
+        rows = rows.next() if steps is None else steps.after(rows)
+        clean = is_plain(after, before=cache if self.facts.clean else None)
+        return with_facts(after, Facts(clean, True, rows, steps, choices))
 
 
 def plan_step(
@@ -51,52 +66,141 @@ def plan_step(
     config: DecoderConfig,
     options: ForwardOptions,
     *,
-    run_params: bool = False,
+    free: bool,
     inplace: bool = False,
     clean: bool | None = None,
     filled: int | None = None,
 ) -> PlannedStep:
-    """prepared: of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
-    if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
-        raise ValueError(
-            'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
-            "without kv_dtype."
-        )
-    free = options.layer_fn is None and not run_params  # blocks are not compiled
+    """prepared: of `prepare_step`. free: whether blocks are not compiled. Others: see `step_on`."""
+    inputs, masks, tables = prepared
+    facts = stepping(cache, masks) if free else None
+    if facts is not None and clean is None:
+        steps: NextSteps | None = facts.steps
+        following = None if steps is None else steps.of(facts.rows)
+        return plan_rows(KnownStep(prepared, facts, following), cache, config, options, inplace=inplace)
+    _check_dtypes(cache, options)
     clean = is_clean(cache) if clean is None else clean
-    rows = stepping(cache, prepared[1]) if free else None
-    masks = prepared[1] if rows is not None else _with_images(prepared[1], cache)
-    maskless = options.kernel in ("auto", "sdpa") and not _reads_mask(config, cache)
-    multiple = TILE if options.invariant else 1
-    highest = _highest_of(prepared[2], cache) if rows is None else None
-    tokens = _tokens_of(prepared[0], cache)
-    how: dict[str, Any] = {"maskless": maskless, "multiple": multiple, "tokens": tokens}
+    masks, tokens = _with_images(masks, cache), _tokens_of(inputs, cache)
+    highest, multiple = _highest_of(tables, cache), TILE if options.invariant else 1
+    how: dict[str, Any] = {"maskless": _maskless(config, cache, options), "multiple": multiple, "tokens": tokens}
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
         mask = _mask_of_step(kind, masks, slots)
         key = id(mask), slots.ring
         if key not in plans:
-            if rows is not None:
-                plans[key] = _plan_next(mask, slots, rows, **how)
-            else:
-                plans[key] = _plan(mask, slots, free, highest=highest, filled=filled, **how)
+            plans[key] = _plan(mask, slots, free, highest=highest, filled=filled, **how)
         of_kind[kind] = plans[key]
-    if rows is None and free and options.kernel == "auto" and options.layout is None:
+    if free and options.kernel == "auto" and options.layout is None:
         layout = _new_layout(list(plans.values()))
         options = options if layout is None else replace(options, layout=layout)
     step = CacheStep(
         dict(enumerate(cache.layers)),
-        {kind: plan.index for kind, plan in of_kind.items()},
+        {kind: plan.written for kind, plan in of_kind.items()},
         {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
+    after = {kind: plan.after for kind, plan in of_kind.items()}
+    biased = traits_of(family_of(config)).biased
+    return PlannedStep(config, step, _read(masks, of_kind), tables, options, after, biased)
+
+
+def _check_dtypes(cache: Cache, options: ForwardOptions) -> None:
+    if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
+        raise ValueError(
+            'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
+            "without kv_dtype."
+        )
+
+
+def plan_rows(
+    known: KnownStep, cache: Cache, config: DecoderConfig, options: ForwardOptions, *, inplace: bool
+) -> PlannedStep:
+    """`plan_step` of the next tokens of plain rows, without a look at values. The masks may lack the slots."""
+    _check_dtypes(cache, options)
+    (inputs, masks, given), facts, of_rows = known
+    rows: KnownRows = facts.rows
+    choices = _choices(facts.choices, cache, config, options, masks)
+    usual = of_rows is not None and of_rows.reads(inputs, given)
+    tables = of_rows.ready if of_rows is not None and usual else ready_tables(of_rows, given)
+    plans: dict[tuple[int, bool], _Plan] = {}
+    of_kind: dict[str, _Plan] = {}
+    for kind, slots in cache.slots.items():
+        mask: Any = attention_part(masks[kind])
+        key = id(mask), slots.ring
+        if key not in plans:
+            plans[key] = _plan_next(mask, slots, rows, choices, inputs, inplace=inplace)
+        of_kind[kind] = plans[key]
+    by_index = masks.keys() == of_kind.keys() and all(plan.mask is _EVERY_KEY for plan in plans.values())
+    read = dict.fromkeys(masks, _EVERY_KEY) if by_index and not choices.mixes else _read(masks, of_kind)
+    ready = by_index or all(isinstance(attention_part(mask), _READY) for mask in read.values())
+    ready = ready and usual and choices.plan is not None
+    step = CacheStep(
+        dict(enumerate(cache.layers)),
+        {kind: plan.written for kind, plan in of_kind.items()},
+        {kind: plan.use for kind, plan in of_kind.items()},
+        {} if facts.clean else {kind: cache.slots[kind].occupied for kind in of_kind},
+        choices.plan,
+        (len(rows.lengths), 1) if ready else None,
+    )
+    after = {kind: plan.after for kind, plan in of_kind.items()}
+    facts = facts._replace(choices=choices)
+    return PlannedStep(config, step, read, tables, options, after, choices.biased, facts)
+
+
+def _read(masks: Mapping[str, MaskLike], of_kind: Mapping[str, _Plan]) -> dict[str, MaskLike]:
+    """The masks as the layers of each kind read them."""
     read: dict[str, MaskLike] = dict(masks)
     for kind in masks:
         found = of_kind.get(LayerKind.parse(kind).source or kind)
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
-    return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()}, rows)
+    return read
+
+
+_READY = (ByIndex, Segments)  # forms of masks that layers read as they are
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices that depend on the config, the options and the kinds alone; the caches of later steps keep them.
+
+    parts: `parts_of` of the family, which a plan holds or reads. maskless, multiple: see `_plan`. mixes: whether a
+    layer reads more masks than that of attention, see `attention_part`. biased: see `PlannedStep`. plan: of the layers;
+    None where options hold functions, edits or a layout.
+    """
+
+    config: DecoderConfig
+    options: ForwardOptions
+    kinds: tuple[str, ...]
+    parts: tuple[Any, ...]
+    maskless: bool
+    multiple: int
+    mixes: bool
+    biased: bool
+    plan: StackPlan | None
+
+
+def _choices(
+    kept: Choices | None, cache: Cache, config: DecoderConfig, options: ForwardOptions, masks: Mapping[str, MaskLike]
+) -> Choices:
+    """The choices that were kept, if they are of this config and of these options and kinds, or new ones."""
+    kinds, family = tuple(cache.slots), family_of(config)
+    parts = parts_of(family)
+    same = kept is not None and kept.config is config and kept.kinds == kinds and kept.parts == parts
+    if kept is not None and same and (kept.options is options or (kept.options == options and not options.edits)):
+        return kept
+    named = isinstance(options.kernel, str) and isinstance(options.experts, str)
+    plain = named and not options.edits and options.context is None and options.layout is None
+    plan = plan_stack(config, None, (), options) if plain else None
+    multiple, mixes = TILE if options.invariant else 1, any(attention_part(mask) is not mask for mask in masks.values())
+    maskless, biased = _maskless(config, cache, options), traits_of(family).biased
+    return Choices(config, options, kinds, parts, maskless, multiple, mixes, biased, plan)
+
+
+def _maskless(config: DecoderConfig, cache: Cache, options: ForwardOptions) -> bool:
+    """Whether attention without any mask may replace a mask that is all True."""
+    return options.kernel in ("auto", "sdpa") and not _reads_mask(config, cache)
 
 
 def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
@@ -106,11 +210,10 @@ def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
     return softcap or traits_of(family_of(config)).biased or choosing
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """One call for the kinds that share a mask: where new tokens go, the slots after it, and what queries read."""
 
-    index: Tensor
+    written: Tensor
     after: Slots
     mask: Any
     use: SlotUse
@@ -164,30 +267,34 @@ def _plan(
     seen = seen.select(slice(None), slice(length))
     full = first is not None or bool((index < slots.segments.shape[1]).all())
     use = SlotUse("slots", length, full=full, first=first)
-    return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
+    return _Plan(index, after, _EVERY_KEY if maskless and _sees_all(seen) else seen, use)
 
 
-def _plan_next(
-    mask: Mask, slots: Slots, rows: KnownRows, *, tokens: Tensor | None, maskless: bool, multiple: int
-) -> _Plan:
+def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, choices: Choices, inputs: Tree, *, inplace: bool) -> _Plan:
     """`_plan` for the next tokens of plain rows, without a look at values."""
     batch, room = slots.segments.shape
-    at = rows.slots(room, slots.ring)
-    positions, segments = (t if len(t) == batch else t.expand(batch, 1) for t in (mask.q_positions, mask.q_segments))
-    index, first = positions % room if slots.ring else positions, at[0] if rows.equal else None
+    positions, segments = mask.q_positions, mask.q_segments
+    if batch > 1:
+        positions, segments = (t if t.shape[0] == batch else t.expand(batch, 1) for t in (positions, segments))
+    index = positions % room if slots.ring else positions
+    equal = rows.equal
+    first = rows.slots(room, slots.ring)[0] if equal else None
     positions = _put(slots.positions, positions, index=index, first=first)
     segments = _put(slots.segments, segments, index=index, first=first)
     after = Slots(positions, segments, None, slots.ring)
-    if slots.tokens is not None and tokens is not None:
-        after = replace(after, tokens=_put(slots.tokens, tokens, index=index, first=first))
+    if slots.tokens is not None:
+        after = replace(after, tokens=_put(slots.tokens, _ids(inputs), index=index, first=first))
     filled = min(max(rows.lengths) + 1, room)
-    length = min(-(-filled // multiple) * multiple, room)
-    use = SlotUse("slots", length, full=True, first=first)
-    if maskless and length == filled and rows.all_seen(mask, room):
-        return _Plan(index, after, ByIndex(Everything()), use)
+    length = min(-(-filled // choices.multiple) * choices.multiple, room)
+    use = SlotUse("slots", length, inplace, True, first)
+    if equal and choices.maskless and length == filled and (type(mask.rule) is Causal or rows.all_seen(mask, room)):
+        return _Plan(index, after, _EVERY_KEY, use)
     kept = slice(length)
     seen = Mask(mask.q_positions, mask.q_segments, positions[:, kept], segments[:, kept], None, None, mask.rule)
     return _Plan(index, after, seen, use)
+
+
+_EVERY_KEY = ByIndex(Everything())
 
 
 def _first(index: Tensor, slots: Slots) -> int | None:
@@ -249,6 +356,11 @@ def _tokens_of(inputs: Tree, cache: Cache) -> Tensor | None:
     """`Slots.tokens` of the new tokens, -1 for vectors; None for a cache without."""
     if all(slots.tokens is None for slots in cache.slots.values()):
         return None
+    return _ids(inputs)
+
+
+def _ids(inputs: Tree) -> Tensor:
+    """The ids of the new tokens, -1 for vectors."""
     ids: Tensor | None = inputs.get("token_ids")
     return torch.full_like(inputs["positions"], NONE) if ids is None else ids
 

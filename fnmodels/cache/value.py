@@ -1,9 +1,10 @@
 """`Cache` and `Slots`: what a model holds of the tokens before, as a value."""
 
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
 from fnmodels.ops.slots import Entry
-from fnmodels.ops.torch_internals import version
+from fnmodels.ops.torch_internals import versions
 
 
 @tree.pytree
@@ -104,33 +105,68 @@ class Cache:
 
 def consume(cache: Cache) -> None:
     """Empties a cache whose tensors go to its successor."""
-    for field in fields(cache):
-        object.__delattr__(cache, field.name)
+    vars(cache).clear()
+
+
+class Facts(NamedTuple):
+    """Facts about a cache, valid until its tensors are written to.
+
+    clean: see `is_clean`. looked: whether `known_rows.rows_of` has looked for rows. rows: what it found. steps:
+    `next_steps.NextSteps` of these rows. choices: `step_plan.Choices` of these steps.
+    """
+
+    clean: bool = False
+    looked: bool = False
+    rows: Any = None
+    steps: Any = None
+    choices: Any = None
+
+
+_NOTHING = Facts()
+
+
+def facts_of(cache: Cache) -> Facts:
+    """The facts noted on a cache; none where torch does not count writes, as in inference mode."""
+    if torch.compiler.is_compiling():
+        return _NOTHING
+    noted: tuple[list[int], Facts] | None = vars(cache).get("_facts")
+    return _NOTHING if noted is None or noted[0] != versions(_tensors(cache)) else noted[1]
+
+
+def with_facts(cache: Cache, facts: Facts) -> Cache:
+    """The cache, with the facts noted on it."""
+    if not torch.compiler.is_compiling() and (writes := versions(_tensors(cache))) is not None:
+        object.__setattr__(cache, "_facts", (writes, facts))
+    return cache
 
 
 def known_clean(cache: Cache) -> Cache:
     """Marks a cache whose empty slots hold finite values, as `is_clean` finds out; only where memory is plain."""
-    if not torch.compiler.is_compiling() and all(map(has_values, _tensors(cache))):
-        object.__setattr__(cache, "_clean", _versions(cache))
-    return cache
+    return with_facts(cache, facts_of(cache)._replace(clean=True)) if is_plain(cache) else cache
+
+
+def is_plain(cache: Cache, *, before: Cache | None = None) -> bool:
+    """Whether the memory of all layers is plain. before: a cache of which this is known, for tensors that it shares."""
+    if torch.compiler.is_compiling():
+        return False
+    same = before is not None and all(map(operator.is_, _of_layers(before), _of_layers(cache)))
+    return same or all(map(has_values, _of_layers(cache)))
 
 
 def is_clean(cache: Cache) -> bool:
     """Whether empty slots are known to be finite: the library made this cache, and nothing else wrote into it.
 
-    False where torch does not count writes, as in inference mode. A masked key has weight 0, and 0 times NaN is NaN,
-    so other caches have their empty slots set to zero in each call.
+    A masked key has weight 0, and 0 times NaN is NaN, so other caches have their empty slots set to zero in each call.
     """
-    if torch.compiler.is_compiling():
-        return False
-    versions = _versions(cache)
-    return None not in versions and vars(cache).get("_clean") == versions
+    return facts_of(cache).clean
 
 
-def _versions(cache: Cache) -> list[int | None]:
-    return [None if leaf.is_inference() else version(leaf) for leaf in _tensors(cache)]
+def _of_layers(cache: Cache) -> Iterator[Tensor]:
+    """The tensors of the layers; `tree.leaves`, which checks keys, takes ten times as long in each step."""
+    return itertools.chain.from_iterable(map(dict.values, cache.layers))
 
 
 def _tensors(cache: Cache) -> Iterator[Tensor]:
-    """The tensors of the layers; `tree.leaves`, which checks keys, takes ten times as long in each step."""
-    return itertools.chain.from_iterable(entry.values() for entry in cache.layers)
+    """The tensors of the layers, and those of the slots that say which tokens they hold."""
+    slots = [tensor for slots in cache.slots.values() for tensor in (slots.positions, slots.segments)]
+    return itertools.chain(slots, _of_layers(cache))

@@ -101,6 +101,25 @@ def frame_rows(
     return _packed([_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "frame_rows")
 
 
+def causal_rows(
+    clips: Sequence[Tensor], config: AudioConfig, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `frame_rows`, for convolutions that read no later frame (Voxtral Realtime): frames 2t - 3 to 2t + 1.
+
+    Args:
+        clips: Spectrograms [bins, 2 T] of T tokens each.
+        config: The encoder's Config.
+        length: The tokens of a row; None puts each clip in a row of its own.
+
+    Returns:
+        (frames [B, S, 5 bins], positions [B, S], segment_ids [B, S]).
+
+    Raises:
+        ValueError: For a clip of another shape or longer than a row, and without clips.
+    """
+    return _packed([_tokens(mel, i, config.num_mel_bins, 3) for i, mel in enumerate(clips)], length, "causal_rows")
+
+
 def _packed(tokens: list[Tensor], length: int | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens [B, S, width], positions, segment_ids [B, S]) of clips' tokens [T, width]; name: of the caller."""
     if not tokens:
@@ -151,11 +170,51 @@ def _chunked(mel: Tensor, index: int, bins: int) -> Tensor:
     return read.permute(1, 2, 3, 0).flatten(2).flatten(0, 1)[:count]
 
 
-def _tokens(mel: Tensor, index: int, bins: int) -> Tensor:
-    """The tokens [T, 5 bins] of a spectrogram [bins, 2 T]."""
+def _tokens(mel: Tensor, index: int, bins: int, before: int = 2) -> Tensor:
+    """The tokens [T, 5 bins] of a spectrogram [bins, 2 T], each from `before` frames before 2 t on."""
     if mel.ndim != 2 or mel.shape[0] != bins or mel.shape[1] % 2 or not mel.shape[1]:
         raise ValueError(f"Clip {index} must be [{bins}, frames] with an even number of frames, not {list(mel.shape)}.")
-    return F.pad(mel, (2, 1)).unfold(1, REACH, 2).permute(1, 2, 0).flatten(1)
+    return F.pad(mel, (before, 3 - before)).unfold(1, REACH, 2).permute(1, 2, 0).flatten(1)
+
+
+def check_spectrum(clip: object, index: int, bins: int) -> int:
+    """The frames of the spectrum [bins, frames] of clip `index`. ValueError for another shape."""
+    if not isinstance(clip, Tensor) or clip.ndim != 2 or clip.shape[0] != bins or not clip.shape[1]:
+        shown = list(clip.shape) if isinstance(clip, Tensor) else f"a {type(clip).__name__}"
+        raise ValueError(f"Clip {index} must be a spectrum [{bins}, frames], not {shown}.")
+    return clip.shape[1]
+
+
+def spectrum_rows(
+    clips: Sequence[Tensor], config: AudioConfig, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of spectra for an encoder that reads a frame as a token (Granite Speech), as `frame_rows`.
+
+    Args:
+        clips: [bins, frames].
+        config: The encoder's Config.
+        length: The tokens of a row; None puts each clip in a row of its own.
+
+    Returns:
+        (frames [B, S, bins], positions [B, S], segment_ids [B, S]).
+
+    Raises:
+        ValueError: For a clip of another shape or longer than a row, and without clips.
+    """
+    for index, clip in enumerate(clips):
+        check_spectrum(clip, index, config.num_mel_bins)
+    return _packed([clip.mT for clip in clips], length, "spectrum_rows")
+
+
+def windows(positions: Tensor, segment_ids: Tensor, size: int) -> Tensor:
+    """As `groups`, with the last group of a clip filled up with (-1, -1): int64 [groups, size, 2]."""
+    clips = torch.stack((torch.arange(len(positions), device=positions.device)[:, None] + 0 * segment_ids, segment_ids))
+    row, slot = (segment_ids > 0).nonzero().unbind(-1)
+    _, clip, counts = clips[:, row, slot].unique(dim=1, return_inverse=True, return_counts=True)
+    of_clips = -(-counts // size)
+    at, found = positions[row, slot], torch.full((int(of_clips.sum()), size, 2), -1, device=positions.device)
+    found[(of_clips.cumsum(0) - of_clips)[clip] + at // size, at % size] = torch.stack((row, slot), -1)
+    return found
 
 
 def groups(positions: Tensor, segment_ids: Tensor, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def to_block_mask(mask: MaskLike) -> Any:
     Elsewhere the values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
 
     Args:
-        mask: A `Mask`; a BlockMask is returned as it is.
+        mask: A `Mask`, or bool [B or 1, N or 1, Q, K] such as that of chosen keys, which the predicate then looks up; a
+            BlockMask is returned as it is.
 
     Returns:
         The BlockMask, of tiles of 128.
@@ -60,21 +62,50 @@ def to_block_mask(mask: MaskLike) -> Any:
 
     if is_block_mask(mask):
         return mask
-    if not isinstance(mask, Mask):
+    if not isinstance(mask, Mask | Tensor):
         raise ValueError(
-            f"A BlockMask is made of a fnmodels.inputs.Mask, not of a {type(mask).__name__}, which has no predicate to "
-            "give; "
-            'kernel="sdpa" takes dense masks.'
+            f"A BlockMask is made of a fnmodels.inputs.Mask or of a bool tensor, not of a {type(mask).__name__}."
         )
-    queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.ndim != 4):
+        raise ValueError(
+            f"A BlockMask is made of a bool tensor [B or 1, N or 1, Q, K], True where a query sees a key; this one is "
+            f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}."
+        )
+    queries, keys = mask.shape[-2:] if isinstance(mask, Tensor) else _lengths(mask)
     if not queries or not keys:
         raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
+    if isinstance(mask, Tensor):
+        touched, full = _tiles_of(mask)
+        looked_up = _looked_up(mask)
+        blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
+        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=looked_up, seq_lengths=(queries, keys))
     if not torch.compiler.is_compiling() and all(has_values(t) and t.is_cpu for t in leaves(mask)):
         touched, full = aside(_tiles_by_bounds, mask)
     else:
         touched, full = _tiles_by_evaluation(mask)
     blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
+
+
+def _lengths(mask: Mask) -> tuple[int, int]:
+    return mask.q_positions.shape[1], mask.kv_positions.shape[1]
+
+
+def _looked_up(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The predicate of bool [B or 1, N or 1, Q, K]."""
+    rows, heads = seen.shape[:2]
+
+    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return seen[row % rows, head % heads, query, key]
+
+    return allowed
+
+
+def _tiles_of(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(touched, full), bool [B, N, q, k]: tiles of bool [B, N, Q, K] in which some is True, and in which all are."""
+    seen = F.pad(seen, (0, -seen.shape[3] % TILE, 0, -seen.shape[2] % TILE))
+    tiles = seen.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
+    return tiles.any(dim=5).any(dim=3), tiles.all(dim=5).all(dim=3)
 
 
 def _tiles_by_evaluation(mask: Mask) -> tuple[Tensor, Tensor]:
@@ -84,11 +115,9 @@ def _tiles_by_evaluation(mask: Mask) -> tuple[Tensor, Tensor]:
     step = TILE * max(1, at_once // (TILE * keys * mask.q_positions.shape[0]))
     touched, full = [], []
     for begin in range(0, queries, step):
-        seen = mask.select(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]
-        seen = F.pad(seen, (0, -keys % TILE, 0, -seen.shape[2] % TILE))
-        tiles = seen.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
-        touched.append(tiles.any(dim=5).any(dim=3))
-        full.append(tiles.all(dim=5).all(dim=3))
+        tiles = _tiles_of(mask.select(slice(begin, begin + step), slice(None)).dense())
+        touched.append(tiles[0])
+        full.append(tiles[1])
     return torch.cat(touched, dim=2), torch.cat(full, dim=2)
 
 
@@ -98,8 +127,10 @@ def _tiles_by_bounds(mask: Mask) -> tuple[Tensor, Tensor]:
     rows = max(t.shape[0] for t in tensors)
     # Rows expanded from one row are computed once.
     distinct = 1 if all(t.shape[0] == 1 or t.stride(0) == 0 for t in tensors) else rows
-    found = [_tiles_of_row(mask.select(slice(None), slice(None), slice(row, row + 1))) for row in range(distinct)]
-    touched, full = (torch.stack(each)[:, None].expand(rows, -1, -1, -1) for each in zip(*found, strict=True))
+    tiles_of_rows = [
+        _tiles_of_row(mask.select(slice(None), slice(None), slice(row, row + 1))) for row in range(distinct)
+    ]
+    touched, full = (torch.stack(each)[:, None].expand(rows, -1, -1, -1) for each in zip(*tiles_of_rows, strict=True))
     return touched, full
 
 
@@ -178,7 +209,7 @@ def _merge(left: _TileBounds | None, right: _TileBounds | None) -> _TileBounds |
     if left is None or right is None:
         present = left or right
         return None if present is None else (*present[:2], False)
-    ranges = [(min(one[0], other[0]), max(one[1], other[1])) for one, other in zip(left[:2], right[:2], strict=True)]
+    ranges = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(left[:2], right[:2], strict=True)]
     return ranges[0], ranges[1], left[2] and right[2] and left[1] == right[1]
 
 

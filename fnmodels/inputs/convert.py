@@ -47,7 +47,9 @@ def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
     if isinstance(mask, Mask):
         q, kv = mask.q_positions.shape, mask.kv_positions.shape
         rows = max(q[0], kv[0], mask.q_segments.shape[0], mask.kv_segments.shape[0])
-        return max([rows, *(t.shape[0] for t in (mask.q_spans, mask.kv_spans) if t is not None)]), 1, q[1], kv[1]
+        if mask.q_spans is not None or mask.kv_spans is not None:
+            rows = max([rows, *(t.shape[0] for t in (mask.q_spans, mask.kv_spans) if t is not None)])
+        return rows, 1, q[1], kv[1]
     rows, heads, queries, keys = mask.shape if is_block_mask(mask) else to_dense(mask).shape
     return rows, heads, queries, keys
 

@@ -83,7 +83,7 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
 
 
 def share_of_document(flags: Tensor, segment_ids: Tensor) -> Tensor:
-    """Which share of its document's tokens has a flag, for each token; it reads no values.
+    """For each token, the share of its document's tokens that have a flag; reads no values.
 
     Args:
         flags: bool [B, S].

@@ -14,14 +14,14 @@ def image_places(tokens: Tensor, image_token: int, patches: Tensor) -> Tensor:
     such as (segment_ids > 0) & (positions[..., 0] >= 0) of `fnmodels.inputs.patch_rows`. Reads values: not for use in
     transforms. ValueError unless there are as many image tokens as patches.
     """
-    wanted, found = tokens == image_token, patches.nonzero()
-    if int(wanted.sum()) != len(found):
+    is_image, patch_indices = tokens == image_token, patches.nonzero()
+    if int(is_image.sum()) != len(patch_indices):
         raise ValueError(
-            f"The text has {int(wanted.sum())} image tokens (id {image_token}), but the images have {len(found)} "
-            "patches; each patch needs one token, in the order of the images."
+            f"The text has {int(is_image.sum())} image tokens (id {image_token}), but the images have "
+            f"{len(patch_indices)} patches; each patch needs one token, in the order of the images."
         )
     places = torch.full((*tokens.shape, 2), -1, dtype=torch.int64, device=tokens.device)
-    places[wanted] = found.to(places.device)
+    places[is_image] = patch_indices.to(places.device)
     return places
 
 
@@ -71,8 +71,8 @@ def cells(positions: Tensor, segment_ids: Tensor, side: int) -> Tensor:
     [B, S]: those of `fnmodels.inputs.patch_rows`; special tokens are in no cell. Reads values: not for use in
     transforms. ValueError for an image whose rows or columns are not a multiple of `side`.
     """
-    found = ((segment_ids > 0) & (positions[..., 0] >= 0)).nonzero()
-    b, s = found.unbind(-1)
+    patch_indices = ((segment_ids > 0) & (positions[..., 0] >= 0)).nonzero()
+    b, s = patch_indices.unbind(-1)
     row, column, rows, columns = positions[b, s].unbind(-1)
     if (rows % side).any() or (columns % side).any():
         i = int(((rows % side) + (columns % side)).nonzero()[0])
@@ -80,10 +80,10 @@ def cells(positions: Tensor, segment_ids: Tensor, side: int) -> Tensor:
             f"An image of {int(rows[i])} x {int(columns[i])} patches has no cells of {side} x {side}: resize it to "
             "multiples of a cell."
         )
-    order = torch.arange(len(found), device=found.device)
+    order = torch.arange(len(patch_indices), device=patch_indices.device)
     for key in (column % side, row % side, column // side, row // side, segment_ids[b, s], b):
         order = order[key[order].argsort(stable=True)]
-    return found[order].unflatten(0, (-1, side * side))
+    return patch_indices[order].unflatten(0, (-1, side * side))
 
 
 def gather_cells(x: Tensor, places: Tensor) -> Tensor:

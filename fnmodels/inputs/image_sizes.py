@@ -33,14 +33,14 @@ def fit_area(image: Tensor, factor: int, least: int, most: int) -> tuple[int, in
     size = _sides(image)
     if max(size) / min(size) > 200:
         raise ValueError(f"An image of {size[0]} x {size[1]} pixels is more than 200 times as long as wide.")
-    found = [round(side / factor) * factor for side in size]
-    if math.prod(found) > most:
+    fitted = [round(side / factor) * factor for side in size]
+    if math.prod(fitted) > most:
         shrink = math.sqrt(math.prod(size) / most)
-        found = [max(factor, math.floor(side / shrink / factor) * factor) for side in size]
-    elif math.prod(found) < least:
+        fitted = [max(factor, math.floor(side / shrink / factor) * factor) for side in size]
+    elif math.prod(fitted) < least:
         grow = math.sqrt(least / math.prod(size))
-        found = [math.ceil(side * grow / factor) * factor for side in size]
-    return found[0], found[1]
+        fitted = [math.ceil(side * grow / factor) * factor for side in size]
+    return fitted[0], fitted[1]
 
 
 def fit_edge(image: Tensor, factor: int, edge: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
     """
     size = _sides(image)
     rows, columns = canvas(image, side, most)
-    room = [min(max(own, side), count * side) for own, count in zip(size, (rows, columns), strict=True)]
+    room = [min(max(length, side), count * side) for length, count in zip(size, (rows, columns), strict=True)]
     if room[1] / size[1] < room[0] / size[0]:
         fitted = (min(math.floor(size[0] * (room[1] / size[1])), room[0]), room[1])
     else:
@@ -103,9 +103,9 @@ def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
     height, width = max(fitted[0], 1), max(fitted[1], 1)
     padding = (0, columns * side - width, 0, rows * side - height)
     padded = F.pad(resize(image, (height, width), how="bilinear"), padding)
-    found = padded.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    tile_grid = padded.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
     whole = [resize(image, (side, side), how="bilinear")[None]] if rows * columns > 1 else []
-    return torch.cat([found, *whole])
+    return torch.cat([tile_grid, *whole])
 
 
 def canvas(image: Tensor, side: int, most: int) -> tuple[int, int]:

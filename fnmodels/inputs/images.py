@@ -48,13 +48,13 @@ def shortest_edge(image: Tensor, edge: int) -> tuple[int, int]:
 
 def center_crop(image: Tensor, size: tuple[int, int]) -> Tensor:
     """The middle (height, width) of an image [C, H, W], which is padded with 0 where it is smaller."""
-    for axis, wanted in ((1, size[0]), (2, size[1])):
-        missing = max(wanted - image.shape[axis], 0)
+    for axis, side in ((1, size[0]), (2, size[1])):
+        missing = max(side - image.shape[axis], 0)
         pad = [0, 0, 0, 0]
         at = 2 * (2 - axis)
         pad[at], pad[at + 1] = missing // 2, missing - missing // 2
         image = F.pad(image, pad) if missing else image
-        image = image.narrow(axis, (image.shape[axis] - wanted) // 2, wanted)
+        image = image.narrow(axis, (image.shape[axis] - side) // 2, side)
     return image
 
 
@@ -107,15 +107,15 @@ def patch_rows(
     special, cells = config.special_tokens, [_checked_cells(image, config) for image in images]
     if not cells:
         raise ValueError("patch_rows needs at least one image.")
-    places, shape = places_in_rows([special + len(one) * one.shape[1] for one in cells], length, "Image")
+    places, shape = places_in_rows([special + len(grid) * grid.shape[1] for grid in cells], length, "Image")
     width = cells[0].shape[2:].numel()
     patches = cells[0].new_empty(*shape, width)  # each image is copied once, right here
     segment_ids = torch.zeros(shape, dtype=torch.long, device=patches.device)
     positions = segment_ids.new_zeros(*shape, 4)
-    for one, (row, here, number) in zip(cells, places, strict=True):
+    for grid, (row, here, number) in zip(cells, places, strict=True):
         patches[row, here][:special] = 0
-        patches[row, here][special:].unflatten(0, one.shape[:2]).unflatten(2, one.shape[2:]).copy_(one)
-        positions[row, here] = _positions(one, special)
+        patches[row, here][special:].unflatten(0, grid.shape[:2]).unflatten(2, grid.shape[2:]).copy_(grid)
+        positions[row, here] = _positions(grid, special)
         segment_ids[row, here] = number
     patches[segment_ids == 0] = 0
     return patches, positions, segment_ids

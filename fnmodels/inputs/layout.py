@@ -37,7 +37,8 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Whether every row is one full document in order, so that causal by position is causal by index."""
-        return set(self.rows) == {((0, self.length),)}
+        full = ((0, self.length),)
+        return bool(self.rows) and self.rows.count(full) == len(self.rows)
 
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
@@ -54,15 +55,15 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     if positions.shape != segment_ids.shape:
         positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
-    if length and (one := one_document_per_row(positions, segment_ids)) is not None:
-        return one
+    if length and (single := one_document_per_row(positions, segment_ids)) is not None:
+        return single
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     if length:
         changed = segment_ids[:, 1:] != segment_ids[:, :-1]
         starts[:, 1:] = changed | ((positions[:, 1:] != positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0))
     runs: list[list[tuple[int, int, int]]] = [[] for _ in range(segment_ids.shape[0])]
-    found = (starts.nonzero().tolist(), segment_ids[starts].tolist(), positions[starts].tolist())
-    for (row, start), segment, first in zip(*found, strict=True):
+    starts_of_runs = (starts.nonzero().tolist(), segment_ids[starts].tolist(), positions[starts].tolist())
+    for (row, start), segment, first in zip(*starts_of_runs, strict=True):
         runs[row].append((start, segment, first))
     rows, firsts = [], []
     for run in runs:
@@ -79,14 +80,17 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
 def one_document_per_row(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     """The layout of [B, S] positions and segment ids where every row is one full document in order; else None."""
     rows, length = segment_ids.shape
-    segments, firsts = segment_ids[:, 0].tolist(), positions[:, 0].tolist()
-    if not all(segment > 0 for segment in segments) or not torch.equal(
-        segment_ids, segment_ids[:, :1].expand(rows, length)
-    ):
+    if not rows:
+        return Layout((), length, ())
+    low, high = torch.aminmax(segment_ids)
+    if int(low) <= 0:
         return None
-    if not torch.equal(positions, positions[:, :1] + torch.arange(length)):
+    if int(high) > int(low) and not torch.equal(segment_ids, segment_ids[:, :1].expand(rows, length)):
         return None
-    return Layout((((0, length),),) * rows, length, tuple((first,) for first in firsts))
+    firsts = positions[:, :1]
+    if not torch.equal(positions, firsts + torch.arange(length)):
+        return None
+    return Layout((((0, length),),) * rows, length, tuple(map(tuple, firsts.tolist())))
 
 
 def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
@@ -106,12 +110,12 @@ def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
         return None
     positions, segments = data[0].q_positions, data[0].q_segments
     for mask in data:
-        for one, other in (
+        for left, right in (
             (positions, mask.q_positions),
             (positions, mask.kv_positions),
             (segments, mask.q_segments),
             (segments, mask.kv_segments),
         ):
-            if one is not other and not torch.equal(one, other):
+            if left is not right and not torch.equal(left, right):
                 return None
     return document_layout(positions, segments)

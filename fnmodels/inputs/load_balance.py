@@ -160,7 +160,7 @@ def _documents(segments: Tensor) -> dict[int, tuple[int, int]]:
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
-    """How unequal the work of contiguous shards is.
+    """The ratio of the largest to the mean work of contiguous shards.
 
     Args:
         mask: The mask that says which keys a query sees.

@@ -24,7 +24,7 @@ from .segments import integers
 @tree.pytree
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees: a rule, and the tensors that it reads. Segments not above 0 are padding.
+    """The keys that each query sees, as a rule and the tensors that it reads. Segments not above 0 are padding.
 
     Args:
         q_positions: int64 [B or 1, Q], of the queries.
@@ -159,11 +159,15 @@ def attention_part(mask: MaskLike) -> MaskLike:
 
     A layer that has attention and a recurrent mixer has {"attention": mask, "order": Segments} for a mask.
     """
-    return mask["attention"] if isinstance(mask, dict | Mapping) else mask  # dict first: Mapping alone takes longer
+    if isinstance(mask, (Mask, Tensor)):  # first, for whether something is a Mapping takes long to say
+        return mask
+    return mask["attention"] if isinstance(mask, dict | Mapping) else mask
 
 
 def with_attention(mask: MaskLike, part: MaskLike) -> MaskLike:
     """The same with `part` as the mask that attention reads."""
+    if isinstance(mask, (Mask, Tensor)):
+        return part
     return {**mask, "attention": part} if isinstance(mask, dict | Mapping) else part
 
 

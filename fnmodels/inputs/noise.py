@@ -36,8 +36,9 @@ def noise_keys(rng: int | Tensor, positions: Tensor, segment_ids: Tensor) -> Ten
     Args:
         rng: A seed, an int or a 0-d integer tensor (which vmap may map). Documents are then numbered in the order of
             rows and segment ids, so that packed documents have the keys that they have in separate rows, in the same
-            order. Or int64 [B], a seed for each row, whose documents are numbered by segment ids. Or int64 [B, S], keys
-            that this function returned, which are returned unchanged.
+            order. Under vmap over rows each call numbers its own, so that rows need different seeds. Or int64 [B], a
+            seed for each row, whose documents are numbered by segment ids. Or int64 [B, S], keys that this function
+            returned, which are returned unchanged.
         positions: int64 [B, S], or [B, S, axes].
         segment_ids: int64 [B, S], documents from 1, padding 0 or less.
 

@@ -118,16 +118,16 @@ def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, s
         isolated, valid = torch.zeros_like(positions, dtype=torch.bool), _valid(valid, positions)
     begins = (positions != previous(positions, valid, first=positions) + 1) & valid
     if strict:
-        found = _first(isolated)
-        if found is not None:
+        place = _first(isolated)
+        if place is not None:
             raise ValueError(
-                f"row {found[0]}, index {found[1]}: the position {int(torch.atleast_2d(positions)[found])} stands "
+                f"row {place[0]}, index {place[1]}: the position {int(torch.atleast_2d(positions)[place])} stands "
                 "alone, which is padding or a document of one token: say which with valid=."
             )
-        found = _first(begins & (positions != 0))
-        if found is not None:
+        place = _first(begins & (positions != 0))
+        if place is not None:
             raise ValueError(
-                f"row {found[0]}, index {found[1]}: a document begins at a position other than 0, so positions do not "
+                f"row {place[0]}, index {place[1]}: a document begins at a position other than 0, so positions do not "
                 "show where documents of this row end. Use segments_from_lengths, or strict=False to take every "
                 "+ 1 as the same document."
             )
@@ -169,8 +169,8 @@ def segments(
     if rule not in needs:
         raise ValueError(f'rule is {rule!r}: it is "eos", "positions" or "agree".')
     if not sources or not set(needs[rule]) <= set(sources):
-        wanted = " and ".join(needs[rule]) or "eos or positions"
-        raise ValueError(f"rule is {rule!r} and needs {wanted}, given is {' and '.join(sources) or 'neither'}.")
+        needed = " and ".join(needs[rule]) or "eos or positions"
+        raise ValueError(f"rule is {rule!r} and needs {needed}, given is {' and '.join(sources) or 'neither'}.")
     if rule is None and len(sources) == 2:
         raise ValueError(
             'both eos_ids and positions are given: say with rule="eos", "positions" or "agree" which decides.'
@@ -184,11 +184,11 @@ def segments(
         else:
             raise ValueError("eos_ids are given without tokens: pass the tokens [B,S] to find them in.")
     if len(ids) == 2:
-        found = _first(ids[0] != ids[1])
-        if found is not None:
-            eos, pos = (int(torch.atleast_2d(each)[found]) for each in ids)
+        place = _first(ids[0] != ids[1])
+        if place is not None:
+            eos, pos = (int(torch.atleast_2d(each)[place]) for each in ids)
             raise ValueError(
-                f"row {found[0]}, index {found[1]}: end tokens give segment {eos} and positions segment {pos} (0 is "
+                f"row {place[0]}, index {place[1]}: end tokens give segment {eos} and positions segment {pos} (0 is "
                 "padding). Say which is right with rule=, and where padding is with valid=."
             )
     return ids[0]
@@ -241,8 +241,8 @@ def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
 
 
 def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    given: Sequence[Any] = lengths
-    rows = [row for row in given if hasattr(row, "__len__") and getattr(row, "ndim", 1) > 0]  # 0-d tensors are numbers
+    items: Sequence[Any] = lengths
+    rows = [row for row in items if hasattr(row, "__len__") and getattr(row, "ndim", 1) > 0]  # 0-d tensors are numbers
     longest = max((len(row) for row in rows), default=0)
     made = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths)
     return made if made.numel() else made.long()
@@ -286,8 +286,8 @@ def _isolated(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first(where: Tensor) -> tuple[int, int] | None:
     """Row and index of the first True (host-side); a single row [S] is row 0."""
-    found = torch.atleast_2d(where).nonzero()
-    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+    places = torch.atleast_2d(where).nonzero()
+    return (int(places[0, 0]), int(places[0, 1])) if len(places) else None
 
 
 NONE = -1  # in place of a token that a document does not have
@@ -335,8 +335,8 @@ def preceding_tokens(
     keys, order = keys.where(documents > 0, NONE).sort(dim=1, stable=True)
     ids = ids.gather(1, order)
     back = torch.arange(1, count + 1, device=tokens.device)
-    wanted = (segment_ids.clamp(min=0) * span + positions)[..., None] - back
+    sought_keys = (segment_ids.clamp(min=0) * span + positions)[..., None] - back
     exists = (segment_ids > 0)[..., None] & (positions[..., None] >= back)
-    at = torch.searchsorted(keys, wanted.flatten(1).contiguous()).clamp(max=keys.shape[1] - 1)
-    same = (keys.gather(1, at) == wanted.flatten(1)).unflatten(1, tuple(wanted.shape[1:]))
-    return ids.gather(1, at).unflatten(1, tuple(wanted.shape[1:])).where(exists & same, NONE)
+    at = torch.searchsorted(keys, sought_keys.flatten(1).contiguous()).clamp(max=keys.shape[1] - 1)
+    same = (keys.gather(1, at) == sought_keys.flatten(1)).unflatten(1, tuple(sought_keys.shape[1:]))
+    return ids.gather(1, at).unflatten(1, tuple(sought_keys.shape[1:])).where(exists & same, NONE)

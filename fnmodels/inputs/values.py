@@ -14,7 +14,13 @@ T = TypeVar("T")
 
 def has_values(tensor: Any) -> bool:
     """Whether `tensor` is plain, with values in memory: not wrapped by torch.func, not fake, not on meta."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and _has_storage(tensor) and tensor.device.type != "meta"
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    try:  # as `_has_storage`, without a call of its own: every forward pass asks several times
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return not tensor.is_meta
 
 
 def readable(tensor: Any) -> bool:
@@ -37,6 +43,24 @@ def without_host(made: Constants) -> Iterator[None]:
         yield
     finally:
         _CONSTANTS.reset(before)
+
+
+def at_hand(tensor: Tensor) -> Tensor | None:
+    """`tensor` as `unwrapped` gives it, if Python may read its values without waiting for a device; else None.
+
+    None in code that is being compiled, under vmap over it, `without_host`, and off the CPU.
+    """
+    if torch.compiler.is_compiling() or _CONSTANTS.get() is not None or not tensor.is_cpu:
+        return None
+    if has_values(tensor):  # which a wrapped tensor does not have
+        return tensor
+    inner = unwrapped(tensor)
+    return inner if has_values(inner) else None
+
+
+def host_reads() -> bool:
+    """Whether the code is not being compiled and this is not `without_host`: values may be read where there are any."""
+    return not torch.compiler.is_compiling() and _CONSTANTS.get() is None
 
 
 def host_is_away() -> bool:

@@ -23,13 +23,16 @@ class Dropout:
     """The rates of a model's dropout, which acts where a batch has keys of noise.
 
     weights: of the weights of attention, after the softmax. attention, mlp: of what these add to the residual stream.
-    embedding: of what layer 0 reads.
+    embedding: of what layer 0 reads. neurons: of what the last projection of an MLP reads. final: of what the final
+    norm returns. A cross attention has the rates of attention.
     """
 
     weights: float = 0.0
     attention: float = 0.0
     mlp: float = 0.0
     embedding: float = 0.0
+    neurons: float = 0.0
+    final: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,13 +52,15 @@ class Noise:
     """The keys that one layer reads, each int64 [B, S] with the layer folded in.
 
     tokens: of the residual stream's positions. queries, keys: of attention's; the same, but where ranks share positions
-    or a cross attention reads another sequence. head_shard: which of the equal shards of heads the layer has.
+    or a cross attention reads another sequence. head_shard, mlp_shard: which of the equal shards of heads and of the
+    neurons of its MLP the layer has.
     """
 
     tokens: Tensor
     queries: Tensor
     keys: Tensor
     head_shard: int = tree.static(default=0)
+    mlp_shard: int = tree.static(default=0)
 
 
 def named(keys: Tensor, name: str) -> Tensor:
@@ -68,9 +73,13 @@ def _number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def dropped(x: Tensor, keys: Tensor, rate: float, name: str) -> Tensor:
-    """x [B, S, D] with each element 0 with probability `rate`, else divided by 1 - rate; keys int64 [B, S]."""
-    features = mixed(torch.arange(x.shape[-1], device=x.device) + GOLDEN & WORD)
+def dropped(x: Tensor, keys: Tensor, rate: float, name: str, *, shard: int = 0) -> Tensor:
+    """x [B, S, D] with each element 0 with probability `rate`, else divided by 1 - rate; keys int64 [B, S].
+
+    shard: which of equal shards of features x has.
+    """
+    first = GOLDEN + shard * x.shape[-1]
+    features = mixed(torch.arange(x.shape[-1], device=x.device) + first & WORD)
     return _thinned(x, mixed(named(keys, name)[..., None] ^ features), rate)
 
 

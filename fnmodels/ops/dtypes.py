@@ -31,8 +31,11 @@ def in_fp64(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        device = next((value.device for value in given if isinstance(value, Tensor)), None)
+        device = None
+        for value in (*args, *options.values()):
+            if isinstance(value, Tensor):
+                device = value.device
+                break
         if device is None or device.type not in WITHOUT_FP64:
             return function(*args, **options)
         args = tuple(value.cpu() if isinstance(value, Tensor) else value for value in args)

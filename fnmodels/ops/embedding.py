@@ -22,7 +22,7 @@ from .unread import gradients_are_unread
 
 def embed_tokens(table: Tensor, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Embeddings [B, S, D] of `prepare`'s inputs or token ids [B, S]; vectors [B, S, D] are returned unchanged."""
-    tokens = inputs["tokens"] if isinstance(inputs, dict | Mapping) else inputs
+    tokens = inputs["tokens"] if isinstance(inputs, (dict, Mapping)) else inputs
     if (tokens.is_floating_point() and tokens.ndim < 3) or tokens.dtype is torch.bool or tokens.is_complex():
         raise ValueError(f"Token ids [B, S] are integers, not {tokens.dtype}; vectors [B, S, D] are floating.")
     return tokens if tokens.is_floating_point() else look_up(table, tokens.long(), "token ids")
@@ -45,7 +45,7 @@ def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class NgramHash:
-    """How n-grams become rows of tables.
+    """The hash that maps n-grams to rows of tables.
 
     size: the tokens of the longest n-gram, at least 2. heads: tables of each order from 2 to `size`. rows: table i has
     rows + 2 i + 1. vocabulary: the base of the hash. end: the token id that ends a text; None: there is none.

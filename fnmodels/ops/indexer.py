@@ -8,7 +8,7 @@ therefore survive packing, padding, permutations and caches, in which the index 
 mask has no positions (a bool tensor, a BlockMask) keys are named by their index. The choice has no gradient.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,16 +27,22 @@ from .linear import linear
 from .mla import Rotate
 from .norm import layer_norm
 
-_NORM_EPS = 1e-6  # of the keys' LayerNorm, whatever eps the config sets for the others
 _MOST = 1 << 24  # scores of all heads that are in memory at once
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """Settings of an indexer. count: keys of a query. rotate: the rotary layout of the first dimensions."""
+    """Settings of an indexer.
+
+    count: keys of a query. rotate: the rotary layout, of the first dimensions or of the last. norm_eps: of the keys'
+    LayerNorm, in most models whatever eps the config sets for the others.
+    scaled: a function of queries [B, Q, heads, d] and the indexer's weights, applied before they are rotated.
+    """
 
     count: int
     rotate: Rotate
+    norm_eps: float = 1e-6
+    scaled: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
 
 class KeysOfRanks(Protocol):
@@ -56,8 +62,8 @@ class KeysOfRanks(Protocol):
 
 def keys_of_ranks(kernel: Any) -> KeysOfRanks | None:
     """The `KeysOfRanks` of a kernel, or None where all keys are here."""
-    found: KeysOfRanks | None = getattr(kernel, "keys_of_ranks", None)
-    return found
+    keys: KeysOfRanks | None = getattr(kernel, "keys_of_ranks", None)
+    return keys
 
 
 def reads_choices(kernel: Any) -> bool:
@@ -67,7 +73,7 @@ def reads_choices(kernel: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys queries may choose, and how they are named.
+    """The keys that queries may choose, and the segments and positions that identify them.
 
     mask: in any form; heads with masks of their own choose together. q_segments: [B or 1, Q].
     segments, positions: [B or 1, K]; positions count from 0 and differ within a document.
@@ -97,7 +103,7 @@ def keys_of(mask: MaskLike) -> Keys:
 def index_keys(weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, how: Indexer) -> Tensor:
     """The indexer's keys [B, S, d] of x [B, S, D], which a cache holds. freqs: table [B, S, R/2, 2] with R <= d."""
     k = linear(x, weights["k_proj"])
-    k = layer_norm(k, weights["k_norm"], weights["k_norm_bias"], eps=_NORM_EPS)
+    k = layer_norm(k, weights["k_norm"], weights["k_norm_bias"], eps=how.norm_eps)
     return how.rotate(k.unsqueeze(-2), freqs).squeeze(-2)
 
 
@@ -127,9 +133,17 @@ def choose(
 def index_queries(
     weights: Mapping[str, Tensor], x: Tensor, latent: Tensor, width: int, freqs: Tensor, how: Indexer
 ) -> tuple[Tensor, Tensor]:
-    """The indexer's queries [B, Q, heads, d] and the weights of its heads [B, Q, heads]. width: d; else as `choose`."""
-    q = how.rotate(linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width)), freqs)
-    return q, upcast(linear(x, weights["weights_proj"])) * (q.shape[2] * width) ** -0.5
+    """The indexer's queries [B, Q, heads, d] and the weights of its heads [B, Q, heads]. width: d; else as `choose`.
+
+    They are of a LayerNorm of the latent where the indexer has its weight, `input_scale`.
+    """
+    if "input_scale" in weights:
+        latent = layer_norm(latent, weights["input_scale"], weights["input_shift"], eps=how.norm_eps)
+    q = linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width))
+    q = how.rotate(q if how.scaled is None else how.scaled(q, weights), freqs)
+    of_heads = weights["weights_proj"]  # which may be wider than x
+    share = linear(x.to(torch.promote_types(x.dtype, of_heads.dtype)), of_heads)
+    return q, upcast(share) * (q.shape[2] * width) ** -0.5
 
 
 def index_scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
@@ -176,10 +190,10 @@ def _places(keys: Keys, choices: Tensor) -> tuple[Tensor, Tensor]:
     code = (keys.segments.clamp(min=0) * span + keys.positions).expand(many, length)
     ordered, order = code.sort(dim=-1)
     known = (choices >= 0) & (choices < span.unsqueeze(-1))
-    wanted = (keys.q_segments.clamp(min=0) * span).unsqueeze(-1) + choices
-    wanted = wanted.where(known, -1).flatten(1)
-    at = torch.searchsorted(ordered, wanted).clamp(max=length - 1)
-    index, same = order.gather(1, at), ordered.gather(1, at) == wanted
+    chosen_codes = (keys.q_segments.clamp(min=0) * span).unsqueeze(-1) + choices
+    chosen_codes = chosen_codes.where(known, -1).flatten(1)
+    at = torch.searchsorted(ordered, chosen_codes).clamp(max=length - 1)
+    index, same = order.gather(1, at), ordered.gather(1, at) == chosen_codes
     return index.unflatten(1, choices.shape[1:]), same.unflatten(1, choices.shape[1:])
 
 

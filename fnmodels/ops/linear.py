@@ -1,6 +1,7 @@
 """Linear layers: F.linear, and for large products on a CPU what is fastest on this machine (`ops.cpu.linear`)."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,13 @@ def linears(x: Tensor, weights: Mapping[str, Tensor], names: Iterable[str]) -> t
     It is one product where a form of the weights has joined them (`params.packed`).
     """
     given = [(weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in names]
-    joined = getattr(given[0][0], "linears", None)
-    found: tuple[Tensor, ...] | None = None if joined is None else joined(x, given)
-    return tuple([linear(x, weight, bias) for weight, bias in given]) if found is None else found
+    joined: Any = getattr(given[0][0], "linears", None)
+    if joined is not None and (found := joined(x, given)) is not None:
+        return cast("tuple[Tensor, ...]", found)
+    if torch.compiler.is_compiling() or INVARIANT.get():
+        return tuple([linear(x, weight, bias) for weight, bias in given])
+    # `linear` in eager mode, whose questions are asked once
+    return tuple([large_linear(x, w, b) if is_large(x, w) else F.linear(x, w, b) for w, b in given])
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:

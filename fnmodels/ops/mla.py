@@ -13,12 +13,13 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from .attention.choice import Choice
 from .linear import linear
 from .norm import rms_norm
 from .qkv import split_heads
 from .rotary import Rope, yarn_scale
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever eps the config sets for the others
+LATENT_EPS = 1e-6  # of the latents' norms in most models, whatever eps the config sets for the others
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,12 +28,14 @@ class Widths(NamedTuple):
     """Widths of a head: P and R of queries and keys, Hv of values.
 
     latent_factor: multiplies the normalized latent of keys and values (LongCat-Flash, arXiv 2509.01322, section 2.1.2).
+    eps: of the norm of that latent.
     """
 
     nope: int
     rope: int
     value: int
     latent_factor: float = 1.0
+    eps: float = LATENT_EPS
 
 
 def query_latent(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -52,7 +55,12 @@ def latent_queries(
     `weights` are optional.
     """
     q = linear(query_latent(weights, x), weights["q_b_proj" if "q_a_proj" in weights else "q_proj"])
-    q_nope, q_rope = split_heads(q, widths.nope + widths.rope).split([widths.nope, widths.rope], dim=-1)
+    return rotated_queries(split_heads(q, widths.nope + widths.rope), freqs, widths=widths, rotate=rotate)
+
+
+def rotated_queries(q: Tensor, freqs: Tensor, *, widths: Widths, rotate: Rotate) -> Tensor:
+    """Queries q [B, S, N, P + R] whose last R dimensions are rotated."""
+    q_nope, q_rope = q.split([widths.nope, widths.rope], dim=-1)
     return torch.cat((q_nope, rotate(q_rope, freqs)), dim=-1)
 
 
@@ -62,7 +70,7 @@ def latent_keys(
     """The entry of a cache for x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
     joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
     latent, shared = joint.split([joint.shape[-1] - widths.rope, widths.rope], dim=-1)
-    latent = rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS)
+    latent = rms_norm(latent, weights["kv_a_layernorm"], eps=widths.eps)
     latent = latent if widths.latent_factor == 1.0 else latent * widths.latent_factor
     return latent, rotate(shared.unsqueeze(-2), freqs).squeeze(-2)
 
@@ -106,6 +114,17 @@ def pays_to_absorb(weight: object, queries: int, keys: int, *, widths: Widths) -
     return queries * (rank * per_head + keys * (2 * rank + widths.rope)) < keys * (
         rank * per_head + queries * (per_head + widths.rope)
     )
+
+
+def pays_to_gather(weight: object, choice: object, heads: int, widths: Widths, kernel: object) -> bool:
+    """Whether chosen latents are gathered, which all heads share, instead of the wider keys of every head.
+
+    weight: kv_b_proj. False for a weight that `can_absorb` refuses, and for a mask that is no `Choice`.
+    """
+    if not (isinstance(choice, Choice) and can_absorb(weight)):
+        return False
+    cost = (2 * weight.shape[1] + widths.rope) / (widths.nope + widths.rope + widths.value)
+    return kernel != "auto" or choice.pays(heads, 1, cost=cost)
 
 
 def latent_scale(rope: Rope, qk_dim: int) -> float:

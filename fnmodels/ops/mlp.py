@@ -42,6 +42,17 @@ def clamped_glu(gate: Tensor, up: Tensor, *, activation: str, limit: float) -> T
     return glu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), activation=activation)
 
 
+def limited_glu(gate: Tensor, up: Tensor, *, activation: str, limit: float) -> Tensor:
+    """`glu` of activation(gate) at most `limit`, and of up between -limit and limit (Step 3.5)."""
+    return elementwise(ACTIVATIONS[activation], gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha gate) * (up + 1), with gate clamped to at most `limit` and up to [-limit, limit]."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * elementwise(torch.sigmoid, alpha * gate) * (up + 1)
+
+
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves.
 

@@ -7,13 +7,12 @@ Large tensors on a CPU take `ops.cpu.norm`.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .cpu.norm import inverse_rms, large_layer_norm, large_rms_norm, takes_large_norm
 from .dtypes import upcast
 from .invariant.rows import INVARIANT
-from .norm_taps import any_watched, watched
-from .torch_internals import is_plain_eager, without_modes
+from .norm_taps import WATCHED, watched
+from .torch_internals import is_plain_eager, traced, without_modes
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -22,7 +21,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Torch 2.13 decomposes F.rms_norm there, folds what does not depend on the tangents into constants, and adds eps to
     a constant in place in every call of the linearized function, so that the second call would be silently wrong.
     """
-    if torch.compiler.is_compiling() or without_modes() or get_proxy_mode() is None:
+    if not traced():
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     normed = x * inverse_rms(x, eps)
     return normed if weight is None else normed * weight
@@ -39,10 +38,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     x [..., D]; weight [D], or None to apply none.
     """
     if weight is not None and not torch.compiler.is_compiling():
-        if any_watched() and (found := watched(x, weight, eps)):
-            return found[1](found[2], found[0].to(x.dtype) * weight)
+        if WATCHED.get() is not None and (watch := watched(x, weight, eps)):
+            return watch[1](watch[2], watch[0].to(x.dtype) * weight)
         if takes_large_norm(x, weight) and weight.dtype is x.dtype and not INVARIANT.get():
             return large_rms_norm(x, weight, eps)
+        if x.dtype is torch.float32 and without_modes():  # `_fused` without its questions; tp shards F.rms_norm
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)
@@ -51,8 +52,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """`rms_norm` with the weight multiplied in fp32, before the cast back (OLMo 2, gpt-oss)."""
-    if found := watched(x, weight, eps):
-        return found[1](found[2], (found[0] * upcast(weight)).to(x.dtype))
+    if watch := watched(x, weight, eps):
+        return watch[1](watch[2], (watch[0] * upcast(weight)).to(x.dtype))
     if _is_large(x, wide := upcast(weight)):
         return large_rms_norm(x, wide, eps)
     return _fused(upcast(x), wide, eps).to(x.dtype)
@@ -60,8 +61,8 @@ def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """x / rms(x) * (1 + weight), all in fp32, then cast back (Gemma)."""
-    if found := watched(x, weight, eps):
-        return found[1](found[2], (found[0] * (1 + upcast(weight))).to(x.dtype))
+    if watch := watched(x, weight, eps):
+        return watch[1](watch[2], (watch[0] * (1 + upcast(weight))).to(x.dtype))
     return rms_norm_fp32_weight(x, 1 + upcast(weight), eps=eps)
 
 
@@ -80,14 +81,14 @@ def layer_norm(
         and _is_large(x, w)
         and b.dtype is w.dtype
         and is_plain_eager(b)
-        and not any_watched()
+        and WATCHED.get() is None
     ):
         return large_layer_norm(x, w, b, eps)
     wide = upcast(x)
     # Not F.layer_norm, see `ops.cpu.norm`.
     centered = wide - wide.mean(-1, keepdim=True)
-    if (found := watched(centered, weight, eps)) and w is not None:
-        return found[1](found[2], (found[0] * w if b is None else found[0] * w + b).to(x.dtype))
+    if (watch := watched(centered, weight, eps)) and w is not None:
+        return watch[1](watch[2], (watch[0] * w if b is None else watch[0] * w + b).to(x.dtype))
     large = w is not None and _is_large(centered, w)
     normed = large_rms_norm(centered, w, eps) if large and w is not None else _fused(centered, w, eps)
     return (normed if b is None else normed + b).to(x.dtype)

@@ -12,7 +12,8 @@ from fnmodels.options import Tap
 from .cpu.norm import inverse_rms
 from .dtypes import upcast
 
-_WATCHED: ContextVar[tuple[dict[int, str], Tap] | None] = ContextVar("fnmodels_watched_norms", default=None)
+# The norms that the code around this call watches, if any; dynamo cannot read it.
+WATCHED: ContextVar[tuple[dict[int, str], Tap] | None] = ContextVar("fnmodels_watched_norms", default=None)
 
 
 @contextmanager
@@ -27,21 +28,16 @@ def watched_norms(weights: Mapping[str, Tensor], tap: Tap) -> Iterator[None]:
         raise NotImplementedError(
             f"The taps of norms ({', '.join(weights)}) are read and edited in eager mode: leave torch.compile out."
         )
-    before = _WATCHED.set(({id(weight): name for name, weight in weights.items()}, tap))
+    before = WATCHED.set(({id(weight): name for name, weight in weights.items()}, tap))
     try:
         yield
     finally:
-        _WATCHED.reset(before)
-
-
-def any_watched() -> bool:
-    """Whether the code, which is not compiled, runs within `watched_norms`."""
-    return _WATCHED.get() is not None
+        WATCHED.reset(before)
 
 
 def watched(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tap, str] | None:
     """(x times its scale in fp32 at least, tap, name) of a norm that is watched; None of others."""
-    found = None if torch.compiler.is_compiling() else _WATCHED.get()
+    found = None if torch.compiler.is_compiling() else WATCHED.get()
     if found is None or id(weight) not in found[0]:
         return None
     name, tap = found[0][id(weight)], found[1]

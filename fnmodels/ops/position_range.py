@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import PositionWarning
-from fnmodels.inputs.values import has_values, host_is_away
+from fnmodels.inputs.values import has_values, host_reads
 from fnmodels.tree import Tree
 
 from .rotary import Rope
+from .torch_internals import traced
 
 _KEPT = 64  # models whose first number is remembered
 _first: dict[Any, int] = {}  # {config: the number of positions of its first warning}
@@ -23,10 +24,12 @@ def position_range(config: Any) -> int | None:
     It is max_position_embeddings, or factor times original_max_position_embeddings of a scaling, where that is more.
     """
     most = getattr(config, "max_position_embeddings", None)
-    ropes = [value for value in vars(config).values() if isinstance(value, Rope)]
-    if most is None or not ropes:
+    if most is None:
         return None
-    return max(most, *(int(rope.factor * rope.original_max_position_embeddings) for rope in ropes))
+    ropes = [value for value in vars(config).values() if isinstance(value, Rope)]
+    for rope in ropes:
+        most = max(most, int(rope.factor * rope.original_max_position_embeddings))
+    return most if ropes else None
 
 
 def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor, *, count: int | None) -> None:
@@ -35,7 +38,7 @@ def check_positions(config: Any, tables: Tree, positions: Tensor, valid: Tensor,
     valid: [B, S], False on padding, whose positions nothing reads. count: their number where it is known, so that no
     values need be read; otherwise those on the CPU are.
     """
-    if torch.compiler.is_compiling() or host_is_away() or not positions.numel():
+    if not host_reads() or traced() or not positions.numel():
         return
     if (most := position_range(config)) is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,21 +32,24 @@ def remat(block: Block) -> Block:
 
     Args:
         block: The block of a kind of layers, (layer, x, mask, freqs, **tensors) -> (x, aux), or another function of
-            trees. Tensors that it closes over, in place of receiving them, get no gradient; in functions of `edits`
-            they are a ValueError.
+            trees. Tensors that it reads of a global or an attribute, in place of receiving them, get no gradient.
 
     Returns:
         The wrapped block, which computes the same bits.
+
+    Raises:
+        ValueError: The block, or a function of `edits`, closes over a tensor whose gradient may be asked for.
     """
 
-    _refuse_closures(block)
+    if not torch.compiler.is_compiling():
+        _refuse_closures(block)
 
     def recomputed(*args: Any, **tensors: Any) -> tuple[Tensor, dict[str, Any]]:
         if torch.compiler.is_compiling():
             from .torch_internals import transforms  # here, for making it imports dynamo
 
             return block(*args, **tensors) if transforms() else checkpoint(block, *args, use_reentrant=False, **tensors)
-        given = (args, tensors)
+        arguments = (args, tensors)
         results: list[Tree] = []
 
         def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -55,9 +58,9 @@ def remat(block: Block) -> Block:
             results[:] = [structure(result)]
             return tensors_of(result)
 
-        given_structure = structure(given)
-        found = _Recomputed.apply(flat, *tensors_of(given))
-        made: tuple[Tensor, dict[str, Any]] = filled(results[0], found)
+        given_structure = structure(arguments)
+        outputs = _Recomputed.apply(flat, *tensors_of(arguments))
+        made: tuple[Tensor, dict[str, Any]] = filled(results[0], outputs)
         return made
 
     return recomputed
@@ -103,9 +106,9 @@ class _Recomputed(torch.autograd.Function):
         needed = [i for i, t in enumerate(tensors) if t.is_floating_point() and ctx.needs_input_grad[i + 1]]
         results, pull, *_ = torch.func.vjp(_of(ctx.run, tensors, needed), *(tensors[i] for i in needed))
         of_results = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
-        given = [torch.zeros_like(r) if g is None else g for r, g in zip(results, of_results, strict=True)]
-        found = dict(zip(needed, pull(tuple(given)), strict=True))
-        return None, *(found.get(i) for i in range(len(tensors)))
+        cotangents = [torch.zeros_like(r) if g is None else g for r, g in zip(results, of_results, strict=True)]
+        gradients = dict(zip(needed, pull(tuple(cotangents)), strict=True))
+        return None, *(gradients.get(i) for i in range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
@@ -127,15 +130,41 @@ def _of(run: Flat, tensors: tuple[Tensor, ...], indices: list[int]) -> Flat:
     return call
 
 
+def _closed_over(function: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """(name of the variable, tensor) of what a function, and the functions that it closes over, close over."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+        if isinstance(value, (Tensor, dict, list, tuple)):
+            yield from ((name, leaf) for leaf in tensors_of(value))
+        elif depth and callable(value):
+            yield from _closed_over(value, depth - 1)
+
+
+def _may_have_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad or torch.func.debug_unwrap(tensor) is not tensor
+
+
 def _refuse_closures(block: Callable[..., Any]) -> None:
     """ValueError for an edit that closes over a tensor of which a gradient may be taken, which would be lost."""
+    for name, value in _closed_over(block):
+        if _may_have_gradient(value):
+            raise ValueError(
+                f"The function of remat closes over the tensor {name!r}, whose gradient would be lost: pass the tensor "
+                "as an argument."
+            )
     edits = block.keywords.get("edits", ()) if isinstance(block, functools.partial) else ()
     for edit in edits:
         if not inspect.isfunction(edit.function):
             continue
         variables = inspect.getclosurevars(edit.function)
-        for name, value in (*variables.nonlocals.items(), *variables.globals.items()):
-            if isinstance(value, Tensor) and (value.requires_grad or torch.func.debug_unwrap(value) is not value):
+        for name, value in (*_closed_over(edit.function), *variables.globals.items()):
+            if isinstance(value, Tensor) and _may_have_gradient(value):
                 raise ValueError(
                     f"The edit of {edit.name!r} closes over the tensor {name!r}, whose gradient remat would lose: pass "
                     f"functools.partial(function, {name}={name}) with a function (value, name, {name})."

@@ -9,6 +9,7 @@ fp32, and its rounding (6e-8 in cos or sin) is the total error.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import constants
-from fnmodels.ops.dtypes import in_fp64
+from fnmodels.ops.dtypes import in_fp64, upcast
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def frequencies(
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim
     if rope.kind == "dynamic":
         return _dynamic(rope, dim, exponent, length)
-    base = rope.theta**exponent
+    base = torch.pow(rope.theta, exponent)
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":
@@ -166,6 +167,33 @@ def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Ten
     return _table(rope, head_dim, positions[..., None], length)
 
 
+@in_fp64
+def learned_table(rope: Rope, head_dim: int, positions: Tensor, alpha: Tensor) -> Tensor:
+    """`rotary_table` with frequencies times exp(alpha), alpha [R/2], in alpha's dtype where that is wider than fp32.
+
+    For kinds of rope without a length.
+    """
+    freqs = frequencies(rope, rope.dim(head_dim), device=positions.device) * alpha.to(torch.float64).exp()
+    angles = positions[..., None] * freqs
+    table = torch.stack((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
+    return table.to(torch.promote_types(alpha.dtype, torch.float32))
+
+
+@in_fp64
+def log_positions(positions: Tensor) -> Tensor:
+    """ln(1 + positions), fp32 in the shape of `positions`. Computed in fp64."""
+    return torch.log1p(positions.double()).float()
+
+
+def scaled_by_position(q: Tensor, log_position: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """q [B, S, N, H] times scale * ln(1 + position) + shift of each head: log_position [B, S], scale and shift [N].
+
+    It keeps attention sharp over long documents (arXiv 2501.19399, with learned factors).
+    """
+    factor = upcast(log_position)[..., None] * upcast(scale) + upcast(shift)
+    return (q * factor[..., None]).to(q.dtype)
+
+
 def mrope_table(
     rope: Rope,
     head_dim: int,
@@ -199,7 +227,9 @@ def mrope_table(
 @in_fp64
 def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
     """The table [B, S, R/2, 2] for positions [B, S, 1], or [B, S, R/2] with one position per pair."""
-    device, size = positions.device, None
+    device, size, rows = positions.device, None, positions.shape[0]
+    if not isinstance(length, Tensor) and not torch.compiler.is_compiling() and _is_one_row(positions):
+        positions = positions[:1]
     if rope.kind in ("dynamic", "longrope"):
         if length is None:
             length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no maximum
@@ -209,7 +239,8 @@ def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | 
         freqs = freqs[:, None]
     angles, scale = positions * freqs, attention_factor(rope)
     cos, sin = (angles.cos(), angles.sin()) if scale == 1 else (angles.cos() * scale, angles.sin() * scale)
-    return torch.stack((cos, sin), dim=-1).float()
+    table = torch.stack((cos, sin), dim=-1).float()
+    return table if table.shape[0] == rows else table.expand(rows, -1, -1, -1)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
@@ -246,9 +277,14 @@ def is_rotating(table: Any) -> bool:
 
 
 def laid_out(table: Tensor) -> Rotation:
-    """The `Rotation` of a table [B|1, S, R/2, 2]."""
-    cos, sin = _cos_sin(table)
+    """The `Rotation` of a table [B|1, S, R/2, 2]; that of one row where `rotary_table` made one for all."""
+    cos, sin = _cos_sin(table[:1] if _is_one_row(table) else table)
     return Rotation(table, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def _is_one_row(tensor: Tensor) -> bool:
+    """Whether all rows [B, ...] are one in memory, as `prepare` makes them where positions are not given."""
+    return tensor.shape[0] > 1 and tensor.stride(0) == 0
 
 
 def table_of(table: Tensor | Rotation) -> Tensor:
@@ -267,18 +303,19 @@ def apply_rotary(x: Tensor, table: Tensor | Rotation) -> Tensor:
     x [B, S, N, H]; table [B|1, S, R/2, 2], R = 0 for a layer without position. Computed in fp32 at least and cast back
     to x's dtype.
     """
-    plain = table_of(table)
-    half = plain.shape[-2]
-    if half == 0:
+    if isinstance(table, Rotation):
+        half = table.table.shape[-2]
+    elif (half := table.shape[-2]) == 0:
         return x
+    elif not torch.compiler.is_compiling():
+        table = laid_out(table)
     # is_grads_batched has no slice of everything
     read = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
-    if torch.compiler.is_compiling():
-        turned = _turned_in_graph(read, plain)
-    else:
+    if isinstance(table, Rotation):
         # Both halves at once, with contiguous tables: 0.4 of the time of four products of slices on a CPU.
-        both = table if isinstance(table, Rotation) else laid_out(table)
-        turned = torch.addcmul(read * both.cos, read.roll(half, -1), both.sin)
+        turned = torch.addcmul(read * table.cos, read.roll(half, -1), table.sin)
+    else:
+        turned = _turned_in_graph(read, table)
     turned = turned if turned.dtype is x.dtype else turned.to(x.dtype)
     return turned if read is x else torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
@@ -301,3 +338,14 @@ def apply_rotary_interleaved(x: Tensor, table: Tensor | Rotation) -> Tensor:
     even, odd = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
     return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+def apply_rotary_last(
+    x: Tensor,
+    table: Tensor | Rotation,
+    rotate: Callable[[Tensor, Tensor | Rotation], Tensor] = apply_rotary,
+) -> Tensor:
+    """`rotate`, which is `apply_rotary` or `apply_rotary_interleaved`, of the last R dimensions of every head."""
+    width = 2 * table_of(table).shape[-2]
+    still, turned = x.split((x.shape[-1] - width, width), -1)
+    return torch.cat((still, rotate(turned, table)), -1)

@@ -19,7 +19,7 @@ Entry = dict[str, Tensor]
 # The tensors of an entry that may be int8 with scales. An indexer's keys may not: rounding would change its choices.
 QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
-SLOTTED = frozenset({*QUANTIZABLE, "index", "places", *(f"{name}_scale" for name in QUANTIZABLE)})
+SLOTTED = frozenset({*QUANTIZABLE, "index", "index_start", "places", *(f"{name}_scale" for name in QUANTIZABLE)})
 
 # The tensors of an entry that have a slot for each window of tokens, [B, C / ratio, ...]; see
 # `fnmodels.ops.attention.windows`. Beside them is what later windows read of the last tokens, [B, 2 ratio - 1, ...].
@@ -31,7 +31,7 @@ MEMORY = frozenset({"memory_k", "memory_v"})
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How the layers of one kind use their entries in one call; static.
+    """The use that the layers of one kind make of their entries in one call; static.
 
     keys: which keys the mask describes. "both": the slots before this call, then the new tokens, which are written
         afterwards. "slots": the slots after the new tokens are written, the first `length` of them (None: all); right
@@ -55,8 +55,8 @@ def extended(
     occupied: bool [B, C]; the other slots, which may hold NaN, are set to zero first. None: they are finite.
     """
     at = use.first if occupied is None and use.inplace and use.keys == "slots" else None
-    if at is not None and all(value.dtype is entry[name].dtype for name, value in new.items()):
-        return _extended_at(entry, new, at, use.length)
+    if at is not None and (found := _extended_at(entry, new, at, use.length)) is not None:
+        return found
     for name, value in new.items():  # a write would broadcast
         if value.shape[2:] != entry[name].shape[2:] or value.shape[0] != entry[name].shape[0]:
             raise _misfit(name, entry[name], value)
@@ -74,11 +74,16 @@ def extended(
 
 def _extended_at(
     entry: Mapping[str, Tensor], new: Mapping[str, Tensor], first: int, length: int | None
-) -> tuple[Entry, Entry]:
-    """`extended` in place by tokens in the slots from `first` on, in the entry's dtypes."""
+) -> tuple[Entry, Entry] | None:
+    """`extended` in place by tokens in the slots from `first` on; None where an entry has another dtype.
+
+    Then some may be written already, which are written again.
+    """
     read, written = {}, {}
     for name, value in new.items():
         held = written[name] = entry[name]
+        if value.dtype is not held.dtype:
+            return None
         place = held[:, first : first + value.shape[1]]
         if place.shape != value.shape:
             raise _misfit(name, held, value)

@@ -6,14 +6,16 @@ tests/fnmodels/ops/test_torch_internals.py says which names the installed torch 
 
 import functools
 import inspect
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim.adamw import adamw
 
 from fnmodels.inputs.values import aside, batched_gradient
@@ -30,10 +32,10 @@ transforms: Callable[[], tuple[str, ...] | None]  # made by __getattr__
 
 def find(path: str) -> Any:
     """`torch.<path>`, or None if this torch has no such name."""
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 # {path below `torch`: the object, or None if missing}
@@ -96,23 +98,41 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and interpreter is not None and interpreter() is not None
 
 
+def untransformed() -> bool:
+    """Whether the code runs in eager mode without a transform of torch.func, or that is unknown."""
+    if torch.compiler.is_compiling():
+        return False
+    interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
+    return interpreter is None or interpreter() is None
+
+
 def needs_second_order() -> bool:
     """Whether the transforms of torch.func around this call include forward mode or two reverse modes."""
     if torch.compiler.is_compiling():
         from .torch_internals import transforms  # here, for making it imports dynamo
 
         active = transforms() or ()
-    elif not transformed():
-        return False
     else:
+        if getattr(forward_ad, "_current_level", -1) >= 0:  # of torch.func.linearize, which is no transform there
+            return True
+        interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
+        if interpreter is None or interpreter() is None:
+            return False
         active = _transforms() or ()
     return "Jvp" in active or active.count("Grad") > 1
 
 
 def without_modes() -> bool:
     """Whether no mode is active: recorders, tracers, counters. False if unknown."""
-    functions, dispatches = PRIVATE["_C._len_torch_function_stack"], PRIVATE["_C._len_torch_dispatch_stack"]
-    return functions is not None and dispatches is not None and not functions() and not dispatches()
+    try:
+        return not (PRIVATE["_C._len_torch_function_stack"]() or PRIVATE["_C._len_torch_dispatch_stack"]())
+    except TypeError:  # None is no function
+        return False
+
+
+def traced() -> bool:
+    """Whether eager code is traced with values that must not be read, as `torch.func.linearize` does it."""
+    return not (torch.compiler.is_compiling() or without_modes() or get_proxy_mode() is None)
 
 
 def undisturbed(function: Callable[..., T], *args: Any) -> T:
@@ -216,44 +236,44 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | No
         y = F.linear(x, weight, bias)
         return y if gelu is None else F.gelu(y, approximate=gelu)
     attribute: tuple[Any, ...] = ("none", [], "") if gelu is None else ("gelu", [], gelu)
-    found: Tensor = product(x, weight, bias, *attribute)
-    return found
+    result: Tensor = product(x, weight, bias, *attribute)
+    return result
 
 
 def no_view(result: Tensor) -> Tensor:
     """`result` of a custom Function as a tensor of its own: autograd refuses operations in place on its views."""
-    found = PRIVATE["ops.aten._unsafe_view"]
-    unviewed: Tensor = result if found is None else found(result, result.shape)
+    unsafe_view = PRIVATE["ops.aten._unsafe_view"]
+    unviewed: Tensor = result if unsafe_view is None else unsafe_view(result, result.shape)
     return unviewed
 
 
 def onednn_layout(weight: Tensor) -> Tensor:
     """weight [out, in] in the layout that suits oneDNN, for `onednn_linear` alone; unchanged if this torch has none."""
     reorder, product = PRIVATE["ops.mkldnn._reorder_linear_weight"], PRIVATE["ops.mkldnn._linear_pointwise"]
-    found: Tensor = weight if reorder is None or product is None else reorder(weight)
-    return found
+    packed: Tensor = weight if reorder is None or product is None else reorder(weight)
+    return packed
 
 
 def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """x bf16 [n, in] times codes int8 [out, in], scaled by scales bf16 [out]: bf16 [n, out]."""
     product = PRIVATE["_weight_int8pack_mm"]
-    found: Tensor = F.linear(x, codes.to(x.dtype)) * scales if product is None else product(x, codes, scales)
-    return found
+    result: Tensor = F.linear(x, codes.to(x.dtype)) * scales if product is None else product(x, codes, scales)
+    return result
 
 
 def int4_layout(codes: Tensor) -> Tensor:
     """codes int32 [out, in] of 0 to 15 as `int4_linear` reads them; unchanged if this torch has no such product."""
     pack = PRIVATE["_convert_weight_to_int4pack_for_cpu"]
-    found: Tensor = codes if pack is None or PRIVATE["_weight_int4pack_mm_for_cpu"] is None else pack(codes, 2)
-    return found
+    packed: Tensor = codes if pack is None or PRIVATE["_weight_int4pack_mm_for_cpu"] is None else pack(codes, 2)
+    return packed
 
 
 def int4_linear(x: Tensor, codes: Tensor, group: int, scales: Tensor) -> Tensor:
     """x bf16 [n, in] times (codes - 8) * scale + middle; scales bf16 [in / group, out, 2] holds both: bf16 [n, out]."""
     product = PRIVATE["_weight_int4pack_mm_for_cpu"]
     if product is not None and codes.dtype is not torch.int32:
-        found: Tensor = product(x, codes, group, scales)
-        return found
+        result: Tensor = product(x, codes, group, scales)
+        return result
     scale, middle = (t.T[..., None] for t in scales.float().unbind(-1))
     weight = (codes.unflatten(1, (-1, group)) - 8) * scale + middle
     return F.linear(x, weight.flatten(1).to(x.dtype))
@@ -265,8 +285,8 @@ def softmax_backward(grad: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     if backward is None:
         scaled = grad * p
         return (scaled - p * scaled.sum(-1, keepdim=True)).to(dtype)
-    found: Tensor = backward(grad, p, -1, dtype)
-    return found
+    grad_scores: Tensor = backward(grad, p, -1, dtype)
+    return grad_scores
 
 
 def fused_adamw_(
@@ -293,8 +313,8 @@ def vector_norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tens
     norms = PRIVATE["_foreach_norm"]
     if norms is None:
         return [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
-    found: Sequence[Tensor] = norms(tensors, dtype=dtype)
-    return found
+    results: Sequence[Tensor] = norms(tensors, dtype=dtype)
+    return results
 
 
 def is_grouped_product(function: Any) -> bool:
@@ -310,6 +330,19 @@ def costly_operators() -> list[Any]:
 def version(tensor: Tensor) -> int | None:
     """The number of in-place writes to `tensor`; None if unknown. RuntimeError for inference tensors."""
     return None if PRIVATE["Tensor._version"] is None else tensor._version
+
+
+_version_of = operator.attrgetter("_version")
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int] | None:
+    """`version` of each; None where torch does not count writes, as into inference tensors."""
+    if PRIVATE["Tensor._version"] is None:
+        return None
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:
+        return None
 
 
 def default_store() -> Any:

@@ -28,7 +28,7 @@ _SCALE = "final.norm.scale"
 def direct_logit_attribution(
     params: Tree, prepared: Prepared, targets: Tensor, *, config: DecoderConfig, against: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What each part of the residual stream adds to a logit, or to the difference of two (direct logit attribution).
+    """Direct logit attribution: the summand of each part of the residual stream in a logit, or in a difference of two.
 
     The summands add up to the logit in families whose layers return what enters plus what they add, or a multiple of
     it, and whose head has no bias and no soft-cap. Runs kernel="math".
@@ -45,20 +45,20 @@ def direct_logit_attribution(
         "layers.N.attention.z" [B, S, N] by head and "layers.N.mlp.neurons" [B, S, F] by neuron: their parts of these,
         without biases; the scale of a norm that follows the sublayer is held.
     """
-    held = map_tree(Tensor.detach, params)
+    constant_params = map_tree(Tensor.detach, params)
     summands, parts = ["embed", *names_of(config, *ADDED)], names_of(config, *_PARTS)
     scales = [name for name in tap_names(config) if name.endswith(".scale")]
-    run = functools.partial(forward, held, *prepared, config=config, kernel="math")
+    run = functools.partial(forward, constant_params, *prepared, config=config, kernel="math")
     with torch.no_grad():
         _, tapped = run(taps=(*summands, *scales))
     # With constants replacing the sublayers' outputs, the residual stream is the sum of these as the model takes it.
     constants = {name: tapped[name].requires_grad_() for name in summands}
     logits = run(edits={**constants, _SCALE: tapped[_SCALE]})
-    wanted = logits.gather(-1, targets[..., None]).sum()
+    score = logits.gather(-1, targets[..., None]).sum()
     if against is not None:
-        wanted = wanted - logits.gather(-1, against[..., None]).sum()
-    found = torch.autograd.grad(wanted, list(constants.values()))
-    weights = dict(zip(summands, found, strict=True))
+        score = score - logits.gather(-1, against[..., None]).sum()
+    grads = torch.autograd.grad(score, list(constants.values()))
+    weights = dict(zip(summands, grads, strict=True))
     added = {name: (tapped[name].detach() * weights[name]).sum(-1) for name in summands}
     return added | (_parts_of(run, tapped, scales, weights, parts, config) if parts else {})
 
@@ -76,12 +76,12 @@ def _parts_of(
     # Cut between sublayers, so that a head reaches the output of its own sublayer alone.
     cuts: dict[str, Edit] = dict.fromkeys(("embed", *names_of(config, "input", "middle")), _cut)
     leaves: dict[str, Edit] = dict.fromkeys(parts, _leaf)
-    _, found = run(taps=(*weights, *parts), edits=frozen | cuts | leaves)
+    _, values = run(taps=(*weights, *parts), edits=frozen | cuts | leaves)
     # Added after the MLP, from its input; no head or neuron contributes it.
-    own = [name for name in weights if found[name].requires_grad and not name.endswith(".per_layer")]
-    total = torch.stack([(found[name] * weights[name]).sum() for name in own]).sum()
-    shares = torch.autograd.grad(total, [found[name] for name in parts])
-    each = {name: found[name].detach() * share for name, share in zip(parts, shares, strict=True)}
+    summed = [name for name in weights if values[name].requires_grad and not name.endswith(".per_layer")]
+    total = torch.stack([(values[name] * weights[name]).sum() for name in summed]).sum()
+    shares = torch.autograd.grad(total, [values[name] for name in parts])
+    each = {name: values[name].detach() * share for name, share in zip(parts, shares, strict=True)}
     return {name: share.sum(-1) if name.endswith(".z") else share for name, share in each.items()}
 
 

@@ -39,8 +39,8 @@ class _Continued(Context):
     """Keys and values of a layer's entry come before those of the call; the entry returned has both."""
 
     def extend(self, new: Entry) -> Entry:
-        held = self.tensors["cache"]
-        read = {name: torch.cat((held[name], value), 1) if name in held else value for name, value in new.items()}
+        past = self.tensors["cache"]
+        read = {name: torch.cat((past[name], value), 1) if name in past else value for name, value in new.items()}
         self._put(read)
         return read
 
@@ -80,7 +80,7 @@ class GivenRun:
         rows, length = inputs["valid"].shape
         tokens, read = length, len(self.read) if self.inputs else length
         if self.entries:
-            tokens, read = length - position, sum(one >= position for one in self.read)
+            tokens, read = length - position, sum(index >= position for index in self.read)
         leaves = tree_leaves(self.params)
         inner = max(max(leaf.shape[-2:]) for leaf in tree_leaves(self.params["layers"]) if leaf.ndim > 1)
         per_token = 6 * inner + 3 * self.config.num_attention_heads * length
@@ -103,7 +103,8 @@ def given_run(
         any(kind.indexed or kind.source or kind.joins for kind in parsed(kinds))
         or field_of(config, "head") in PER_DOCUMENT
     )
-    if more or field_of(config, "hidden_size_per_layer_input") or function_of(family_of(config), "shared"):
+    looped = bool(field_of(config, "passes"))
+    if more or looped or field_of(config, "hidden_size_per_layer_input") or function_of(family_of(config), "shared"):
         return given
     run = functools.partial(hidden, params, *prepared, config=config, kernel="math")
     within = {name: edit for name, edit in edits.items() if name not in FINAL}
@@ -144,9 +145,9 @@ def _all_layers(given: GivenRun, edits: Mapping[str, Edit]) -> Tensor:
 def _from_layer(given: GivenRun, edits: Mapping[str, Edit], layer: int) -> Tensor:
     inputs, masks, freqs_cis = given.prepared
     layers = range(layer, layer_count(given.config))
-    own = edits_of_stage(given.edits, tap_names(given.config), layers) or {}
-    own.pop(f"layers.{layer}.input", None)  # the input kept has it
-    how: dict[str, Any] = {"config": given.config, "kernel": "math", "edits": {**own, **edits}}
+    later_edits = edits_of_stage(given.edits, tap_names(given.config), layers) or {}
+    later_edits.pop(f"layers.{layer}.input", None)  # the input kept has it
+    how: dict[str, Any] = {"config": given.config, "kernel": "math", "edits": {**later_edits, **edits}}
     span = layers.start, layers.stop
     x = run_layers(given.params, given.inputs[layer], masks, freqs_cis, *span, **how, **_per_token(inputs))
     return _logits(given, edit_end(given.edits, "hidden", x))
@@ -177,14 +178,14 @@ def _from_position(given: GivenRun, edits: Mapping[str, Edit], layer: int, posit
         **how,
         **per_token,
     )
-    x = x[:, [one - position for one in given.read[early:]]]
+    x = x[:, [index - position for index in given.read[early:]]]
     logits, _ = unembedded(given.params, x, given.config, (), {})
     return torch.cat((given.logits[:, :early], logits), 1)
 
 
 def _per_token(inputs: Tree) -> dict[str, Any]:
-    given: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
-    return {key: given[key] for key in ("valid", "routing") if given.get(key) is not None}
+    tensors: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
+    return {key: tensors[key] for key in ("valid", "routing") if tensors.get(key) is not None}
 
 
 def _logits(given: GivenRun, x: Tensor) -> Tensor:

@@ -53,10 +53,10 @@ def _gradient_graph(
     loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """(leaves, gradients of the loss with a graph, whose values are not computed)."""
-    wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
-    inputs = tree.leaves(wanted)
+    tracked = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+    inputs = tree.leaves(tracked)
     with torch.enable_grad(), unread_gradients():
-        value = _tensor_of(loss(wanted, batch), "loss")
+        value = _tensor_of(loss(tracked, batch), "loss")
         return inputs, torch.autograd.grad(value, inputs, create_graph=True, materialize_grads=True)
 
 
@@ -67,8 +67,8 @@ def _hessian_product(
     curved = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g.requires_grad]
     if not curved:  # the loss is linear in every parameter
         return tree.map(torch.zeros_like, params)
-    outputs, given = zip(*curved, strict=True)
-    results = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=keep, materialize_grads=True))
+    outputs, cotangents = zip(*curved, strict=True)
+    results = iter(torch.autograd.grad(outputs, inputs, cotangents, retain_graph=keep, materialize_grads=True))
     return tree.map(lambda _: next(results), params)
 
 
@@ -180,7 +180,7 @@ def empirical_ntk(
         rows, first = gradients(part), index * len(parts[0])
         for place, other in enumerate(parts[index:], index):
             columns, begin = rows if place == index else gradients(other), place * len(parts[0])
-            block = torch.stack([one @ two.T for one, two in zip(rows, columns, strict=True)]).sum(0)
+            block = torch.stack([row @ column.T for row, column in zip(rows, columns, strict=True)]).sum(0)
             total[first : first + len(part), begin : begin + len(other)] = block
             total[begin : begin + len(other), first : first + len(part)] = block.T
     return total
@@ -339,10 +339,10 @@ def _compiled_gauss_newton(
     _check_floating(params)
 
     def product(vector: Tree) -> Tree:
-        wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
-        inputs, vectors = tree.leaves(wanted), tree.leaves(_ordered(params, vector))
+        tracked = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+        inputs, vectors = tree.leaves(tracked), tree.leaves(_ordered(params, vector))
         with torch.enable_grad():
-            outputs = _tensor_of(blocks(forward, wanted, batch), "function")
+            outputs = _tensor_of(blocks(forward, tracked, batch), "function")
             u = torch.zeros_like(outputs, requires_grad=True)
             pulled = torch.autograd.grad(outputs, inputs, u, create_graph=True, materialize_grads=True)
             along = torch.autograd.grad(pulled, u, vectors)[0]

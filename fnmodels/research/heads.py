@@ -38,7 +38,7 @@ def ablate_heads(heads: Mapping[int, Sequence[int]], *, mean: Mapping[int, Tenso
 def induction_scores(
     params: Tree, *, config: DecoderConfig, length: int = 25, batch: int = 8, seed: int = 0
 ) -> dict[str, Tensor]:
-    """How much each head attends as an induction head (arXiv 2209.11895), on random tokens that are repeated once.
+    """The induction score of each head (arXiv 2209.11895), on random tokens that are repeated once.
 
     The score is the mean weight with which a token of the repetition attends to the token after its first occurrence.
 

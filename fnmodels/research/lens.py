@@ -96,13 +96,13 @@ def train_tuned_lens(
     for prepared in batches:
         with torch.no_grad():
             states = _states(params, prepared, config, kernel)
-            wanted = F.log_softmax(upcast(_logits(params, states[-1:], config)[0]), -1)
+            target_logp = F.log_softmax(upcast(_logits(params, states[-1:], config)[0]), -1)
         optimizer.zero_grad()
         total = 0.0
         for index, state in enumerate(states[:-1]):  # the logits of one layer at a time
             moved = state + state @ lens["matrix"][index].T + lens["bias"][index]
-            found = F.log_softmax(upcast(_logits(params, moved[None], config)[0]), -1)
-            divergence = (wanted.exp() * (wanted - found)).sum(-1)
+            lens_logp = F.log_softmax(upcast(_logits(params, moved[None], config)[0]), -1)
+            divergence = (target_logp.exp() * (target_logp - lens_logp)).sum(-1)
             loss = divergence[valid_of(prepared)].mean() / (len(states) - 1)
             torch.autograd.backward(loss, inputs=list(lens.values()))
             total += float(loss.detach())
@@ -119,7 +119,7 @@ def jacobian_lens(
     directions: Tensor | None = None,
     chunk: int = 16,
 ) -> Tensor:
-    """How directions of the final hidden state move with the embedding and with each layer's output.
+    """Derivatives of directions of the final hidden state by the embedding and by each layer's output.
 
     Entry l is the mean over tokens t of the derivative of directions @ (the sum over all tokens of the state before the
     final norm) by state l at t; the last is `directions` itself. Average over batches for a lens of a corpus. Runs
@@ -139,15 +139,15 @@ def jacobian_lens(
     names, valid = ["embed", *names_of(config, "output")], valid_of(prepared)
     edits = {"embed": differentiable}
     last, tapped = hidden(params, *prepared, config=config, taps=tuple(names), kernel="math", edits=edits)
-    wanted = torch.eye(last.shape[-1]) if directions is None else directions
+    vectors = torch.eye(last.shape[-1]) if directions is None else directions
 
     def pulled(direction: Tensor) -> Tensor:
         cotangent = direction * valid[..., None]
-        found = torch.autograd.grad(last, [tapped[name] for name in names], cotangent, retain_graph=True)
-        return torch.stack([gradient.sum((0, 1)) for gradient in found])
+        gradients = torch.autograd.grad(last, [tapped[name] for name in names], cotangent, retain_graph=True)
+        return torch.stack([gradient.sum((0, 1)) for gradient in gradients])
 
     # torch.func's vmap, for autograd.grad(is_grads_batched=True) runs products and activations one direction at a time.
-    rows = [torch.func.vmap(pulled, out_dims=1)(part) for part in wanted.to(last).split(chunk)]
+    rows = [torch.func.vmap(pulled, out_dims=1)(part) for part in vectors.to(last).split(chunk)]
     return torch.cat(rows, 1) / valid.sum()
 
 

@@ -76,7 +76,7 @@ def patch_grid(
     with torch.no_grad():
         _, values = forward(params, *clean, config=config, kernel="math", taps=tuple(names.values()))
     rows_of_batch, length = next(iter(values.values())).shape[:2]
-    given = given_run(
+    corrupt_run = given_run(
         params, corrupt, list(names), config=config, edits=edits or {}, read=_read_positions(read, length, config)
     )
     places = list(range(length)) if positions is None else _increasing("positions", positions, length)
@@ -86,11 +86,11 @@ def patch_grid(
         done = 0
         while done < len(places):
             first = places[done]
-            most = max(_share(given, len(places)), -(-_TOKENS // (rows_of_batch * (length - first))))
-            part = places[done : done + min(most, chunk or length, max(1, memory // given.bytes_from(first)))]
+            most = max(_share(corrupt_run, len(places)), -(-_TOKENS // (rows_of_batch * (length - first))))
+            part = places[done : done + min(most, chunk or length, max(1, memory // corrupt_run.bytes_from(first)))]
             cells = torch.zeros(len(part), length, dtype=torch.bool, device=values[name].device)
             cells[range(len(part)), part] = True
-            run = functools.partial(given.further, layer=layer, position=first)
+            run = functools.partial(corrupt_run.further, layer=layer, position=first)
             row.append(torch.func.vmap(functools.partial(_patched, run, metric, name, value_there=values[name]))(cells))
             done += len(part)
             if progress is not None:
@@ -137,7 +137,7 @@ def _read_positions(read: Sequence[int] | None, length: int, config: DecoderConf
 
 def _increasing(name: str, given: Sequence[int], length: int) -> list[int]:
     """The positions from 0, for a row of `length` tokens; ValueError unless they are increasing and in the row."""
-    positions = [one + length if one < 0 else one for one in given]
+    positions = [index + length if index < 0 else index for index in given]
     if not positions or positions != sorted({*positions}) or positions[0] < 0 or positions[-1] >= length:
         raise ValueError(f"{name}={list(given)} must be increasing positions of a row of {length} tokens, one or more.")
     return positions
@@ -190,12 +190,12 @@ def attribution_patching(
         {tap: [B, S, ...]}.
     """
     with torch.no_grad():
-        _, wanted = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
-    logits, found = forward(
+        _, clean_values = forward(params, *clean, config=config, kernel="math", taps=tuple(names))
+    logits, corrupt_values = forward(
         params, *corrupt, config=config, kernel="math", taps=tuple(names), edits={"embed": differentiable}
     )
-    gradients = torch.autograd.grad(metric(logits), [found[name] for name in names])
-    return {n: (wanted[n] - found[n].detach()) * g for n, g in zip(names, gradients, strict=True)}
+    gradients = torch.autograd.grad(metric(logits), [corrupt_values[name] for name in names])
+    return {n: (clean_values[n] - corrupt_values[n].detach()) * g for n, g in zip(names, gradients, strict=True)}
 
 
 def path_patching(
@@ -241,9 +241,9 @@ def path_patching(
     with torch.no_grad():
         plain = run(*clean, taps=(*kept, *senders))[1]
         sent = run(*corrupt, taps=tuple(senders))[1]
-        held = {name: plain[name] for name in kept}
+        frozen_values = {name: plain[name] for name in kept}
         patched = {name: _mixed(plain[name], sent[name], mask) for name, mask in senders.items()}
-        received = run(*clean, taps=tuple(receivers), edits={**held, **patched})[1]
+        received = run(*clean, taps=tuple(receivers), edits={**frozen_values, **patched})[1]
     return metric(run(*clean, edits=dict(received)))
 
 

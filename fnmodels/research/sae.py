@@ -69,12 +69,12 @@ def harvest(
             )
         with torch.no_grad():
             value = _tapped(params, prepared, name, config, options)
-        found = value[valid_of(prepared)][: rows - filled]
+        harvested = value[valid_of(prepared)][: rows - filled]
         if out is None:
-            shape = (rows, *found.shape[1:])
+            shape = (rows, *harvested.shape[1:])
             out = torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
-        out[filled : filled + len(found)] = found.to(dtype)
-        filled += len(found)
+        out[filled : filled + len(harvested)] = harvested.to(dtype)
+        filled += len(harvested)
         if filled == rows:
             return out
     Path(path).unlink(missing_ok=True)
@@ -91,12 +91,12 @@ def _tapped(params: Tree, prepared: Prepared, name: str, config: DecoderConfig, 
         whole: Tensor = hidden(params, *prepared, config=config, taps=(name,), **options)[1][name]
         return whole
     x = family_of(config).embed(params, inputs, config=config)
-    given = {key: inputs.get(key) for key in ("valid", "routing", "choices")}
+    layer_inputs = {key: inputs.get(key) for key in ("valid", "routing", "choices")}
     stop = min(int(number) + 1, layer_count(config))
-    found: Tensor = run_layers(params, x, *prepared[1:], 0, stop, config=config, taps=(name,), **given, **options)[1][
-        name
-    ]
-    return found
+    tapped: Tensor = run_layers(
+        params, x, *prepared[1:], 0, stop, config=config, taps=(name,), **layer_inputs, **options
+    )[1][name]
+    return tapped
 
 
 def init_sae(width: int, features: int, *, seed: int = 0) -> Autoencoder:

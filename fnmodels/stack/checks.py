@@ -11,7 +11,7 @@ from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.order import Segments
-from fnmodels.inputs.values import has_values, host_is_away, unwrapped
+from fnmodels.inputs.values import at_hand
 from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.ops.torch_internals import undisturbed
 from fnmodels.tree import Tree, leaves
@@ -33,10 +33,8 @@ def cleared(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _all_valid(valid: Tensor) -> bool:
     """Whether no token is padding. False where values cannot be read, or a read would wait for a device."""
-    if torch.compiler.is_compiling() or host_is_away() or not valid.is_cpu:
-        return False
-    known = unwrapped(valid)
-    return has_values(known) and bool(undisturbed(torch.all, known))
+    known = at_hand(valid)
+    return known is not None and bool(undisturbed(torch.all, known))
 
 
 def valid_of_masks(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
@@ -101,16 +99,19 @@ def check_fit(
     kinds: tuple[str, ...],
     used: Sequence[str],
     *,
+    stored: int,
     cached: bool,
 ) -> None:
-    """Raises for mismatched arguments that would fail deep inside a block or be broadcast or ignored silently."""
+    """Raises for mismatched arguments that would fail deep inside a block or be broadcast or ignored silently.
+
+    stored: how many layers the params of the model have.
+    """
     for name, given in (("masks", masks), ("freqs_cis", freqs_cis)):
-        if not isinstance(given, dict | Mapping):
+        if not isinstance(given, (dict, Mapping)):
             raise TypeError(
                 f"{name} must be {{kind: ...}}, as fnmodels.prepare returns it, not a {type(given).__name__}."
             )
-    if isinstance(layers, (list, tuple)) and len(layers) != len(kinds):
-        raise ValueError(f"params has {len(layers)} layers, but the config has {len(kinds)}.")
+    check_layers(layers, stored)
     for kind in used:
         if kind not in masks or kind not in freqs_cis:
             raise ValueError(
@@ -124,6 +125,12 @@ def check_fit(
                 raise ValueError(
                     f"freqs_cis[{kind!r}] is made for {list(table.shape[:2])} tokens [B, S], x has {list(x.shape[:2])}."
                 )
+
+
+def check_layers(layers: Tree, stored: int) -> None:
+    """ValueError for another number of layers than the config's."""
+    if isinstance(layers, (list, tuple)) and len(layers) != stored:
+        raise ValueError(f"params has {len(layers)} layers, but the config has {stored}.")
 
 
 def _check_mask(kind: str, mask: MaskLike, x: Tensor) -> None:

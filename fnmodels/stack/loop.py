@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from fnmodels.edits import BoundEdit, edits_of_layers, missed
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.noise import fold
 from fnmodels.inputs.order import Segments
+from fnmodels.models.common.carried import joins
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.checks import layout_at_hand
@@ -23,7 +23,14 @@ from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.ops.streams.hyper import mean, with_mean
 from fnmodels.options import Block, ForwardOptions
-from fnmodels.stack.checks import check_choices, check_fit, check_layer_inputs, check_routing, valid_tokens
+from fnmodels.stack.checks import (
+    check_choices,
+    check_fit,
+    check_layer_inputs,
+    check_layers,
+    check_routing,
+    valid_tokens,
+)
 from fnmodels.stack.plan import LayerPlan, StackPlan
 from fnmodels.taps import AROUND, check_tap_names, list_of_taps
 from fnmodels.tree import Tree
@@ -33,23 +40,30 @@ _NO_EDITS: LayerEdits = {}
 _USUAL = SlotUse()
 
 
-@dataclass(frozen=True)
-class CacheStep:
+class CacheStep(NamedTuple):
     """The part of a cache that layers read and write in one call.
 
     entries: {layer index: its tensors}. slots: {kind: slot of each new token, int64 [B, S]; C for a token that is not
     written}, for kinds with slots. uses: {kind: how entries are read}, which says what the mask's keys are; by default
-    the cached slots, then the new tokens. occupied: {kind: bool [B, C]} where empty slots may hold NaN.
+    the cached slots, then the new tokens. occupied: {kind: bool [B, C]} where empty slots may hold NaN. plan: that of
+    the layers, where it is known. ready: the sizes [B, S] of x for which masks and tables were made and are in the form
+    that layers read, without padding; None: not known.
     """
 
     entries: Mapping[int, Entry]
-    slots: Mapping[str, Tensor] = field(default_factory=dict)
-    uses: Mapping[str, SlotUse] = field(default_factory=dict)
-    occupied: Mapping[str, Tensor] = field(default_factory=dict)
+    slots: Mapping[str, Tensor] = {}
+    uses: Mapping[str, SlotUse] = {}
+    occupied: Mapping[str, Tensor] = {}
+    plan: StackPlan | None = None
+    ready: tuple[int, int] | None = None
 
-    def tensors(self, index: int, kind: str) -> dict[str, Any]:
-        """The keyword tensors of a layer's call."""
-        tensors: dict[str, Any] = {"cache": self.entries[index]}
+    def is_ready(self, x: Tensor) -> bool:
+        """Whether masks and tables were made for tokens as many as those of x, and none of them is padding."""
+        return self.ready is not None and self.ready == x.shape[:2]
+
+    def keywords(self, kind: str, *, bound: bool) -> dict[str, Any]:
+        """The keywords of the calls of all layers of a kind, beside their own entries. bound: without `use`."""
+        tensors: dict[str, Any] = {} if bound else {"use": self.use(kind)}
         if kind in self.slots:
             tensors["slots"] = self.slots[kind]
         if kind in self.occupied:
@@ -57,12 +71,11 @@ class CacheStep:
         return tensors
 
     def use(self, kind: str) -> SlotUse:
-        """How the layers of a kind read their entries."""
+        """The use that the layers of a kind make of their entries."""
         return self.uses.get(kind, _USUAL)
 
 
-@dataclass(frozen=True)
-class LayerInputs:
+class LayerInputs(NamedTuple):
     """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
@@ -79,19 +92,13 @@ class LayerInputs:
     layer_inputs: Tensor | None = None
     shared: Tree | None = None
     noise: Tensor | None = None
-    carried: Tree = field(default_factory=dict)
+    carried: Mapping[str, Any] = {}
 
     @property
     def reads_beside(self) -> bool:
-        """Whether there is something that layers may read beside x, or a tensor that no layer reads."""
+        """Whether there is something that layers may read beside x and a cache, or a tensor that no layer reads."""
         of_layers = self.routing is not None or self.choices is not None or self.layer_inputs is not None
-        return (
-            of_layers
-            or self.cache is not None
-            or self.shared is not None
-            or self.noise is not None
-            or bool(self.carried)
-        )
+        return of_layers or self.shared is not None or self.noise is not None or bool(self.carried)
 
 
 def run_stack(
@@ -107,26 +114,36 @@ def run_stack(
     options: those that the plan was made of. ends: the names of edits that are not of layers, which the caller applies.
     """
     layers, wanted, cache = params["layers"], plan.wanted, batch.cache
-    check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, cached=cache is not None)
-    tables = _tables(batch.freqs_cis, plan.used, options)
-    masks = {c: _ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
-    beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside else None
+    tables: Mapping[str, Any]
+    masks: dict[Any, Mapping[str, MaskLike]]
+    if cache is not None and cache.is_ready(x):
+        check_layers(layers, plan.stored)
+        tables, masks = batch.freqs_cis, {choice: batch.masks for choice, _, _ in plan.chosen}
+    else:
+        cached = cache is not None
+        check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, stored=plan.stored, cached=cached)
+        tables = _tables(batch.freqs_cis, plan.used, options)
+        masks = {c: _ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
+    after = plan.first + len(plan.layers)  # layers elsewhere may read what these leave
+    apart = joins(plan.kinds, after) or (cache is not None and len(plan.layers) != len(plan.kinds))
+    beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside or apart else None
     run = range(plan.first, plan.first + len(plan.layers))
     edits = edits_of_layers(options.edits, ends, len(plan.kinds), run) if options.edits else {}
     bind = _Binding(cache) if edits or options.layer_fn is not None else None
+    of_cache = {} if cache is None else {k: cache.keywords(k, bound=bind is not None) for k in plan.used}
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
     applied: set[tuple[int, str]] = set()
     for layer in plan.layers:
         index, kind, block = layer.index, layer.kind, layer.block
         tensors = {} if beside is None else beside.tensors(layer)
+        if cache is not None:
+            tensors = {**tensors, **of_cache[kind], "cache": cache.entries[index]}
         own = edits.get(index, _NO_EDITS)
         x = before = _around("input", x, own) if own else x
         if bind is not None:
             block = bind(layer, options.layer_fn, own, tensors)
-        elif cache is not None:
-            tensors["use"] = cache.use(kind)
-        result = block(layers[index], x, masks[layer.choice][kind], tables[kind], **tensors)
+        result = block(layers[layer.stored], x, masks[layer.choice][kind], tables[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
@@ -185,7 +202,7 @@ class LayerSideInputs:
     def tensors(self, layer: LayerPlan) -> dict[str, Any]:
         """The keyword tensors of one layer's call."""
         batch = self.batch
-        tensors: dict[str, Any] = {} if batch.cache is None else batch.cache.tensors(layer.index, layer.kind)
+        tensors: dict[str, Any] = {}
         if layer.expert_row is not None:
             routing = batch.routing
             tensors["valid"] = self.valid
@@ -206,7 +223,7 @@ class LayerSideInputs:
         if layer.joins:
             if self.left is None:
                 raise ValueError(
-                    f"Layer {layer.index} adds what layer {layer.index - 1} has left for it, which is not run here: "
+                    f"Layer {layer.index} reads what layer {layer.index - 1} has left for it, which is not run here: "
                     "run both in one call, or pass `carried` of the layers before."
                 )
             tensors["left"] = self.left

@@ -1,4 +1,4 @@
-"""What running some layers of a model needs beside tensors, decided once for each config and set of options.
+"""The plan of running some layers of a model: all but tensors, decided once for each config and set of options.
 
 A plan is a value: equal arguments give equal plans, and it holds neither tensors nor functions of the caller. So plans
 are kept, a bounded number of them; those whose options hold functions are made in each call.
@@ -20,6 +20,7 @@ from fnmodels.models.common.family import (
     function_of,
     is_routed,
     own_choices,
+    stored_layers,
     traits_of,
 )
 from fnmodels.models.common.registry import family_of
@@ -33,16 +34,18 @@ _KEPT = 128  # plans
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer of a stack.
+    """One layer of a stack, or one pass of a layer that runs several times.
 
+    stored: where its parameters are in params["layers"].
     block: the family's, with config, kind, options and taps bound; equal objects for layers of one kind and choice.
     options: the layer's own, with what a `PerLayer` chose. choice: that choice as a key; None where there is none.
     expert_row: which of the MoE layers it is; None: it has no experts. choice_row: of which indexer, counted from the
     first, it takes the choice of keys; None: it attends without one. chooses: whether that indexer is its own. source:
-    the kind whose keys and values it reads; None: its own. joins: whether it adds what the layer before has left.
+    the kind whose keys and values it reads; None: its own. joins: whether it reads what the layer before has left.
     """
 
     index: int
+    stored: int
     kind: str
     block: Block
     options: ForwardOptions
@@ -58,7 +61,8 @@ class LayerPlan:
 class StackPlan:
     """Layers of a model that run in one call.
 
-    kinds: of all layers of the model. first: the index of the first that runs here. used: the kinds that run here,
+    kinds: of all layers of the model. first: the index of the first that runs here. stored: how many
+    layers the params have. used: the kinds that run here,
     sorted. chosen: for each `LayerPlan.choice`, its kernel and its kinds. taps: of layers. wanted: (layer, name) of
     each tap. experts, indexers: how many layers of the model have them. reads_beside: whether a layer reads tensors
     beside x and its mask and table. asks: what attention does to scores.
@@ -67,6 +71,7 @@ class StackPlan:
     config: DecoderConfig
     kinds: tuple[str, ...]
     first: int
+    stored: int
     layers: tuple[LayerPlan, ...]
     used: tuple[str, ...]
     chosen: tuple[tuple[Any, Any, tuple[str, ...]], ...]
@@ -88,10 +93,14 @@ def plan_stack(
     named = isinstance(kernel, str) and isinstance(experts, str) and not isinstance(options.layer_fn, PerLayer)
     if not named or context is not None or bound or torch.compiler.is_compiling():
         return _made(family, config, layers, taps, options)
-    traits = traits_of(family)
-    parts: Any = family.block, family.kinds, function_of(family, "shared"), traits.routed, traits.sinks, traits.biased
     hashable: Any = config
-    return _kept(parts, hashable, layers and (layers.start, layers.stop), taps, str(kernel), str(experts))
+    return _kept(parts_of(family), hashable, layers and (layers.start, layers.stop), taps, str(kernel), str(experts))
+
+
+def parts_of(family: Family) -> tuple[Any, ...]:
+    """The functions and traits of a family that a plan holds or reads, which decide whether it serves again."""
+    traits = traits_of(family)
+    return family.block, family.kinds, function_of(family, "shared"), traits.routed, traits.sinks, traits.biased
 
 
 @functools.lru_cache(_KEPT)
@@ -117,22 +126,24 @@ def _made(
         raise ValueError(
             f"lo is {layers.start} and hi is {layers.stop}, but 0 <= lo <= hi must hold and the model has {len(kinds)}."
         )
-    wanted = wanted_taps(config, taps, len(kinds), layers)
+    tap_pairs = wanted_taps(config, taps, len(kinds), layers)
     sparse, indexers = [i for i, kind in enumerate(kinds) if is_routed(family, kind)], own_choices(kinds)
-    names = tuple(sorted({name for _, name in wanted}))
+    names = tuple(sorted({name for _, name in tap_pairs}))
+    stored = stored_layers(config, kinds)
     blocks: dict[Any, Block] = {}
     plans = []
     for index in layers:
-        kind, own = kinds[index], options.at(index)
-        choice = None if own is options else (own.kernel, own.layer_fn)
+        kind, layer_options = kinds[index], options.at(index)
+        choice = None if layer_options is options else (layer_options.kernel, layer_options.layer_fn)
         if (kind, choice) not in blocks:
-            blocks[kind, choice] = _bound(family, config, kind, names, own)
+            blocks[kind, choice] = _bound(family, config, kind, names, layer_options)
         plans.append(
             LayerPlan(
                 index,
+                stored[index],
                 kind,
                 blocks[kind, choice],
-                own,
+                layer_options,
                 choice,
                 sparse.index(index) if index in sparse else None,
                 sum(i <= index for i in indexers) - 1 if LayerKind.parse(kind).indexed else None,
@@ -149,11 +160,12 @@ def _made(
         config,
         kinds,
         layers.start,
+        max(stored) + 1,
         tuple(plans),
         tuple(sorted({plan.kind for plan in plans})),
         tuple((choice, kernel, tuple(kinds_of[choice])) for choice, kernel in choices.items()),
         taps,
-        wanted,
+        tap_pairs,
         len(sparse),
         len(indexers),
         bool(beside),

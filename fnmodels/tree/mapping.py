@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from .nodes import Tree, node_fields
 from .paths import flatten
@@ -31,12 +31,14 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 # Both run over every parameter in every step. A tree alone cannot differ from another, and paths are only formatted for
-# an error.
+# an error. Entries of dicts that are tensors need no call of their own.
 def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        entries = {key: _map_one(function, value) for key, value in tree.items()}
+        entries = {}
+        for key, value in tree.items():
+            entries[key] = function(value) if isinstance(value, Tensor) else _map_one(function, value)
         return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
     if isinstance(tree, list):
         return [_map_one(function, value) for value in tree]

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from .nodes import Tree, node_fields
 
@@ -27,13 +27,16 @@ def flatten(tree: Tree) -> dict[str, Any]:
 
 
 def _walk(tree: Tree, path: str, into: dict[str, Any]) -> None:
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         into[path] = tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str) or "." in key or not key:
                 raise ValueError(f"The key {key!r} at {path or 'the root'!r} must be a non-empty string without a dot.")
-            _walk(value, f"{path}.{key}" if path else key, into)
+            if isinstance(value, Tensor):  # which needs no call of its own
+                into[f"{path}.{key}" if path else key] = value
+            else:
+                _walk(value, f"{path}.{key}" if path else key, into)
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
             _walk(value, f"{path}.{index}" if path else str(index), into)
@@ -61,11 +64,14 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def _collect(tree: Tree, into: list[Any]) -> None:
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         into.append(tree)
     elif isinstance(tree, dict):
         for value in tree.values():
-            _collect(value, into)
+            if isinstance(value, Tensor):  # which needs no call of its own
+                into.append(value)
+            else:
+                _collect(value, into)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             _collect(value, into)

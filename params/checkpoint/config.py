@@ -71,8 +71,8 @@ def part_of(config: Any, part: str | None, folder: Path) -> Any:
     if part is None:
         return config
     family = family_of(config)
-    own = {"text" if traits_of(family).inputs == "tokens" else "vision": config}
-    parts: dict[str, Any] = getattr(family, "towers", lambda config: own)(config)
+    single = {"text" if traits_of(family).inputs == "tokens" else "vision": config}
+    parts: dict[str, Any] = getattr(family, "towers", lambda config: single)(config)
     if part not in parts:
         raise ValueError(f"{folder}: the model has no part {part!r}; it has {', '.join(parts)}.")
     return parts[part]
@@ -108,10 +108,10 @@ def read_config(
         if not isinstance(model_type, str):
             raise ConfigError(f"'model_type' must be a string, not {shown(model_type)}.")
         ignored = IgnoreFields(frozenset(ignore_fields))
-        own = text_values(values) if family is None and part == "text" else None
+        inner_text = text_values(values) if family is None and part == "text" else None
         if family is None and part != "text":
             refuse_whole(values)
-        reading = own or values
+        reading = inner_text or values
         read = config_class(family or family_reading(reading, part)).from_hf
         with ignored.asked():
             config = read(reading)
@@ -135,7 +135,7 @@ def read_config(
 
 
 def _advice(file: Path) -> str:
-    """What to do with a file that stands where a checkpoint's folder belongs."""
+    """Advice, as the end of a sentence, on a file that stands where a checkpoint's folder belongs."""
     if file.suffix.lower() == ".gguf":
         return f" (params.load_pretrained reads a GGUF file, and fnmodels-convert {file} FOLDER makes a folder)"
     if file.suffix == ".safetensors":
@@ -165,9 +165,9 @@ def with_head(config: Any, head: str) -> Any:
 
 def _ignored_earlier(values: Mapping[str, Any]) -> set[str]:
     """The fields that were ignored when the file was written, in any object of a model."""
-    found = set(values.get(IGNORED_FIELDS) or {})
+    ignored = set(values.get(IGNORED_FIELDS) or {})
     inner = (value for name, value in values.items() if name.endswith("_config") and isinstance(value, dict))
-    return found.union(*map(_ignored_earlier, inner))
+    return ignored.union(*map(_ignored_earlier, inner))
 
 
 def _record(config: Any, ignored: IgnoreFields) -> None:
@@ -197,12 +197,12 @@ def _check_dtype(values: ConfigJson) -> None:
 def _check_tokens(values: ConfigJson) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
-        for one in value if isinstance(value, list) else [value]:
-            if one is None:
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
                 continue
             # -1 means none. A token beyond the vocabulary is accepted: GPT-2's 50256, the default of its class, is in
             # published files of small vocabularies, and padding tokens added later have no embedding row.
-            if isinstance(one, bool) or not isinstance(one, int) or not -1 <= one <= TOKENS_LIMIT:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not -1 <= token_id <= TOKENS_LIMIT:
                 raise ConfigError(f"{name!r} is {shown(value)}, but must be the number of a token, or a list of them.")
 
 
@@ -220,10 +220,10 @@ def _check_architectures(values: ConfigJson, wanted: list[str] | None, heads: Se
     model_type = values["model_type"]
     # Gemma3Model includes the vision tower; the text model's type is gemma3_text and its class Gemma3TextModel
     end = "TextModel" if model_type.endswith("_text") else "Model"
-    headless = [re.sub("(For[A-Z]|LMHead).*", end, one) for one in wanted]
+    headless = [re.sub("(For[A-Z]|LMHead).*", end, architecture) for architecture in wanted]
     stem = re.sub("(Text)?Model$", "", headless[0])
     supported = dict.fromkeys([*wanted, *headless, *(stem + CLASSES[head] for head in ("lm", *heads) if heads)])
-    spelled = {one.lower() for one in (*wanted, *headless)}
+    spelled = {architecture.lower() for architecture in (*wanted, *headless)}
     for name in declared:  # files of 2019 say WithLMHead, and early ones of Llama LLaMAForCausalLM
         masked = name.replace("ForPreTraining", "ForMaskedLM")  # where the family has accepted it
         if not {name.lower(), masked.lower()} & spelled and name.replace("WithLMHead", "") not in headless:

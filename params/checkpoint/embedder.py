@@ -103,7 +103,10 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
     layers = [_dense(where) for _, where in dense]
     if layers:
         like = params["embed_tokens"]
-        params = {**params, "dense": [{name: value.to(like) for name, value in own.items()} for _, own in layers]}
+        params = {
+            **params,
+            "dense": [{name: value.to(like) for name, value in weights.items()} for _, weights in layers],
+        }
     longest, lower_case = text_limits(modules[0][1], config)
     tokenizer, pad = prepared_tokenizer(modules[0][1], longest, lower_case=lower_case)
     prompts, default = _prompts(folder)
@@ -206,21 +209,22 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         return [("Transformer", folder)]
     listed = read_json(file)
     known = isinstance(listed, list) and all(
-        isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str)
-        for one in listed
+        isinstance(module, dict) and isinstance(module.get("type"), str) and isinstance(module.get("path"), str)
+        for module in listed
     )
     if not known:
         raise ConfigError(f"{file} must be a list of objects with 'type' and 'path'.")
-    if foreign := [one["type"] for one in listed if not one["type"].startswith("sentence_transformers.")]:
+    if foreign := [module["type"] for module in listed if not module["type"].startswith("sentence_transformers.")]:
         raise UnsupportedError(f"{file}: the module {foreign[0]!r} is none of sentence-transformers' own classes.")
-    found = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
-    found = [one for at, one in enumerate(found) if at < 2 or one[0] != "Dropout"]  # which acts in training alone
-    first = [name for name, _ in found[:2]]
+    modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in listed]
+    # Dropout acts in training alone
+    modules = [module for at, module in enumerate(modules) if at < 2 or module[0] != "Dropout"]
+    first = [name for name, _ in modules[:2]]
     if first not in (["Transformer", "Pooling"], ["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
         raise UnsupportedError(
             f"{file} begins with {', '.join(first)}; supported are Transformer and Pooling, or SpladePooling."
         )
-    return [(name, inner_folder(folder, at)) for name, at in found]
+    return [(name, inner_folder(folder, at)) for name, at in modules]
 
 
 def _fields(folder: Path, name: str = "config.json") -> Fields:
@@ -235,15 +239,15 @@ def _pooling(folder: Path) -> tuple[tuple[str, ...], bool]:
     listed = fields.take("pooling_mode", None)
     older = tuple(ours for ours, name in _OLDER.items() if fields.boolean(name, False))
     names = {theirs: ours for ours, theirs in _POOLINGS.items()}
-    for one in [listed] if isinstance(listed, str) else listed or ():
-        if one not in names:
-            raise UnsupportedError(f"{fields.where}: the pooling {one!r} is unknown; known are {', '.join(names)}.")
+    for pooling in [listed] if isinstance(listed, str) else listed or ():
+        if pooling not in names:
+            raise UnsupportedError(f"{fields.where}: the pooling {pooling!r} is unknown; known are {', '.join(names)}.")
     for size in ("embedding_dimension", "word_embedding_dimension"):
         fields.take(size, None)  # the model's width
     finish(fields)
     if listed is None:
         return older or ("mean",), include_prompt
-    poolings = tuple(names[one] for one in ([listed] if isinstance(listed, str) else listed))
+    poolings = tuple(names[pooling] for pooling in ([listed] if isinstance(listed, str) else listed))
     if older and set(older) != set(poolings):
         said = ", ".join(_OLDER[ours] for ours in older)
         raise ConfigError(f"{fields.where}: 'pooling_mode' is {listed!r}, and true are {said}, which disagrees.")
@@ -279,16 +283,16 @@ def _dense(folder: Path) -> tuple[DenseLayer, dict[str, Tensor]]:
     finish(fields)
     if not os.path.lexists(folder / "model.safetensors"):
         raise UnsupportedError(f"{folder} has no model.safetensors; save the model again with sentence-transformers.")
-    wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
+    expected = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if layer.bias else {})
     with memory_for(folder), ExitStack() as stack:
         file = open_tensors(plain_file(folder, "model.safetensors"), stack)
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
-        if shapes != wanted:
-            raise MismatchError(f"{file.path} has {shapes}, and its config.json says {wanted}.")
+        if shapes != expected:
+            raise MismatchError(f"{file.path} has {shapes}, and its config.json says {expected}.")
         check_floating(file)
         buffer = cast_buffer()
         values = {name: read_tensor(file, entry, None, buffer) for name, entry in file.entries.items()}
-    return layer, {name.removeprefix("linear."): values[name] for name in wanted}
+    return layer, {name.removeprefix("linear."): values[name] for name in expected}
 
 
 def _activation_names() -> tuple[str, ...]:
@@ -319,9 +323,9 @@ def _write(file: Path, values: Any) -> None:
 def _dense_tensors(layer: DenseLayer, weights: Tree) -> dict[str, LazyTensor]:
     shapes: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
     shapes |= {"bias": (layer.out_features,)} if layer.bias else {}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    if found != shapes:
-        raise MismatchError(f"A dense layer has {found}, and the embedder says {shapes}.")
+    weight_shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if weight_shapes != shapes:
+        raise MismatchError(f"A dense layer has {weight_shapes}, and the embedder says {shapes}.")
     return {
         f"linear.{name}": LazyTensor(value.dtype, tuple(value.shape), value.detach().cpu().contiguous)
         for name, value in weights.items()

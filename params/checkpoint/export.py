@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig, traits_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
 from params.io.safetensors_file import NAMES, LazyTensor
@@ -25,9 +26,9 @@ def export(
     engine.
 
     A leaf that is one tensor on disk is detached, not copied; fused or transposed tensors are made one at a time, as
-    the iterator reaches them. A tied head appears once, duplicates that a family's files hold (`hf_copies`) appear. A
-    weight kept as a file stores it is the tensors of that file, unless others that are rows of one tensor with it are
-    plain.
+    the iterator reaches them. A tied head appears once, duplicates that a family's files hold (`hf_copies`) appear
+    unless its trait `copies_saved` is False. A weight kept as a file stores it is the tensors of that file, unless
+    others that are rows of one tensor with it are plain.
 
     Args:
         config: The model's config.
@@ -59,7 +60,8 @@ def lazy_tensors(
             tensors |= file_tensors([(piece.stored, _kept(piece, flat)) for piece in pieces])
         else:  # of which those that are kept become plain
             tensors[name] = _lazy_tensor(pieces, flat, _dequantized(flat) if kept else values)
-    copies = {copy: name for copy, name in duplicate_names(config).items() if name in tensors}
+    duplicates = duplicate_names(config) if traits_of(family_of(config)).copies_saved else {}
+    copies = {copy: name for copy, name in duplicates.items() if name in tensors}
     return tensors | {copy: tensors[name] for copy, name in copies.items()}
 
 
@@ -69,7 +71,7 @@ def _dequantized(flat: dict[str, Any]) -> Callable[[list[Piece]], dict[str, Tens
 
 def _kept(piece: Piece, flat: dict[str, Any]) -> KeptWeight:
     weight: KeptWeight = flat[piece.path]
-    return weight if piece.index is None else expert(weight, piece.index)
+    return expert(weight, piece.index) if isinstance(piece.index, int) else weight  # tables of rows are never kept
 
 
 class _Fetched:

@@ -43,24 +43,26 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
         MismatchError: It lists every tensor that is missing, unexpected, repeated, or of another shape or kind of
             dtype, or every one that names an expert which the model has not.
     """
-    found: dict[str, Tensor] = {}
+    by_disk_name: dict[str, Tensor] = {}
     faults: list[str] = []
     for name, tensor in tensors:
-        if name in found:
+        if name in by_disk_name:
             faults.append(f"{name}: given twice")
-        found[name] = tensor.detach()
+        by_disk_name[name] = tensor.detach()
     parameters = stored_leaves(config)
-    prefix = missing_prefix(parameters, found)
+    prefix = missing_prefix(parameters, by_disk_name)
     parameters, tied = stored_leaves(config, prefix), tied_names(config, prefix)
     expected = by_name(parameters)
-    found = dict(zip(published_names(config, {*expected, *tied}, found, prefix), found.values(), strict=True))
+    by_disk_name = dict(
+        zip(published_names(config, {*expected, *tied}, by_disk_name, prefix), by_disk_name.values(), strict=True)
+    )
     for name, pieces in expected.items():
-        faults += _faults(name, pieces[0], found) if name in found else [f"{name}: missing"]
-    unexpected = [name for name in found if name not in expected and name not in tied]
+        faults += _faults(name, pieces[0], by_disk_name) if name in by_disk_name else [f"{name}: missing"]
+    unexpected = [name for name in by_disk_name if name not in expected and name not in tied]
     unexpected = [name for name in unexpected if not is_leftover(config, prefix + name)]
-    faults += [f"{name}: unexpected, {list(found[name].shape)}" for name in unexpected]
+    faults += [f"{name}: unexpected, {list(by_disk_name[name].shape)}" for name in unexpected]
     for name, original in tied.items():
-        if name in found and original in found and not _same(found[name], found[original]):
+        if name in by_disk_name and original in by_disk_name and not _same(by_disk_name[name], by_disk_name[original]):
             faults.append(f"{name}: differs from {original}, but by the config they are one tensor")
     if faults:
         hint = (
@@ -69,20 +71,20 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
         )
         raise MismatchError(
             f"The tensors are not those that the config calls for ({len(faults)} differences):{as_lines(faults)}"
-            + (hint if unexpected and expected.keys() - found.keys() else "")
+            + (hint if unexpected and expected.keys() - by_disk_name.keys() else "")
         )
-    flat = {leaf.path: extract_parameter(leaf.stored, found) for leaf in parameters}
+    flat = {leaf.path: extract_parameter(leaf.stored, by_disk_name) for leaf in parameters}
     refuse_unknown_experts("The tensors", parameters, flat)
     return tree.unflatten(flat)
 
 
 def _faults(name: str, piece: Piece, found: dict[str, Tensor]) -> list[str]:
-    tensor, wanted = found[name], piece.dtype_class
+    tensor, expected = found[name], piece.dtype_class
     faults = []
     if tuple(tensor.shape) != piece.disk_shape:
         faults.append(f"{name}: expected {list(piece.disk_shape)}, found {list(tensor.shape)}")
-    if dtype_class(tensor.dtype) != wanted:
-        faults.append(f"{name}: expected a {wanted} dtype, found {tensor.dtype}")
+    if dtype_class(tensor.dtype) != expected:
+        faults.append(f"{name}: expected a {expected} dtype, found {tensor.dtype}")
     return faults
 
 

@@ -60,35 +60,35 @@ def check_folder(
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     buffer = cast_buffer()
     with IgnoreFields(frozenset(ignore_fields)).asked():
-        found, others, where = _paired(folder, opened, values, buffer), dict[str, int](), ""
+        located, others, where = _paired(folder, opened, values, buffer), dict[str, int](), ""
     if family is None and part == "text" and wrapped_text.text_values(values) is not None:
-        found, others, where = wrapped_text.text_tensors(folder, declared, found)
-        declared = wrapped_text.tied_by_files(declared, values, bool(_head_names(declared) & found.keys()))
+        located, others, where = wrapped_text.text_tensors(folder, declared, located)
+        declared = wrapped_text.tied_by_files(declared, values, bool(_head_names(declared) & located.keys()))
     complete = with_lm_head(declared)
-    if complete is not declared and _head_names(complete) & found.keys():  # an older file, whose class has no head
+    if complete is not declared and _head_names(complete) & located.keys():  # an older file, whose class has no head
         declared = complete
     config = declared if head is None else with_head(declared, head)
     parameters = tensor_map.stored_leaves(config)
-    prefix = tensor_map.missing_prefix(parameters, found)
-    smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
+    prefix = tensor_map.missing_prefix(parameters, located)
+    smaller, dropped = tensor_map.drop_optional(config, drop, located, prefix)
     if prefix or smaller != config:
         config, parameters = smaller, tensor_map.stored_leaves(smaller, prefix)
-    found = {name: value for name, value in found.items() if name not in dropped}
+    located = {name: value for name, value in located.items() if name not in dropped}
     tied = tensor_map.tied_names(config, prefix)
     expected = tensor_map.by_name(parameters)
-    published = tensor_map.published_names(config, {*expected, *tied}, found, prefix)
-    found = dict(zip(published, found.values(), strict=True))
-    unread = tensor_map.names_of_head(complete, config, found)
+    published = tensor_map.published_names(config, {*expected, *tied}, located, prefix)
+    located = dict(zip(published, located.values(), strict=True))
+    unread = tensor_map.names_of_head(complete, config, located)
     leftovers = tuple(
         name
-        for name in found
+        for name in located
         if name not in expected
-        and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(found, name, buffer))
+        and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(located, name, buffer))
     )
-    known = {name: value for name, value in found.items() if name not in leftovers}
+    known = {name: value for name, value in located.items() if name not in leftovers}
     note = f"\nThese are the names of a text model alone; in the files they begin with {where}" if where else ""
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names) + note)
-    checked = CheckedFolder(config, files, parameters, found, leftovers, tied, prefix, others)
+    checked = CheckedFolder(config, files, parameters, located, leftovers, tied, prefix, others)
     return _only(part_of(config, part, folder), part, checked)
 
 
@@ -115,15 +115,15 @@ def _paired(
 def _head_names(config: Any) -> set[str]:
     """The names on disk of a head that is not tied."""
     leaves = tensor_map.stored_leaves(config)
-    return {name for one in leaves if one.path in ("lm_head", "text.lm_head") for name in disk_names(one.stored)}
+    return {name for leaf in leaves if leaf.path in ("lm_head", "text.lm_head") for name in disk_names(leaf.stored)}
 
 
 def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:
     """The folder with the parameters of the part whose Config this is."""
     if config is checked.config:
         return checked
-    chosen = [one for one in checked.parameters if one.path.startswith(f"{part}.")]
-    inner = tuple(replace(one, path=one.path.removeprefix(f"{part}.")) for one in chosen)
+    chosen = [parameter for parameter in checked.parameters if parameter.path.startswith(f"{part}.")]
+    inner = tuple(replace(parameter, path=parameter.path.removeprefix(f"{part}.")) for parameter in chosen)
     return replace(checked, config=config, parameters=inner)
 
 
@@ -131,7 +131,7 @@ def _compare(
     folder: Path,
     expected: dict[str, list[Piece]],
     tied: dict[str, str],
-    found: Found,
+    located: Found,
     why: Callable[[Iterable[str]], str],
 ) -> None:
     """MismatchError with every difference between the expected tensors and those in the headers.
@@ -141,22 +141,24 @@ def _compare(
     faults, unexpected = [], []
     dtypes: dict[str, tuple[str, torch.dtype]] = {}  # by path, for leaves stacked from several tensors
     for name, (piece, *_) in expected.items():
-        if name not in found:
+        if name not in located:
             faults.append(f"{name}: missing; expected {list(piece.disk_shape)}")
             continue
-        file, entry = found[name]
+        file, entry = located[name]
         faults += _faults(name, piece, file, entry)
         if piece.index is not None:
             other, dtype = dtypes.setdefault(piece.path, (name, entry.dtype))
             if entry.dtype != dtype:
                 faults.append(f"{name}: {_name(entry.dtype)}, but {other}, which it is stacked with, is {_name(dtype)}")
-    for name, (file, entry) in found.items():
+    for name, (file, entry) in located.items():
         if name in tied:
             faults += _faults(name, expected[tied[name]][0], file, entry)
         elif name not in expected:
             unexpected.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
     if faults or unexpected:
-        reshaped = (n for n, (piece, *_) in expected.items() if n in found and found[n][1].shape != piece.disk_shape)
+        reshaped = (
+            n for n, (piece, *_) in expected.items() if n in located and located[n][1].shape != piece.disk_shape
+        )
         raise MismatchError(
             f"{folder}: the tensors are not those that config.json calls for "
             f"({len(faults) + len(unexpected)} differences):{as_lines(faults)}{as_lines(unexpected)}{why(reshaped)}"
@@ -167,9 +169,9 @@ def _faults(name: str, piece: Piece, file: TensorFile, entry: TensorEntry | Quan
     faults = []
     if entry.shape != piece.disk_shape:
         faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")
-    wanted = piece.dtype_class
-    if dtype_class(entry.dtype) != wanted:
-        faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
+    expected = piece.dtype_class
+    if dtype_class(entry.dtype) != expected:
+        faults.append(f"{name} in {file.path.name}: expected a {expected} dtype, found {_name(entry.dtype)}")
     return faults
 
 

@@ -10,6 +10,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+FILES = (".gguf", ".safetensors", ".json")  # ends of names that are paths, mistyped or not
 NAME = re.compile(r"(?P<model>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 # What reading a model, its tokenizer and its settings may need. Weights in other formats are never fetched.
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "spm.*")
@@ -20,7 +21,9 @@ OTHER_COPIES = ("consolidated*", "original/*", "onnx/*", "openvino/*", "metal/*"
 def is_hub_name(where: str | os.PathLike[str]) -> bool:
     """Whether `where` names a model of the Hub, and nothing on this disk."""
     match = NAME.fullmatch(str(where))
-    return match is not None and not os.path.lexists(where) and not Path(match["model"]).parent.exists()
+    if match is None or match["model"].endswith(FILES):
+        return False
+    return not os.path.lexists(where) and not Path(match["model"]).parent.exists()
 
 
 def local_folder(where: str | os.PathLike[str], revision: str | None = None) -> Path:

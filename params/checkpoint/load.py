@@ -153,11 +153,13 @@ def load_pretrained(
         source = Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
         check_ties(checked.tied, checked.found, source.buffer, share)
         made: dict[str, tuple[Any, bool]] = {}
-        for one in chosen:
-            target = _target(one, dtype, checked.found)
-            how = placements[one.path] if placements else None
-            kept = keep_leaf(one, source, target, how) if keep_quantized else None
-            made[one.path] = read_leaf(one, boxes[one.path], source, target) if kept is None else (kept, False)
+        for stored_leaf in chosen:
+            target = _target(stored_leaf, dtype, checked.found)
+            how = placements[stored_leaf.path] if placements else None
+            kept = keep_leaf(stored_leaf, source, target, how) if keep_quantized else None
+            made[stored_leaf.path] = (
+                read_leaf(stored_leaf, boxes[stored_leaf.path], source, target) if kept is None else (kept, False)
+            )
         flat = {path: leaf for path, (leaf, _) in made.items()}
         refuse_unknown_experts(folder, chosen, flat)
         if check_finite:

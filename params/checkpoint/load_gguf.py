@@ -77,7 +77,10 @@ def described(file: GgufFile) -> tuple[Any, dict[str, Stored]]:
     values = config_values(file)
     config = config_class(family_reading(values, None)).from_hf(values)
     stored = stored_tensors(file, architecture_of(file), values)
-    from_tensors(config, ((name, torch.empty(shape_of(file, one), device="meta")) for name, one in stored.items()))
+    from_tensors(
+        config,
+        ((name, torch.empty(shape_of(file, stored_name), device="meta")) for name, stored_name in stored.items()),
+    )
     return config, stored
 
 
@@ -86,9 +89,9 @@ def _kind_kept(leaf: StoredLeaf, file: GgufFile, stored: Mapping[str, Stored]) -
     if not may_stay(leaf.path, leaf.leaf.shape) or any(name not in stored for name in disk_names(leaf.stored)):
         return None  # a tied head
     singles = leaf.stored.tensors if isinstance(leaf.stored, Stack) else (leaf.stored,)
-    slices = [one for one in singles if isinstance(one, TensorSlice)]
+    slices = [single for single in singles if isinstance(single, TensorSlice)]
     kinds = {kind_in_blocks(file, stored[name]) for name in disk_names(leaf.stored)}
-    if len(kinds) > 1 or any(one.transposed or one.columns or one.ones or one.batched for one in slices):
+    if len(kinds) > 1 or any(single.transposed or single.columns or single.ones or single.batched for single in slices):
         return None
     (kind,) = kinds
     return kind if kind is not None and block_of(kind)[0] > 1 else None
@@ -109,9 +112,9 @@ def _tensors(
     """
     leaves = {name: pieces[0].leaf for name, pieces in by_name(stored_leaves(config)).items()}
     faults = []
-    for name, one in stored.items():
+    for name, source in stored.items():
         is_read = check_finite or name not in kept
-        tensor = value_of(file, one) if is_read else torch.empty(shape_of(file, one), device="meta")
+        tensor = value_of(file, source) if is_read else torch.empty(shape_of(file, source), device="meta")
         target = torch.float32 if dtype is None else leaf_dtype(leaves[name], dtype)
         cast = tensor.to("meta" if name in kept else device or "cpu", target)
         if is_read and check_finite and not tensor.to(target).isfinite().all():

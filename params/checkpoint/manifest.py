@@ -46,7 +46,7 @@ def write_manifest(folder: Path, manifest: str = MANIFEST) -> None:
     paths = [folder / name for name in names]
     with ThreadPoolExecutor() as pool:  # hashing and reading release the GIL
         digests = pool.map(digest, paths)
-        recorded = (Record(path.stat().st_size, found) for path, found in zip(paths, digests, strict=True))
+        recorded = (Record(path.stat().st_size, hexdigest) for path, hexdigest in zip(paths, digests, strict=True))
         records = {name: asdict(record) for name, record in zip(names, recorded, strict=True)}
     temporary = folder / f"{manifest}.part"
     text = json.dumps({"version": VERSION, "hash": HASH, "files": records}, indent=2)
@@ -56,11 +56,11 @@ def write_manifest(folder: Path, manifest: str = MANIFEST) -> None:
 
 def files_below(folder: Path) -> list[str]:
     """The names of all files of the folder and of those inside it, as in a manifest, sorted."""
-    found: list[str] = []
+    files: list[str] = []
     for above, _, names in os.walk(folder):
         prefix = "" if above == str(folder) else Path(above).relative_to(folder).as_posix() + "/"
-        found += [prefix + name for name in names]
-    return sorted(found)
+        files += [prefix + name for name in names]
+    return sorted(files)
 
 
 def digest(path: Path) -> str:
@@ -125,9 +125,9 @@ def verify(path: str | os.PathLike[str]) -> None:
     paths = {name: inner_file(folder, name) for name in records}
     with ThreadPoolExecutor() as pool:
         faults = pool.map(lambda name: file_fault(paths[name], records[name]), records)
-        found = [fault for fault in faults if fault]
-    if found:
-        raise FormatError(f"{folder} is not what was saved there: {'; '.join(found)}.")
+        messages = [fault for fault in faults if fault]
+    if messages:
+        raise FormatError(f"{folder} is not what was saved there: {'; '.join(messages)}.")
 
 
 def file_fault(path: Path, record: Record) -> str | None:

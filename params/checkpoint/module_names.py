@@ -1,4 +1,4 @@
-"""Where transformers' modules in memory hold the parameters: adapters and state dicts name them so, not as files do."""
+"""Names of parameters in transformers' modules in memory, which adapters and state dicts use, and files do not."""
 
 import re
 from dataclasses import replace
@@ -22,30 +22,36 @@ def module_names(config: Any) -> dict[str, Stored]:
     names, family = hf_names(config), family_of(config)
     leaves = tree.flatten(family.spec(config))
     patterns = {**traits_of(family).in_memory, **function_of(family, "in_memory")(config)}
-    found: dict[str, Stored] = {}
+    stored_names: dict[str, Stored] = {}
     turned = traits_of(family).turned_in_memory
     for path, stored in names.items():
-        found[path] = _stacked(path, stored, leaves)
+        stored_names[path] = _stacked(path, stored, leaves)
         for pattern, replacement in patterns.items():
-            found[path] = renamed(found[path], pattern, replacement)
-        if turned and isinstance(one := found[path], TensorSlice) and one.batched:
-            found[path] = replace(one, transposed=False)
-        if "{leaf}" in (name := disk_names(found[path])[0]):
-            found[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
-    first = {name.partition(".")[0] for stored in found.values() for name in disk_names(stored)}
+            stored_names[path] = renamed(stored_names[path], pattern, replacement)
+        if turned and isinstance(stored_slice := stored_names[path], TensorSlice) and stored_slice.batched:
+            stored_names[path] = replace(stored_slice, transposed=False)
+        if "{leaf}" in (name := disk_names(stored_names[path])[0]):
+            stored_names[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
+    first = {name.partition(".")[0] for stored in stored_names.values() for name in disk_names(stored)}
     if field_of(config, "head") == "none" and len(first) == 1:
-        found = {path: renamed(stored, r"^\w+\.", "") for path, stored in found.items()}
-    return found
+        stored_names = {path: renamed(stored, r"^\w+\.", "") for path, stored in stored_names.items()}
+    return stored_names
 
 
 def _stacked(path: str, stored: Stored, leaves: dict[str, Leaf]) -> Stored:
-    """The tensor of all experts for one that files hold expert by expert."""
-    match = _EXPERT.fullmatch(disk_name(stored.tensors[0])) if isinstance(stored, Stack) else None
-    if match is None:
-        return stored
+    """The tensor of all experts for one that files hold expert by expert, or with gate and up apart (Step 3.5)."""
+    if isinstance(stored, Stack) and stored.rows:  # one tensor, whose name the family's `in_memory` makes of a part's
+        return stored.tensors[0]
     where, _, leaf = path.rpartition(".")
+    match = _EXPERT.fullmatch(disk_name(stored.tensors[0])) if isinstance(stored, Stack) else None
+    if match is not None:
+        experts = match[1]
+    elif isinstance(stored, str) and where.endswith(".experts") and stored.endswith(f".{leaf}.weight"):
+        experts = stored.removesuffix(f".{leaf}.weight") + ".experts"
+    else:
+        return stored
     if leaf == "down_proj" or f"{where}.gate_proj" not in leaves:
-        return f"{match[1]}.{leaf}"
+        return f"{experts}.{leaf}"
     inner = leaves[path].shape[1]
     start = inner if leaf == "up_proj" else 0
-    return TensorSlice(f"{match[1]}.gate_up_proj", start, start + inner, 2 * inner, batched=True)
+    return TensorSlice(f"{experts}.gate_up_proj", start, start + inner, 2 * inner, batched=True)

@@ -61,6 +61,8 @@ def read_leaf(parameter: StoredLeaf, box: Box, source: Source, dtype: torch.dtyp
     if 0 in shape:
         on_disk = source.found[disk_name(singles[0])][1].dtype
         return torch.empty(shape, dtype=dtype or on_disk, device=device), False
+    if isinstance(stored, Stack) and stored.rows:
+        return _joined(stored, box, source, dtype), False
     if isinstance(stored, Stack):
         sources = [(single, source.found[disk_name(single)]) for single in stored.tensors[box[0]]]
         return _stacked(sources, box, source, dtype), False
@@ -104,6 +106,15 @@ def _stacked(sources: Sequence[tuple[Single, Located]], box: Box, source: Source
     out = torch.empty(box_shape(box), dtype=dtype or sources[0][1][1].dtype, device=source.device)
     for target, (single, where) in zip(out, sources, strict=True):
         _fill(target, single, box[1:], where, dtype, source.buffer)
+    return out
+
+
+def _joined(stored: Stack, box: Box, source: Source, dtype: torch.dtype | None) -> Tensor:
+    """The shard of a parameter of which tensors hold rows, in one allocation."""
+    on_disk = source.found[disk_name(stored.tensors[0])][1].dtype
+    out = torch.empty(box_shape(box), dtype=dtype or on_disk, device=source.device)
+    for single, rows, at in stored.places(box[0]):
+        _fill(out[at], single, (rows, *box[1:]), source.found[disk_name(single)], dtype, source.buffer)
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
-from fnmodels.models.common.registry import family_of, hf_names
+from fnmodels.models.common.registry import family_of, hf_names, stack_configs
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Single, Stack, Stored, TensorSlice, disk_name, disk_names, disk_shape
 
@@ -28,12 +28,12 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that one tensor on disk holds: all of it, or entry `index` of a stacked parameter."""
+    """The part of a parameter that one tensor on disk holds: all of it, or the entries `index` of a `Stack`."""
 
     path: str
-    leaf: Leaf  # without the first dimension, if `index` is given
+    leaf: Leaf  # of a stacked parameter without the first dimension
     stored: Single
-    index: int | None = None
+    index: int | slice | None = None
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
@@ -62,10 +62,18 @@ def pieces(parameter: StoredLeaf) -> list[Piece]:
     path, leaf, stored = parameter.path, parameter.leaf, parameter.stored
     if not isinstance(stored, Stack):
         return [Piece(path, leaf, stored)]
-    if len(stored.tensors) != leaf.shape[0]:
-        raise ValueError(f"{path} has {leaf.shape[0]} entries, but {len(stored.tensors)} tensors on disk.")
-    one = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
-    return [Piece(path, one, single, index) for index, single in enumerate(stored.tensors)]
+    if stored.entries != leaf.shape[0]:
+        what = "rows in tensors" if stored.rows else "tensors"
+        raise ValueError(f"{path} has {leaf.shape[0]} entries, but {stored.entries} {what} on disk.")
+    if stored.rows:
+        parts = stored.places(slice(0, leaf.shape[0]))
+        return [Piece(path, replace(leaf, shape=_rows(leaf, at)), single, at) for single, _, at in parts]
+    entry = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
+    return [Piece(path, entry, single, index) for index, single in enumerate(stored.tensors)]
+
+
+def _rows(leaf: Leaf, rows: slice) -> tuple[int, ...]:
+    return (rows.stop - rows.start, *leaf.shape[1:])
 
 
 def by_name(parameters: Iterable[StoredLeaf]) -> dict[str, list[Piece]]:
@@ -84,7 +92,7 @@ def missing_prefix(parameters: Iterable[StoredLeaf], on_disk: Container[str]) ->
     `model`.
     """
     heads = ("lm_head", "score", "score_bias")
-    bodies = [one.stored for one in parameters if one.path.rpartition(".")[2] not in heads]
+    bodies = [parameter.stored for parameter in parameters if parameter.path.rpartition(".")[2] not in heads]
     if any(name in on_disk for stored in bodies for name in disk_names(stored)):  # usually the first one
         return ""
     names = [name for stored in bodies for name in disk_names(stored)]
@@ -103,11 +111,11 @@ def is_leftover(config: DecoderConfig, name: str) -> bool:
 def refuse_unread(config: DecoderConfig, names: Iterable[str], drop: Collection[str], folder: Path) -> None:
     """UnsupportedError where files have tensors of one of the family's unread parts, which `drop` does not name."""
     for part, pattern in traits_of(family_of(config)).unread.items():
-        own = [name for name in names if re.fullmatch(pattern, name)]
-        if own and part not in drop:
+        unread = [name for name in names if re.fullmatch(pattern, name)]
+        if unread and part not in drop:
             raise UnsupportedError(
-                f"{folder}: the model has a part for {part}, {len(own)} tensors such as {min(own)}, which is not read: "
-                f'drop=({part!r},) loads the model without it, and part="text" its text model alone.'
+                f"{folder}: the model has a part for {part}, {len(unread)} tensors such as {min(unread)}, which is not "
+                f'read: drop=({part!r},) loads the model without it, and part="text" its text model alone.'
             )
 
 
@@ -176,13 +184,15 @@ def untied_config(config: Any) -> tuple[Any, str]:
         return replace(config, text=replace(config.text, tie_word_embeddings=False)), "text."
     if not getattr(config, "tie_word_embeddings", False):
         return config, ""
-    return replace(config, tie_word_embeddings=False), ""
+    untied = replace(config, tie_word_embeddings=False)
+    inside = stack_configs(config) and "decoder.lm_head" in hf_names(untied)  # the decoder has an embedding of its own
+    return untied, "decoder." if inside else ""
 
 
 def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
     """{name of a duplicate tensor: name of the original} by the family's `hf_copies`; prefix as in `stored_leaves`.
 
-    Files may omit them. A save writes them, because other programs read them.
+    Files may omit them. A save writes them unless the family's trait `copies_saved` is False.
     """
     named: dict[str, str] = function_of(family_of(config), "hf_copies")(config)
     names = hf_names(config) if named else {}
@@ -227,7 +237,7 @@ def _strip_prefix(stored: Stored, prefix: str) -> Stored:
             return single.removeprefix(prefix)
         return replace(single, name=single.name.removeprefix(prefix))
 
-    return Stack(tuple(map(one, stored.tensors))) if isinstance(stored, Stack) else one(stored)
+    return replace(stored, tensors=tuple(map(one, stored.tensors))) if isinstance(stored, Stack) else one(stored)
 
 
 def dtype_class(dtype: torch.dtype) -> str:

@@ -92,6 +92,6 @@ def refuse_non_finite(
 def _by_name(parameter: StoredLeaf, box: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, values) of the tensors that make up this shard of a parameter."""
     if isinstance(parameter.stored, Stack):
-        yield from zip(map(disk_name, parameter.stored.tensors[box[0]]), value, strict=True)
+        yield from ((disk_name(single), value[at]) for single, _, at in parameter.stored.places(box[0]))
     else:
         yield disk_name(parameter.stored), value

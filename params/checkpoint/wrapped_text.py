@@ -12,7 +12,7 @@ from typing import Any
 
 from fnmodels.errors import MismatchError, UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson
-from fnmodels.models.common.registry import every_model, families, model_type_of
+from fnmodels.models.common.registry import families, is_read, model_type_of
 from fnmodels.models.common.storage import disk_name, disk_names
 from params.quantized.weight import Found
 
@@ -39,17 +39,23 @@ DEFAULTS: dict[str, ConfigJson] = {
 
 def text_values(values: Mapping[str, Any]) -> ConfigJson | None:
     """The config.json of the text model inside of one that is not read; None if the model is read, or has no text."""
+    has_inner = any(isinstance(values.get(name), Mapping) for name in _OBJECTS)
+    return _inner_text(values) if has_inner and not is_read(model_type_of(values)) else None
+
+
+def _inner_text(values: Mapping[str, Any]) -> ConfigJson | None:
+    """The same of a model of any type: a wrapper may have one that is read as an object."""
     inner = next((values[name] for name in _OBJECTS if isinstance(values.get(name), Mapping)), None)
-    if inner is None or model_type_of(values) in every_model(str(model_type_of(values))):  # which reads 80 files
+    if inner is None:
         return None
     model_type = str(inner.get("model_type"))
     if model_type not in families(model_type):
-        return text_values({**inner, "tie_word_embeddings": values.get("tie_word_embeddings")})
-    found = {**DEFAULTS.get(model_type, {}), **inner, "architectures": None}
+        return _inner_text({**inner, "tie_word_embeddings": values.get("tie_word_embeddings")})
+    text = {**DEFAULTS.get(model_type, {}), **inner, "architectures": None}
     if model_type_of(values) == "paligemma":  # attention within the prefix of image and prompt, which is not the text's
-        found.pop("use_bidirectional_attention", None)
+        text.pop("use_bidirectional_attention", None)
     untied = {"tie_word_embeddings": False} if values.get("tie_word_embeddings") is False else {}
-    return {**found, **untied}
+    return {**text, **untied}
 
 
 def refuse_whole(values: Mapping[str, Any]) -> None:
@@ -85,14 +91,14 @@ def text_tensors(folder: Path, config: Any, found: Found) -> tuple[Found, dict[s
 
 
 def _beginning(folder: Path, parameters: Iterable[StoredLeaf], first: str, body: list[str], found: Found) -> str:
-    """What stands in the files in place of `first`: where the embedding has its shape and most other names are."""
+    """The prefix in the files in place of `first`: where the embedding has its shape and most other names are."""
     embedding = next(parameter for parameter in parameters if parameter.path == "embed_tokens")
     assert not hasattr(embedding.stored, "tensors")
     tail, shape = disk_name(embedding.stored).removeprefix(first), embedding.leaf.shape
     at = [n.removesuffix(tail) for n, (_, e) in found.items() if n.endswith(f".{tail}") and tuple(e.shape) == shape]
-    counts = Counter({one: sum(one + name in found for name in body) for one in at}).most_common(2)
+    counts = Counter({prefix: sum(prefix + name in found for name in body) for prefix in at}).most_common(2)
     if not counts or (len(counts) == 2 and counts[0][1] == counts[1][1]):
-        several = " and ".join(f"{one}{tail}" for one, _ in sorted(counts)) or "no tensor"
+        several = " and ".join(f"{prefix}{tail}" for prefix, _ in sorted(counts)) or "no tensor"
         raise MismatchError(
             f"{folder}: config.json has a text model with an embedding of shape {list(shape)}, and the files have "
             f"{several} of this shape and this name, *.{tail}; one is needed."

@@ -1,6 +1,6 @@
 """The activations of both models under the names of our taps: ours by taps, the reference's by hooks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -47,6 +47,7 @@ _SUBLAYERS = (
     {"attention": "mamba self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 4
     {"attention": "self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 3 MoE
     {"attention": "self_attn", "mlp": "block_sparse_moe"},
+    {"attention": "mamba"},  # Zamba 2
 )
 _ROWS_FIRST = ("gemma3n_text",)  # transformers has the streams [n, B, S, D], and the first one is the embedding
 
@@ -68,17 +69,22 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     tapped: dict[str, Tensor] = {}
 
     rows_first = getattr(model.config, "model_type", "") in _ROWS_FIRST
+    width = field_of(config, "residual_streams") * config.hidden_size
+
+    def apart(x: Tensor) -> Tensor:
+        """The rows of the stream [B, S, n, D], which Qwen 3.8 Flash Next has one after the other, [B, S, n D]."""
+        return x.unflatten(-1, (-1, config.hidden_size)) if width and x.ndim == 3 and x.shape[-1] == width else x
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["hidden_states"]
-        tapped["embed"] = x[0] if rows_first else mean(x)
+        tapped["embed"] = x[0] if rows_first else mean(apart(x))
 
     # Granite and MiniCPM 3 multiply what a sublayer returns.
     multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple | list) else output
-        value = mean(value.movedim(0, -2) if rows_first and value.ndim == 4 else value)  # of the rows of the stream
+        value = mean(value.movedim(0, -2) if rows_first and value.ndim == 4 else apart(value))  # of the stream's rows
         own = _ADDED.get(tap.rpartition(".")[2])
         value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place
@@ -86,10 +92,13 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
         tapped[tap] = tapped[tap] + value if tap in tapped else value
 
     layers = layers_of(model)
-    handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    for i, layer in enumerate(layers):
-        modules = [("output", layer), *sublayers_of(layer)]
-        handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
+    if field_of(config, "passes"):
+        handles = _hooks_of_passes(layers, after)
+    else:
+        handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+        for i, layer in enumerate(layers):
+            modules = [("output", layer), *sublayers_of(layer)]
+            handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
     try:
         mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
         positions = batch.positions + field_of(config, "first_position")
@@ -98,6 +107,23 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
         for handle in handles:
             handle.remove()
     return {**tapped, "logits": logits}
+
+
+def _hooks_of_passes(layers: Sequence[Any], after: Callable[..., None]) -> list[Any]:
+    """Handles of hooks on sublayers, whose taps have the number of the pass, of layers that run several times.
+
+    What enters and leaves a layer is one of the rows of our residual stream, which has no tap.
+    """
+    passed = [0]
+
+    def note(name: str, *given: Any) -> None:
+        after(f"layers.{passed[0]}.{name}", *given)
+
+    def ended(*_: Any) -> None:
+        passed[0] += 1
+
+    hooks = [(module, partial(note, name)) for layer in layers for name, module in sublayers_of(layer)]
+    return [module.register_forward_hook(hook) for module, hook in (*hooks, *((layer, ended) for layer in layers))]
 
 
 def sublayers_of(layer: Any) -> list[tuple[str, Any]]:

@@ -37,14 +37,14 @@ def batches_of(config: DecoderConfig, length: int) -> list[Arrangement]:
     padding[1, boundary:], second[1, boundary:] = 0, 2
     restarted = positions.clone()
     restarted[1, boundary:] = torch.arange(length - boundary)
-    found = [
+    arrangements = [
         Arrangement("plain", positions, ones),
         Arrangement("padded", positions, padding),
         Arrangement("packed", restarted, second),
     ]
     if length + SHIFT <= config.max_position_embeddings:
-        found.append(Arrangement("shifted", positions + SHIFT, ones))
-    return [batch for batch in found if batch.form not in their_mistakes(config)]
+        arrangements.append(Arrangement("shifted", positions + SHIFT, ones))
+    return [batch for batch in arrangements if batch.form not in their_mistakes(config)]
 
 
 # {model type: arrangements of batches on which transformers itself is wrong}.
@@ -55,6 +55,7 @@ _THEIR_MISTAKES = {
     **dict.fromkeys(
         ("opt", "xglm", "biogpt", "openai-gpt", "bloom", "mpt"), ("packed",)
     ),  # their masks do not separate documents
+    "minimax_m3_vl_text": ("padded", "packed", "shifted"),  # it counts blocks along the row
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),
@@ -66,18 +67,19 @@ def their_mistakes(config: DecoderConfig) -> tuple[str, ...]:
     # Its convolutions and recurrent states run on from one document into the next.
     ordered = ("packed",) if ordered_kinds(config) else ()
     mixed = () if traits_of(family_of(config)).causal else ("packed",)  # encoders never separate documents
-    return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered, *mixed)
+    turned = ("shifted",) if getattr(config, "rotary_value", False) else ()  # values turn by the index in the row
+    return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered, *mixed, *turned)
 
 
 def unreached(config: DecoderConfig, length: int) -> list[str]:
     """Features of the model that have no effect on rows of up to `length` positions."""
-    found = []
+    features = []
     for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
         size = getattr(config, name, None)
         if size and size >= length:
-            found.append(f"{name} {size}")
+            features.append(f"{name} {size}")
     ropes = {value for value in vars(config).values() if isinstance(value, Rope)}
     for rope in sorted(ropes, key=str):
         if rope.kind in ("dynamic", "longrope") and rope.original_max_position_embeddings >= length:
-            found.append(f"{rope.kind} rope beyond {rope.original_max_position_embeddings} positions")
-    return found
+            features.append(f"{rope.kind} rope beyond {rope.original_max_position_embeddings} positions")
+    return features

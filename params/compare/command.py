@@ -156,5 +156,6 @@ def _rows(config: Any, params: Tree, reference: Any, tokens: Tensor, batch: Arra
     with torch.no_grad():
         ours, theirs = our_taps(config, params, tokens, batch), their_taps(reference, config, tokens, batch)
     plain, valid = batch.form == "plain", batch.segment_ids > 0
-    taps = [tap for tap in tap_order(len(params["layers"])) if tap in ours and tap in theirs] if plain else ["logits"]
+    layers = len(family_of(config).kinds(config))
+    taps = [tap for tap in tap_order(layers) if tap in ours and tap in theirs] if plain else ["logits"]
     return [compared(tap if plain else f"{tap}, {batch.form}", ours[tap][valid], theirs[tap][valid]) for tap in taps]

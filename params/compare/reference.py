@@ -52,12 +52,26 @@ def load_reference(transformers: Any, folder: Path, config: DecoderConfig) -> An
 
 
 def layers_of(model: Any) -> Any:
-    """The reference's list of layers, or None if its modules have unknown names."""
+    """The reference's list of layers, or None if its modules have unknown names. Of HRM-Text those of both stacks.
+
+    Of Zamba 2 the shared block and the Mamba layer of a layer that has both.
+    """
     # Llama 4's text model names a base that only the model with a vision tower has
     base = model.model if model.base_model is model else model.base_model
     base = next((getattr(base, name) for name in ("encoder", "transformer", "decoder") if hasattr(base, name)), base)
     if hasattr(base, "layer"):
         return base.layer
+    if hasattr(base, "L_module"):
+        return [*base.L_module.layers, *base.H_module.layers]
+    if any(hasattr(layer, "shared_transformer") for layer in getattr(base, "layers", ())):
+        parts = (
+            (getattr(layer, name, None) for name in ("shared_transformer", "mamba_decoder")) for layer in base.layers
+        )
+        found = (
+            [part for part in both if part is not None] or [layer]
+            for both, layer in zip(parts, base.layers, strict=True)
+        )
+        return [part for layer in found for part in layer]
     if hasattr(base, "albert_layer_groups"):
         return [group.albert_layers[0] for group in base.albert_layer_groups]
     return next((getattr(base, name) for name in ("layers", "h", "blocks") if hasattr(base, name)), None)

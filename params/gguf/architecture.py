@@ -1,4 +1,4 @@
-"""What an architecture of GGUF files is, as data: the fields of its config.json, and the names of its tensors."""
+"""An architecture of GGUF files as data: the fields of its config.json, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,12 +46,12 @@ Names = Mapping[str, "str | To"]
 
 
 def no_names(values: Mapping[str, Any]) -> Names:
-    """Of an architecture whose names do not depend on sizes."""
+    """Names beside the table: none where names do not depend on sizes."""
     return {}
 
 
 def no_fields(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    """Of an architecture whose fields all stand in its table."""
+    """Fields beside the table: none where all fields stand in it."""
     return {}
 
 

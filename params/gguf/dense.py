@@ -30,7 +30,7 @@ GRANITE = {
 
 
 def partial_rotary(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    """Of heads of which some channels are rotated."""
+    """The fields of heads of which some channels are rotated."""
     return {"partial_rotary_factor": metadata.integer("rope.dimension_count", metadata.head_dim) / metadata.head_dim}
 
 
@@ -40,14 +40,14 @@ def sliding_layers(metadata: Metadata) -> ConfigJson:
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * metadata.layers}
     flags = metadata.each_layer("attention.sliding_window_pattern")
-    if not all(type(one) is bool for one in flags):
+    if not all(type(flag) is bool for flag in flags):
         raise UnsupportedError(
             f"{metadata.path}: '{metadata.architecture}.attention.sliding_window_pattern' is read with true or false "
             "for each layer."
         )
     return {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in flags],
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in flags],
     }
 
 
@@ -64,7 +64,9 @@ def _phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
         return fields
     if len(factors) < len(LONG_FACTORS):
         raise UnsupportedError(f"{file.path}: factors of long contexts are there without those of short ones.")
-    lists = {name: [float(str(one)) for one in tensor_of(file, tensor).numpy()] for name, tensor in factors.items()}
+    lists = {
+        name: [float(str(factor)) for factor in tensor_of(file, tensor).numpy()] for name, tensor in factors.items()
+    }
     return fields | {"rope_scaling": {"type": "longrope", **lists}}
 
 
@@ -169,7 +171,7 @@ def lfm2(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """Layers without heads of keys are convolutions."""
     heads = metadata.each_layer("attention.head_count_kv")
     metadata.put("attention.head_count_kv", max(heads))
-    kinds = ["full_attention" if one else "conv" for one in heads]
+    kinds = ["full_attention" if attends else "conv" for attends in heads]
     norm = {"norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
     return {"layer_types": kinds, "conv_L_cache": metadata.integer("shortconv.l_cache"), **norm}
 
@@ -178,7 +180,7 @@ def _of(model_type: str, act: str = "silu") -> dict[str, str]:
     return {"model_type": model_type, "hidden_act": act}
 
 
-_PLAIN_MLP = {name: one for name, one in LAYER.items() if name != "ffn_gate"}
+_PLAIN_MLP = {name: name_of for name, name_of in LAYER.items() if name != "ffn_gate"}
 _PHI = {
     **_PLAIN_MLP,
     "attn_output": "self_attn.dense",

@@ -79,7 +79,7 @@ def _delta(metadata: Metadata, file: GgufFile) -> ConfigJson:
         "linear_key_head_dim": metadata.integer("ssm.state_size"),
         "linear_value_head_dim": inner // heads,
         "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
-        "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
+        "layer_types": ["linear_attention" if is_linear else "full_attention" for is_linear in linear],
     }
     rope = {
         "rope_type": "default",
@@ -110,7 +110,7 @@ def _next_names(values: Mapping[str, Any]) -> Names:
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         (queries, others), gate = tensors[0].split((keys * sizes[0], keys * sum(sizes))), tensors[1]
         parts = (queries, *others.split((keys * sizes[0], keys * sizes[1])), gate)
-        return torch.cat([one.view(keys, -1, one.shape[1]) for one in parts], 1).flatten(0, 1)
+        return torch.cat([part.view(keys, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)
 
     both = To("linear_attn.in_proj_qkvz.weight", joined)
     return {
@@ -145,7 +145,7 @@ def _delta_names(values: Mapping[str, Any]) -> Names:
 
 
 def _delta_experts(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    """Of models whose layers all have experts."""
+    """The fields of models whose layers all have experts."""
     metadata.put("feed_forward_length", metadata.integer("expert_feed_forward_length"))
     return _delta(metadata, file)
 
@@ -158,7 +158,7 @@ def _granite(metadata: Metadata, file: GgufFile) -> ConfigJson:
     rotates = metadata.take("rope.scaling.finetuned", False)
     ends = {name.partition(".")[2].partition(".")[2] for name in file.tensors}
     return {
-        "layer_types": ["full_attention" if one else "linear_attention" for one in heads],
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in heads],
         "mamba_n_heads": states,
         "mamba_d_head": inner // states,
         "mamba_expand": inner // metadata.integer("embedding_length"),
@@ -184,11 +184,14 @@ _MAMBA: dict[str, str | To] = {
     "ffn_down": "shared_mlp.output_linear",
 }
 
+_NO_HEADS = {"mtp_num_hidden_layers": 0}  # GGUF files of these have no MTP head
+
 HYBRID: Mapping[str, Architecture] = MappingProxyType(
     {
         "qwen3next": Architecture(
             {"model_type": "qwen3_next", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-            | _SILU,
+            | _SILU
+            | _NO_HEADS,
             LAYER | _QWEN_NORMS | _QWEN_EXPERTS,
             _QWEN_COUNTS,
             more=_delta,
@@ -198,7 +201,7 @@ HYBRID: Mapping[str, Architecture] = MappingProxyType(
             sized=_next_names,
         ),
         "qwen35": Architecture(
-            {"model_type": "qwen3_5_text"} | _SILU,
+            {"model_type": "qwen3_5_text"} | _SILU | _NO_HEADS,
             LAYER | _QWEN_NORMS,
             more=_delta,
             without=_ROPE,
@@ -207,7 +210,7 @@ HYBRID: Mapping[str, Architecture] = MappingProxyType(
             sized=_delta_names,
         ),
         "qwen35moe": Architecture(
-            {"model_type": "qwen3_5_moe_text"} | _SILU,
+            {"model_type": "qwen3_5_moe_text"} | _SILU | _NO_HEADS,
             LAYER | _QWEN_NORMS | _QWEN_EXPERTS,
             _QWEN_COUNTS,
             more=_delta_experts,

@@ -22,8 +22,8 @@ _SHARED = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_s
 def experts(router: str = "mlp.gate", shared: str = "", bias: str = "") -> dict[str, str]:
     """Names of a router, of experts one by one beside it, of a shared expert, and of the bias of the choice."""
     before = router.partition(".")[0]
-    names = {"ffn_gate_inp": router} | {name: f"{before}.experts.{{}}.{one}" for name, one in _STACKED.items()}
-    names |= {name: f"{shared}.{one}" for name, one in _SHARED.items()} if shared else {}
+    names = {"ffn_gate_inp": router} | {name: f"{before}.experts.{{}}.{inner}" for name, inner in _STACKED.items()}
+    names |= {name: f"{shared}.{inner}" for name, inner in _SHARED.items()} if shared else {}
     return names | ({"exp_probs_b.bias": bias} if bias else {})
 
 
@@ -179,7 +179,7 @@ _LLAMA4: dict[str, str | To] = {
     "ffn_gate_exps.weight": To("feed_forward.experts.gate_up_proj", _columns),
     "ffn_up_exps.weight": To("feed_forward.experts.gate_up_proj", _columns),
     "ffn_down_exps.weight": To("feed_forward.experts.down_proj", _columns),
-    **{name: f"feed_forward.shared_expert.{one}" for name, one in _SHARED.items()},
+    **{name: f"feed_forward.shared_expert.{inner}" for name, inner in _SHARED.items()},
 }
 
 

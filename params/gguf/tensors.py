@@ -88,7 +88,7 @@ def shape_of(file: GgufFile, stored: Stored) -> tuple[int, ...]:
 
 
 def _part_shape(file: GgufFile, name: str, expert: int | None) -> tuple[int, ...]:
-    """Of a tensor of the file. A gate with one output, which the file has as a vector, is a matrix."""
+    """The shape of a tensor of the file, or of one expert. A gate with one output, a vector in files, is a matrix."""
     shape = file.tensors[name].shape[0 if expert is None else 1 :]
     return (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1 else shape
 

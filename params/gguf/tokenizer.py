@@ -60,19 +60,19 @@ class _Fields:
 
     def texts(self, name: str) -> list[str]:
         values = self.take(name, list)
-        if not values or not all(isinstance(one, str) for one in values):
+        if not values or not all(isinstance(text, str) for text in values):
             raise ConfigError(f"{self.path}: 'tokenizer.ggml.{name}' must be an array of texts.")
         return values
 
     def one_per_token(self, name: str, count: int, default: Any) -> list[Any]:
         values: list[Any] = self.take(name, list, [default] * count)
-        if len(values) != count or not all(type(one) in (int, float) for one in values):
+        if len(values) != count or not all(type(number) in (int, float) for number in values):
             raise ConfigError(f"{self.path}: 'tokenizer.ggml.{name}' must have a number for each of {count:,} tokens.")
         return values
 
     def special_ids(self) -> dict[str, int]:
         ids = {name: self.take(f"{name}_token_id", int) for name in _SPECIAL}
-        return {name: one for name, one in ids.items() if one is not None}
+        return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -95,7 +95,9 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(i, tokens[i], one) for i, one in enumerate(types) if one in (_CONTROL, _USER)],
+        "added_tokens": [
+            _added(i, tokens[i], token_type) for i, token_type in enumerate(types) if token_type in (_CONTROL, _USER)
+        ],
         "post_processor": _post_processor(fields, tokens, parts.pop("post_processor")),
         **parts,
     }
@@ -107,8 +109,8 @@ def _byte_bpe(fields: _Fields, tokens: list[str]) -> Json:
         raise UnsupportedError(
             f"{fields.path}: 'tokenizer.ggml.pre' is {rule!r}; the rules {', '.join(PRE_TOKENIZERS)} are read."
         )
-    merges = [one.split(" ") for one in fields.texts("merges")]
-    if any(len(one) != 2 for one in merges):
+    merges = [pair.split(" ") for pair in fields.texts("merges")]
+    if any(len(pair) != 2 for pair in merges):
         raise ConfigError(f"{fields.path}: 'tokenizer.ggml.merges' must have two pieces and a space in each text.")
     model = _model(tokens, merges) | {"ignore_merges": rule in _WHOLE_WORDS_FIRST}
     bytes_ = {**_BYTES, "use_regex": True}
@@ -185,7 +187,7 @@ def _post_processor(fields: _Fields, tokens: list[str], plain: Json | None) -> J
     last = ids.get("eos") if fields.take("add_eos_token", bool, False) else None
     if first is None and last is None:
         return plain
-    named = {one: _token(fields.path, tokens, one) for one in (first, last) if one is not None}
+    named = {token_id: _token(fields.path, tokens, token_id) for token_id in (first, last) if token_id is not None}
 
     def around(sequence: str, number: int) -> list[Json]:
         inner: list[Json] = [{"Sequence": {"id": sequence, "type_id": number}}]
@@ -197,7 +199,7 @@ def _post_processor(fields: _Fields, tokens: list[str], plain: Json | None) -> J
         "type": "TemplateProcessing",
         "single": around("A", 0),
         "pair": [*around("A", 0), *around("B", 1)],
-        "special_tokens": {name: {"id": name, "ids": [one], "tokens": [name]} for one, name in named.items()},
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]} for token_id, name in named.items()},
     }
     return template if plain is None else {"type": "Sequence", "processors": [plain, template]}
 
@@ -213,7 +215,7 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any]) -> Json:
     tokens = _Fields(path, metadata).texts("tokens")
     keys = {"unknown": "unk_token", "padding": "pad_token"}
     ids = special_ids(path, metadata)
-    named = {keys.get(name, f"{name}_token"): _token(path, tokens, one) for name, one in ids.items()}
+    named = {keys.get(name, f"{name}_token"): _token(path, tokens, token_id) for name, token_id in ids.items()}
     template = metadata.get("tokenizer.chat_template")
     chat = {"chat_template": template} if isinstance(template, str) else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **named, **chat}

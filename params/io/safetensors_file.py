@@ -78,8 +78,8 @@ class OpenFiles:
         handle = self._open.pop(path, None)
         if handle is None:
             handle = FileIO(open_regular(path, follow=True))  # `plain_file` has checked it, or the caller named it
-            found = os.fstat(handle.fileno())
-            identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            status = os.fstat(handle.fileno())
+            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if self._first.setdefault(path, identity) != identity:
                 handle.close()
                 raise FormatError(f"{path} was replaced or changed after its header had been checked: load it again.")
@@ -158,8 +158,8 @@ def _entries(path: Path, handles: OpenFiles) -> dict[str, TensorEntry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
             fault = "overlaps the one before" if entry.start < end else "leaves a hole before it"
-            found = f"begins at byte {entry.start:,}, not {end:,}: it {fault}"
-            raise FormatError(f"{path}: the tensor {_short(name)} {found}.")
+            problem = f"begins at byte {entry.start:,}, not {end:,}: it {fault}"
+            raise FormatError(f"{path}: the tensor {_short(name)} {problem}.")
         end = entry.stop
     if end != size:
         fault = "truncated" if end > size else "bytes at the end that belong to no tensor"

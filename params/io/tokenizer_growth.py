@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json can make a text: sixty replacements of "a" by "aa" make 10^18 letters of one."""
+"""Bounds of a text's growth by a tokenizer.json: sixty replacements of "a" by "aa" make 10^18 letters of one."""
 
 import json
 from collections.abc import Mapping

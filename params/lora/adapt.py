@@ -191,21 +191,21 @@ def per_row(params: Tree, adapters: Sequence[Tree], rows: Tensor) -> Tree:
     """
     if rows.ndim != 1 or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(adapters)):
         raise ValueError(f"rows must be [B], each from 0 to {len(adapters) - 1}; it is {rows.tolist()}.")
-    nodes = [nodes_of(one) for one in adapters]
+    nodes = [nodes_of(adapter) for adapter in adapters]
     if nodes_of(params):
         raise ValueError("params hold adapters already; merge them, or take `weights`.")
-    others = sorted(path for found in nodes for path, node in found.items() if not isinstance(node, Lora))
+    others = sorted(path for by_path in nodes for path, node in by_path.items() if not isinstance(node, Lora))
     if others:
         raise UnsupportedError(f"{others[0]} is trained in full, and one batch has one value of it.")
 
     def stacked(path: str, weight: Any) -> Any:
-        own = [cast(Lora | None, found.get(path)) for found in nodes]
-        return weight if not any(own) else _stacked(path, weight, own, rows)
+        loras = [cast(Lora | None, by_path.get(path)) for by_path in nodes]
+        return weight if not any(loras) else _stacked(path, weight, loras, rows)
 
     return map_leaves(stacked, params)
 
 
-def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor) -> RowLora:
+def _stacked(path: str, weight: Tensor, loras: Sequence[Lora | None], rows: Tensor) -> RowLora:
     if is_embedding(path):
         raise UnsupportedError(f"{path} is an embedding, which has no adapters per row.")
     if weight.ndim != 2:
@@ -213,16 +213,16 @@ def _stacked(path: str, weight: Tensor, own: Sequence[Lora | None], rows: Tensor
             f"{path} {list(weight.shape)} is a weight of experts, which have no adapters per row: "
             'attach each row its own in torch.func.vmap over fnmodels.rows(batch), with kernel="math".'
         )
-    first = next(node for node in own if node is not None)
-    rank = max(len(node.a) for node in own if node is not None)
+    first = next(node for node in loras if node is not None)
+    rank = max(len(node.a) for node in loras if node is not None)
     none = Lora(weight, first.a[:0], first.b[:, :0])
-    given = [none if node is None else replace(node, weight=weight) for node in own]
-    a = torch.stack([F.pad(node.a, (0, 0, 0, rank - len(node.a))) for node in given])
-    b = torch.stack([F.pad(node.scale * node.b, (0, rank - len(node.a))) for node in given])
-    if all(node.magnitude is None for node in given):
+    complete = [none if node is None else replace(node, weight=weight) for node in loras]
+    a = torch.stack([F.pad(node.a, (0, 0, 0, rank - len(node.a))) for node in complete])
+    b = torch.stack([F.pad(node.scale * node.b, (0, rank - len(node.a))) for node in complete])
+    if all(node.magnitude is None for node in complete):
         return RowLora(weight, a, b, rows)
     ones = torch.ones_like(weight[:, 0])
-    factors = [ones if node.magnitude is None else node.magnitude / node.row_norms() for node in given]
+    factors = [ones if node.magnitude is None else node.magnitude / node.row_norms() for node in complete]
     return RowLora(weight, a, b, rows, torch.stack(factors))
 
 
@@ -245,7 +245,11 @@ def spec(config: DecoderConfig, params: Tree) -> Tree:
 def _spec(leaf: Leaf, value: Any) -> Any:
     """The leaf of a base model's parameter and of what is trained for it."""
     if isinstance(value, TwoUses):
-        uses = {use: with_base(_spec(leaf, own), None) for use in ("embed", "head") if (own := getattr(value, use))}
+        uses = {
+            use: with_base(_spec(leaf, use_value), None)
+            for use in ("embed", "head")
+            if (use_value := getattr(value, use))
+        }
         return TwoUses(_spec(leaf, None), **uses)
     if isinstance(value, Replaced):
         return Replaced(_spec(leaf, None), leaf)

@@ -76,9 +76,9 @@ class Patterns:
         parts = module.split(".")
         ends = ("^" + module, *(".".join(parts[start:]) for start in range(len(parts))))
         keys = [_with_any(end, places) for end in ends for places in self.dots.get(len(end), ())]
-        found = [self.names[key] for key in keys if key in self.names]
-        found += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
-        return min(found, default=(0, default))[1]
+        matches = [self.names[key] for key in keys if key in self.names]
+        matches += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
+        return min(matches, default=(0, default))[1]
 
 
 def _with_any(name: str, places: tuple[int, ...]) -> str:
@@ -109,7 +109,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What the tensors beside an adapter_config.json mean.
+    """The settings of an adapter_config.json that give the tensors beside it their meaning.
 
     ranks, alphas: of modules that differ from `rank` and `alpha`.
     mutated: "pissa" or "olora", what the base model has lost; "": nothing. parameters: the ends of names of
@@ -136,7 +136,7 @@ class AdapterConfig:
         return int(self.ranks.value(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied with."""
+        """The factor of the product B A in a module of this name."""
         alpha, rank = self.alphas.value(module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -144,11 +144,18 @@ class AdapterConfig:
 def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfig:
     """The config of a LoRA, rsLoRA, DoRA, PiSSA or OLoRA adapter; ConfigError or UnsupportedError for anything else.
 
-    ignore_fields: names of fields that are not looked at.
+    ignore_fields: names of unknown fields that are read over; ConfigError for others, and for one that is not there.
     """
     values: Any = read_json(file)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
+    if isinstance(ignore_fields, str):
+        raise TypeError(f"ignore_fields is {ignore_fields!r}; it is a tuple of names, such as ({ignore_fields!r},).")
+    if known := sorted(name for name in ignore_fields if name not in values or _is_known(name)):
+        raise ConfigError(
+            f"{file}: ignore_fields has {shown(known[0])}, which is no unknown field: it is read, or refused, or not "
+            "there."
+        )
     values = {name: value for name, value in values.items() if name not in ignore_fields}
     _audit(file, values)
     rank, alpha = (
@@ -175,14 +182,17 @@ def read_config(file: Path, ignore_fields: Collection[str] = ()) -> AdapterConfi
     )
 
 
+def _is_known(name: str) -> bool:
+    return name in READ or name in NEUTRAL or name in REFUSED or name.startswith("_") or "." in name
+
+
 def _audit(file: Path, values: Mapping[str, Any]) -> None:
     """Errors for fields that are refused, or that nobody knows and that are not off."""
     for name, value in values.items():
         if name in REFUSED and value not in (None, False, {}, []):
             raise UnsupportedError(f"{file}: {name} is {shown(value)} ({REFUSED[name]}), which is not supported.")
-        known = name in READ or name in NEUTRAL or name in REFUSED or name.startswith("_") or "." in name
         is_off = value is None or value is False or value == {} or value == []
-        if not known and not is_off:
+        if not _is_known(name) and not is_off:
             raise ConfigError(
                 f"{file}: the field {name!r} is unknown ({shown(value)}); if it changes nothing in what the adapter "
                 f"computes, pass ignore_fields=({name!r},)."
@@ -221,7 +231,7 @@ def _selection(file: Path, values: Mapping[str, Any]) -> Selection:
     target = texts.get("target_modules", "")
     layers = values.get("layers_to_transform")
     layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
-    if not all(type(one) is int and one >= 0 for one in layers):
+    if not all(type(layer) is int and layer >= 0 for layer in layers):
         raise ConfigError(f"{file}: layers_to_transform is {shown(layers)}; it must be numbers of layers.")
     patterns = values.get("layers_pattern") or []
     patterns = [patterns] if isinstance(patterns, str) else _names(file, values, "layers_pattern")
@@ -248,7 +258,7 @@ def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[
     for place, (pattern, value) in enumerate(patterns.items()):
         number, plain = read(file, pattern, value), re.sub(r"\\([.-])", r"\1", pattern)
         if re.fullmatch(r"\^?[\w.-]+", plain):
-            name = re.sub(r"\\([.-])|\.", lambda one: one[1] or _ANY, pattern)
+            name = re.sub(r"\\([.-])|\.", lambda match: match[1] or _ANY, pattern)
             dots.setdefault(len(name), set()).add(tuple(at for at, letter in enumerate(name) if letter == _ANY))
             names.setdefault(name, (place, number))
             continue
@@ -266,7 +276,7 @@ def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[
 
 
 def _mutated(file: Path, initial: Any) -> str:
-    """What the base model has lost, by init_lora_weights; UnsupportedError where no file says what that is."""
+    """The method that changed the base model, by init_lora_weights, or "". UnsupportedError for an unknown change."""
     name = str(True if initial is None else initial).lower()
     if name in _INITIAL:
         return ""
@@ -284,7 +294,7 @@ def _mutated(file: Path, initial: Any) -> str:
 
 def _names(file: Path, values: Mapping[str, Any], name: str) -> tuple[str, ...]:
     names = values.get(name) or []
-    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+    if not isinstance(names, list) or not all(isinstance(entry, str) and entry for entry in names):
         raise ConfigError(f"{file}: {name} is {shown(names)}; it must be a list of names.")
     return tuple(names)
 
@@ -292,6 +302,6 @@ def _names(file: Path, values: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def _token_rows(file: Path, rows: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     by_module = rows if isinstance(rows, dict) else {"": rows or []}
     for name, ids in by_module.items():
-        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+        if not isinstance(ids, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise ConfigError(f"{file}: trainable_token_indices of {name!r} is {shown(ids)}; it must be a list of ids.")
     return tuple((name, tuple(ids)) for name, ids in by_module.items())

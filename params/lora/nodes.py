@@ -20,18 +20,18 @@ class _AppliedByLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight, to which a model casts what it multiplies."""
+        """The dtype of the weight, to which a model casts what it multiplies."""
         dtype: torch.dtype = self.weight.dtype
         return dtype
 
     @property
     def ndim(self) -> int:
-        """That of the weight: 2, or 3 for experts."""
+        """The dimensions of the weight: 2, or 3 for experts."""
         return int(self.weight.ndim)
 
     @property
     def shape(self) -> torch.Size:
-        """That of the weight."""
+        """The shape of the weight."""
         shape: torch.Size = self.weight.shape
         return shape
 

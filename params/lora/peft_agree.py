@@ -17,7 +17,7 @@ _LAYER = (re.compile(r".*?\.[^.]*\.(\d+)\."), re.compile(r".*\.[^.]*\.(\d+)\."))
 
 @dataclass
 class Contents:
-    """What a file has.
+    """The adapters and parameters in a file.
 
     names: of each module with an adapter {name here: name in the file}. paths: of the parameters in such modules. full:
     of those that are there in full. rows: the modules with trained rows of tokens.
@@ -48,10 +48,10 @@ def _layer_is_named(selection: Selection, module: str) -> bool:
     if not selection.layers:
         return True
     if selection.patterns:
-        found = [re.match(rf"(?:^|.*?\.){re.escape(one)}\.(\d+)\.", module) for one in selection.patterns]
+        matches = [re.match(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.", module) for name in selection.patterns]
     else:
-        found = [pattern.match(module) for pattern in _LAYER]
-    return any(match is not None and int(match[1]) in selection.layers for match in found)
+        matches = [pattern.match(module) for pattern in _LAYER]
+    return any(match is not None and int(match[1]) in selection.layers for match in matches)
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:
@@ -64,7 +64,7 @@ def _matches(expression: str, module: str) -> bool:
 
 
 def disagreements(config: Any, settings: AdapterConfig, layout: Layout, contents: Contents) -> list[str]:
-    """What the fields exclude although the file has it, and what they name although the file lacks it."""
+    """Faults: tensors of the file that the fields exclude, and tensors that they name and the file lacks."""
     selection = settings.selection
     faults = [
         f"{PREFIX}{name}: it has an adapter, which target_modules, exclude_modules, layers_to_transform or "
@@ -100,7 +100,7 @@ def _named(settings: AdapterConfig, module: str) -> bool:
 
 
 def _tied_modules(layout: Layout, module: str) -> list[str]:
-    """Of a tied embedding or head, both modules: with ensure_weight_tying PEFT names one of them."""
+    """Both modules of a tied embedding or head, else none: with ensure_weight_tying PEFT names one of them."""
     linear = layout.memory.linear | layout.files.linear
     uses = [name for name, places in linear.items() if places[0].path in (layout.tied or ())]
     return uses if module in uses else []
@@ -124,10 +124,10 @@ def _chosen(linear: Mapping[str, list[Place]], selection: Selection) -> dict[str
 
 def _parameters(form: Modules, ends: tuple[str, ...]) -> dict[str, list[Place]]:
     """The parameters that target_parameters name."""
-    found = {f"{name}.weight": places for name, places in form.linear.items()}
+    by_name = {f"{name}.weight": places for name, places in form.linear.items()}
     for container, parameters in form.stacked.items():
-        found |= {f"{container}.{leaf}": places for leaf, places in parameters.items()}
-    return {name: places for name, places in found.items() if _ends(name, ends)}
+        by_name |= {f"{container}.{leaf}": places for leaf, places in parameters.items()}
+    return {name: places for name, places in by_name.items() if _ends(name, ends)}
 
 
 def _saved(tensors: Mapping[str, list[Place]], selection: Selection) -> dict[str, list[Place]]:
@@ -142,7 +142,7 @@ def _is_inside(tensor: str, saved: tuple[str, ...]) -> bool:
 
 def _biases(form: Modules, bias: str, contents: Contents) -> dict[str, list[Place]]:
     """The biases that `bias` names: "all", or those of modules with an adapter."""
-    found = {name: places for name, places in form.tensors.items() if name.endswith(".bias") and bias != "none"}
+    biases = {name: places for name, places in form.tensors.items() if name.endswith(".bias") and bias != "none"}
     if bias == "lora_only":
-        return {name: places for name, places in found.items() if name.removesuffix(".bias") in contents.names}
-    return found
+        return {name: places for name, places in biases.items() if name.removesuffix(".bias") in contents.names}
+    return biases

@@ -161,10 +161,10 @@ class _Reader:
                 return False  # PEFT saves no expert by itself
             if self._is_elsewhere(place.path):
                 continue
-            own, base = extract(place.stored, value).contiguous(), self._weight(place.path)
-            copied = INNER in name and sharding_of(base) is None and torch.equal(own.to(base), base)
+            weight, base = extract(place.stored, value).contiguous(), self._weight(place.path)
+            copied = INNER in name and sharding_of(base) is None and torch.equal(weight.to(base), base)
             if not copied:
-                self.values[place.path] = own
+                self.values[place.path] = weight
         return True
 
     def _weight(self, path: str) -> Any:
@@ -214,9 +214,9 @@ class _Reader:
         factors, scale = Factors(a, b, parts.get("magnitude")), self.settings.scale_of(key)
         if self.settings.mutated and not table:
             factors = self._of_unchanged_base(places, factors, rank, scale)
-        for path, own in cut(places, factors, self.settings.rank).items():
+        for path, slice_factors in cut(places, factors, self.settings.rank).items():
             expert = places[0].expert
-            self.found.setdefault(path, {})[expert] = own, scale
+            self.found.setdefault(path, {})[expert] = slice_factors, scale
 
     def _fits(self, module: str, parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
         names = {part: f"{PREFIX}{module}.{_NAMES[part]}" for part in (*parts, *shapes)}
@@ -286,24 +286,24 @@ class _Reader:
             factors = _of_experts(parts["a"], parts["b"], places[0].module_shape, turned=reads_out)
             if self.settings.mutated:
                 raise UnsupportedError(f"{self.settings.file}: {parameter} has {self.settings.mutated}: unsupported.")
-            for path, own in cut(places, factors, self.settings.rank).items():
-                self.found.setdefault(path, {})[None] = own, scale
+            for path, slice_factors in cut(places, factors, self.settings.rank).items():
+                self.found.setdefault(path, {})[None] = slice_factors, scale
 
     def nodes(self) -> dict[str, Any]:
         """{path: node without its weight} of everything that was read."""
-        found: dict[str, Any] = {
+        nodes: dict[str, Any] = {
             path: self._lora(path, experts) for path, experts in self.found.items() if not self._is_elsewhere(path)
         }
         for path, value in self.values.items():
             node = Replaced(None, _like(self._weight(path), value))
-            found[path] = replace(found[path], weight=node) if path in found else node
+            nodes[path] = replace(nodes[path], weight=node) if path in nodes else node
         if self.layout.tied is None:
-            return found
+            return nodes
         table, head = self.layout.tied
-        embed, other = found.pop(table, None), found.pop(head, None)
+        embed, other = nodes.pop(table, None), nodes.pop(head, None)
         if embed is not None and (table in self.both or _equal(embed, other)):
-            return found | {table: embed}
-        return found if embed is None and other is None else found | {table: TwoUses(None, embed, other)}
+            return nodes | {table: embed}
+        return nodes if embed is None and other is None else nodes | {table: TwoUses(None, embed, other)}
 
     def _lora(self, path: str, experts: Mapping[int | None, tuple[Factors, float]]) -> Lora:
         weight, leaf = self._weight(path), self.layout.leaves[path]
@@ -313,9 +313,9 @@ class _Reader:
             raise UnsupportedError(f"{self.settings.file}: the experts of {path} have several ranks or alphas.")
         factors, scale = each[0]
         if count:
-            magnitudes = [one.magnitude for one, _ in each]
+            magnitudes = [expert.magnitude for expert, _ in each]
             magnitude = None if magnitudes[0] is None else torch.stack([x for x in magnitudes if x is not None])
-            pairs = [(one.a, one.b) for one, _ in each]
+            pairs = [(expert.a, expert.b) for expert, _ in each]
             factors = Factors(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]), magnitude)
         make = (lambda box, x=x: x.clone() if box is None else x[box].clone() for x in (factors.a, factors.b))
         a, b = on_same_mesh(weight, adapter_leaves(leaf, factors.a.shape[-2]), *make)

@@ -1,7 +1,7 @@
-"""Where PEFT's files have the adapter of each parameter: modules by their names in files and in memory."""
+"""Modules that hold the adapter of each parameter in PEFT's files, by their names in files and in memory."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,17 @@ from fnmodels import tree
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import family_of, hf_names, text_config
 from fnmodels.models.common.spec import Leaf
-from fnmodels.models.common.storage import Single, Stack, Stored, TensorSlice, disk_name, disk_shape, extract, join
+from fnmodels.models.common.storage import (
+    Single,
+    Stack,
+    Stored,
+    TensorSlice,
+    disk_name,
+    disk_names,
+    disk_shape,
+    extract,
+    join,
+)
 from params.checkpoint.module_names import module_names
 from params.checkpoint.tensor_map import duplicate_names, untied_config
 
@@ -36,7 +46,7 @@ class Place:
 
     @property
     def rows(self) -> Single:
-        """Where it lies in the module's weight [out, in], or [E, out, in], whichever way that is stored."""
+        """Its region in the module's weight [out, in], or [E, out, in], whichever way that is stored."""
         return self.stored if isinstance(self.stored, str) else replace(self.stored, transposed=False)
 
     @property
@@ -97,18 +107,21 @@ def layout_of(config: Any) -> Layout:
     if tied and tied[1] not in leaves:  # a model without a head
         tied = None
     says = traits_of(family_of(text_config(untied))).says_transposed
-    memory, files = (_modules(names, leaves) for names in (module_names(untied), hf_names(untied)))
-    return Layout(memory, files, leaves, tied, duplicate_names(config), says)
+    copies, stored = duplicate_names(config), hf_names(untied)
+    several = {path for path, s in stored.items() if "layers." in path and {*disk_names(s)} & {*copies.values()}}
+    memory, files = (_modules(names, leaves, several) for names in (module_names(untied), stored))
+    return Layout(memory, files, leaves, tied, copies, says)
 
 
-def _modules(names: Mapping[str, Stored], leaves: Mapping[str, Leaf]) -> Modules:
+def _modules(names: Mapping[str, Stored], leaves: Mapping[str, Leaf], several: Collection[str]) -> Modules:
+    """several: parameters that several modules have, for each of which PEFT has an adapter of its own."""
     found = Modules()
     for path, leaf in leaves.items():
         for place in _places(path, leaf, names[path]):
             name = disk_name(place.stored)
             found.tensors.setdefault(name, []).append(place)
             module, _, last = name.rpartition(".")
-            if not may_read_adapter(path, leaf) or getattr(place.stored, "columns", False):
+            if not may_read_adapter(path, leaf) or getattr(place.stored, "columns", False) or path in several:
                 continue
             if last == "weight":
                 found.linear.setdefault(module, []).append(place)
@@ -123,6 +136,8 @@ def _modules(names: Mapping[str, Stored], leaves: Mapping[str, Leaf]) -> Modules
 def _places(path: str, leaf: Leaf, stored: Stored) -> Iterable[Place]:
     if not isinstance(stored, Stack):
         return [Place(path, leaf, stored)]
+    if stored.rows:  # of a table, which has no adapter
+        return []
     one = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
     return [Place(path, one, single, expert) for expert, single in enumerate(stored.tensors)]
 

@@ -89,7 +89,7 @@ def export_adapters(
 
 
 def _uses(layout: Layout, flat: Iterable[str]) -> _Uses:
-    """What is trained of each parameter, by the paths of the tree of adapters."""
+    """The trained tensors of each parameter, by their paths in the tree of adapters."""
     uses: _Uses = {}
     for path in flat:
         owner, _, kind = path.rpartition(".")
@@ -100,8 +100,8 @@ def _uses(layout: Layout, flat: Iterable[str]) -> _Uses:
         else:  # one use of a tied embedding
             use = owner.rpartition(".")[2]
             owners = [] if layout.tied is None else [layout.tied[use == "head"]]
-        for one in owners:
-            uses.setdefault(one, {})[kind] = path
+        for owner_path in owners:
+            uses.setdefault(owner_path, {})[kind] = path
     return uses
 
 
@@ -110,22 +110,22 @@ def _adapted(layout: Layout, uses: _Uses) -> list[_Adapted]:
     have = {path for path, parts in uses.items() if "a" in parts}
     dora = {path for path in have if "magnitude" in uses[path]}
     taken = _EXPERTS if any(name.endswith("experts") for name in layout.memory.stacked) and not dora else ()
-    found = []
+    modules = []
     for name, places in layout.memory.linear.items():
         is_router = places[0].path.endswith(".router") and not dora  # mostly no Linear in transformers
         if name.endswith(taken) or is_router:
-            found.append(_of_module(f"{name}.weight", places, have, key=name, parameter="weight"))
+            modules.append(_of_module(f"{name}.weight", places, have, key=name, parameter="weight"))
         else:
-            found.append(_of_module(name, places, have))
+            modules.append(_of_module(name, places, have))
     for container, parameters in layout.memory.stacked.items():
-        held = [name for name, places in parameters.items() if any(p.path in have - dora for p in places)]
-        for depth, name in enumerate(reversed(held)):  # the first is the innermost module
+        adapted = [name for name, places in parameters.items() if any(p.path in have - dora for p in places)]
+        for depth, name in enumerate(reversed(adapted)):  # the first is the innermost module
             key = container + INNER * depth
-            found.append(_of_module(f"{container}.{name}", parameters[name], have - dora, key=key, parameter=name))
+            modules.append(_of_module(f"{container}.{name}", parameters[name], have - dora, key=key, parameter=name))
     # stacked weights have no DoRA in PEFT, so each expert is a module, as in files
     separate = [(name, places) for name, places in layout.files.linear.items() if places[0].expert is not None]
-    found += [_of_module(name, places, dora) for name, places in separate]
-    chosen = [module for module in found if module.adapted]
+    modules += [_of_module(name, places, dora) for name, places in separate]
+    chosen = [module for module in modules if module.adapted]
     named = {place.path for module in chosen for place in module.adapted}
     partial = [m for m in chosen if len(m.adapted) < len(m.places) and m.adapted[0].path in dora]
     missing = sorted(have - named) + [module.adapted[0].path for module in partial]
@@ -144,8 +144,8 @@ def _tensors(
     """The tensors of one module's adapter."""
     parts = {}
     for place in module.adapted:
-        own = {what: value(path) for what, path in uses[place.path].items() if what in ("a", "b", "magnitude")}
-        parts[place.path] = Factors(**{n: t if place.expert is None else t[place.expert] for n, t in own.items()})
+        tensors = {what: value(path) for what, path in uses[place.path].items() if what in ("a", "b", "magnitude")}
+        parts[place.path] = Factors(**{n: t if place.expert is None else t[place.expert] for n, t in tensors.items()})
     factors = joined(module.places, parts)
     a, b, key = factors.a, factors.b, PREFIX + module.key
     if is_embedding(module.places[0].path):
@@ -166,18 +166,20 @@ def _full(layout: Layout, uses: _Uses, modules: list[_Adapted]) -> dict[str, lis
     """{name in PEFT's file: what it holds} of the parameters trained in full."""
     trained = {path for path, parts in uses.items() if "value" in parts or "base" in parts}
     adapted = {module.key for module in modules}
-    found: dict[str, list[Place]] = {}
+    modules_in_full: dict[str, list[Place]] = {}
     for name, places in layout.memory.tensors.items():
-        held = [place for place in places if place.path in trained]
-        if held and len(held) < len(places):
+        trained_places = [place for place in places if place.path in trained]
+        if trained_places and len(trained_places) < len(places):
             other = next(place.path for place in places if place.path not in trained)
-            raise UnsupportedError(f"{held[0].path} is trained in full, and PEFT saves {other} with it: unfreeze both.")
+            raise UnsupportedError(
+                f"{trained_places[0].path} is trained in full, and PEFT saves {other} with it: unfreeze both."
+            )
         module, _, last = name.rpartition(".")
-        if held:
-            found[f"{module}{INNER}.{last}" if module in adapted else name] = places
-    if lost := trained - {place.path for places in found.values() for place in places}:
+        if trained_places:
+            modules_in_full[f"{module}{INNER}.{last}" if module in adapted else name] = places
+    if lost := trained - {place.path for places in modules_in_full.values() for place in places}:
         raise UnsupportedError(f"{min(lost)} is trained in full, and PEFT has no module of it alone.")
-    return found
+    return modules_in_full
 
 
 def peft_config(config: DecoderConfig, params: Tree, *, base: str = "") -> dict[str, Any]:
@@ -210,12 +212,12 @@ def peft_config(config: DecoderConfig, params: Tree, *, base: str = "") -> dict[
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for module in modules:
-        own = [forms[place.path] for place in module.adapted]
-        if len({node.scale for node in own}) > 1:
+        loras = [forms[place.path] for place in module.adapted]
+        if len({node.scale for node in loras}) > 1:
             raise ValueError(f"The adapters in {module.name} have several scales, and PEFT has one adapter there.")
-        name, total = f"^{re.escape(module.name)}", sum(node.a.shape[-2] for node in own)
+        name, total = f"^{re.escape(module.name)}", sum(node.a.shape[-2] for node in loras)
         ranks |= {name: total} if total != rank else {}
-        alphas |= {name: _number(own[0].scale * total)} if own[0].scale * total != scale * rank else {}
+        alphas |= {name: _number(loras[0].scale * total)} if loras[0].scale * total != scale * rank else {}
     heads = {_whole_module(layout, name, saved) for name in saved if not _is_bias_alone(name, saved)}
     return {
         "peft_type": "LORA",
@@ -238,12 +240,12 @@ def peft_config(config: DecoderConfig, params: Tree, *, base: str = "") -> dict[
 
 def _loras(layout: Layout, nodes: Mapping[str, Any]) -> dict[str, Lora]:
     """{path: `Lora`}, of a tied head by the path of one of its own."""
-    found: dict[str, Lora] = {}
+    loras: dict[str, Lora] = {}
     for path, node in nodes.items():
         both = layout.tied if layout.tied is not None and path == layout.tied[0] else (path,)
         pair = (node.embed, node.head) if isinstance(node, TwoUses) else (node,) * len(both)
-        found |= {one: own for one, own in zip(both, pair, strict=True) if isinstance(own, Lora)}
-    return found
+        loras |= {use_path: lora for use_path, lora in zip(both, pair, strict=True) if isinstance(lora, Lora)}
+    return loras
 
 
 def _is_bias_alone(name: str, saved: list[str]) -> bool:

@@ -33,7 +33,7 @@ Located = tuple[TensorFile, TensorEntry]
 
 @dataclass(frozen=True)
 class Declaration:
-    """What says that a checkpoint is quantized: the JSON `text`, at this path of keys in config.json.
+    """The declaration that a checkpoint is quantized: the JSON `text`, at this path of keys in config.json.
 
     file: that of another file that holds it, "" for config.json.
     """
@@ -48,7 +48,7 @@ UNDECLARED = Declaration("{}")
 
 @dataclass(frozen=True)
 class Described:
-    """What a file says of one weight: its form, [out, in], and the values of parts that are numbers of its own.
+    """One weight as a file describes it: its form, [out, in], and the values of parts that are numbers of its own.
 
     shape None: that of the codes.
     """
@@ -68,7 +68,7 @@ def shape_of(form: Form, state: Tensor) -> Described:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights in a checkpoint's files are quantized.
+    """The quantization of the weights in a checkpoint's files.
 
     method: its name in the file that says so. forms: any of which a tensor may have. modules: those of some modules, by
     their full names in the files. describe: reads a form's state, (form, [out, in]). ignored: endings of tensors that
@@ -112,7 +112,7 @@ class Quantization:
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """Those of the names of all parts that a weight may have, but for codes that have the weight's name."""
+        """Endings of the names of all parts that a weight may have, but for codes that have the weight's name."""
         every = {form for forms in (self.forms, *self.modules.values()) for form in forms}
         named = {part.ending for form in every for part, _, _ in form.parts()}
         return frozenset(named.union(*({form.state, *form.beside} for form in every)) - {""})
@@ -127,9 +127,9 @@ class Quantization:
 def declared_dtype(values: Mapping[str, Any]) -> torch.dtype:
     """The half-precision dtype that config.json names, else bf16."""
     text = values.get("text_config")
-    for one in (values, text if isinstance(text, Mapping) else {}):
+    for section in (values, text if isinstance(text, Mapping) else {}):
         for name in ("dtype", "torch_dtype"):
-            if one.get(name) in ("float16", "bfloat16"):
-                found: torch.dtype = getattr(torch, one[name])
-                return found
+            if section.get(name) in ("float16", "bfloat16"):
+                dtype: torch.dtype = getattr(torch, section[name])
+                return dtype
     return torch.bfloat16

@@ -83,7 +83,7 @@ class PackedIntegers:
         return integers.flatten(self.dim, self.dim + 1)
 
     def _across_words(self, raw: Tensor) -> Tensor:
-        """Of groups of `bits` words of 32 bits, which hold 32 integers."""
+        """The integers of groups of `bits` words of 32 bits, which hold 32 of them."""
         starts = torch.arange(32, device=raw.device) * self.bits
         words = raw.unflatten(self.dim, (-1, self.bits)).long() & 0xFFFFFFFF
         inner = self.dim + 1
@@ -107,7 +107,7 @@ class Slabs:
     lowest_first: bool = False
 
     def shifts(self) -> list[int]:
-        """Where each slab is in a word."""
+        """The lowest bit of each slab in a word."""
         shifts = [self.bits * slab for slab in range(self.count)]
         return shifts if self.lowest_first else shifts[::-1]
 

@@ -60,8 +60,8 @@ def _described(value: object) -> str:
 def encoded(weight: KeptWeight, values: Tensor) -> KeptWeight:
     """A weight with the codes nearest to `values`, and all else of `weight`."""
     if weight.ndim > 2:
-        each = [encoded(one, value) for one, value in zip(weight.unbind(), values, strict=True)]
-        codes = torch.stack([one.parts[0] for one in each])
+        each = [encoded(matrix, value) for matrix, value in zip(weight.unbind(), values, strict=True)]
+        codes = torch.stack([matrix.parts[0] for matrix in each])
     else:
         codes = _codes(weight, values)
     return replace(weight, parts=(codes, *weight.parts[1:]))
@@ -69,8 +69,8 @@ def encoded(weight: KeptWeight, values: Tensor) -> KeptWeight:
 
 def _codes(weight: KeptWeight, values: Tensor) -> Tensor:
     form, stored = weight.form, weight.parts[0]
-    zero, one = (_at_code(weight, code) for code in (0.0, 1.0))
-    step = one - zero  # values are linear in their codes
+    zero, unit = (_at_code(weight, code) for code in (0.0, 1.0))
+    step = unit - zero  # values are linear in their codes
     targets = torch.where(step == 0, 0, (values.float() - zero) / step)
     height, width = form.matrix((values.shape[0], values.shape[1]))
     targets = F.pad(targets.flatten(), (0, height * width - targets.numel())).view(height, width)
@@ -94,7 +94,7 @@ class _Constant:
 
 
 def _at_code(weight: KeptWeight, code: float) -> Tensor:
-    """What the weight would be with one code everywhere."""
+    """The values of the weight if every code were `code`."""
 
     def constant(part: Part) -> Part:
         return replace(part, decode=_Constant(code, part))

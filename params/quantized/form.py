@@ -27,7 +27,7 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Axis:
-    """How elements lie along one dimension of a part: `elements` of them share `entries` entries; 0: all share them.
+    """Layout of elements along one dimension of a part: `elements` of them share `entries` entries; 0: all share them.
 
     packed: decoding gives one number for each element, and otherwise one for all that share an entry.
     """
@@ -55,7 +55,7 @@ EACH, ALL = Axis(), Axis(0)
 
 
 class Reader(Protocol):
-    """Where the parts of a weight are read: from files, or from tensors in memory."""
+    """A source of the parts of a weight: files, or tensors in memory."""
 
     def has(self, part: Part) -> bool:
         """Whether the weight has this part, which may be absent if it is not `needed`."""
@@ -64,7 +64,7 @@ class Reader(Protocol):
         """A region of the part, [rows, columns] whatever its order in the file."""
 
     def columns(self, part: Part) -> int:
-        """How many columns of entries the part has."""
+        """The number of columns of entries in the part."""
 
     def refuse(self, part: Part, what: str) -> None:
         """Raise an error that says `what` about the values of a part."""
@@ -105,7 +105,7 @@ class Part:
         return values
 
     def fault(self, values: Tensor) -> str:
-        """What is wrong with the part's numbers by its `check`; "" for nothing."""
+        """The fault of the part's numbers by its `check`; "" for none."""
         good = values.isfinite()
         if self.check == "positive":
             good &= values > 0
@@ -154,11 +154,11 @@ class Form:
 
     def parts(self) -> Iterator[tuple[Part, tuple[Axis, ...], tuple[Axis, ...]]]:
         """Each part with the axes that lead from the weight's rows and columns to its entries."""
-        for one in (self.codes, self.scales, self.zeros, self.bias, self.table, self.index):
-            if one is not None:
-                for part, rows, columns in one.parts():
-                    if isinstance(one, Form):
-                        rows, columns = (one.rows, *rows), (one.columns, *columns)
+        for member in (self.codes, self.scales, self.zeros, self.bias, self.table, self.index):
+            if member is not None:
+                for part, rows, columns in member.parts():
+                    if isinstance(member, Form):
+                        rows, columns = (member.rows, *rows), (member.columns, *columns)
                     yield part, rows, columns
 
     def aligned(self, reader: Reader, rows: slice, columns: slice) -> Tensor:
@@ -231,7 +231,7 @@ class Form:
         return (-(-count // self.width), self.width) if self.width else shape
 
     def step(self, size: int, width: int, chunk: int) -> int:
-        """How many rows (with codes [in, out]: columns) to dequantize at once, so that about `chunk` elements are."""
+        """The number of rows (with codes [in, out]: columns) to dequantize at once, for about `chunk` elements."""
         if self.whole:
             return max(1, size)
         unit = self.codes.columns.elements if self.codes.inputs_first else self._rows_unit()

@@ -227,7 +227,7 @@ def _of_groups(stored: Part, group: int, offset: float = 0) -> Form:
 
 
 def _words(bits: int) -> Axis:
-    """How integers lie in words of 32 bits."""
+    """The layout of integers in words of 32 bits."""
     return Axis(32 // bits) if 32 % bits == 0 else Axis(32, bits)
 
 

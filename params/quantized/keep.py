@@ -22,7 +22,7 @@ Matrix = tuple[Single, QuantizedWeight]  # which rows of one weight [out, in] in
 
 @dataclass(frozen=True)
 class Target:
-    """How a leaf is kept.
+    """A leaf that is to be kept, with its dtype and its place.
 
     path: of the leaf. dtype: that it is dequantized to, None for the method's. sharding: that of the leaf by a plan.
     """
@@ -47,9 +47,9 @@ def keep(stored: Stored, shape: tuple[int, ...], found: Found, target: Target, b
     weights = [weight for _, weight in located if isinstance(weight, QuantizedWeight)]
     if len(weights) < len(singles) or (target.sharding is not None and _is_sharded_head(target)):
         return None
-    each = [one for single, weight in zip(singles, weights, strict=True) for one in _matrices(single, weight)]
+    each = [pair for single, weight in zip(singles, weights, strict=True) for pair in _matrices(single, weight)]
     sizes = _read(each[0][0], _Headers(each[0][1], buffer))
-    if sizes is None or len({_layout(*one) for one in each}) > 1:
+    if sizes is None or len({_layout(*pair) for pair in each}) > 1:
         return None
     if target.sharding is not None:
         return _sharded(each, sizes, shape, target, buffer)
@@ -57,7 +57,9 @@ def keep(stored: Stored, shape: tuple[int, ...], found: Found, target: Target, b
     joined = _stack(parts) if len(shape) > 2 else parts[0]
     moved = tuple(None if part is None else part.to(target.device) for part in joined)
     form, dtype = weights[0].form, target.dtype or weights[0].dtype
-    return KeptWeight(moved, tuple(_beside(one, buffer) for one in weights), form, shape, dtype, _origin(weights[0]))
+    return KeptWeight(
+        moved, tuple(_beside(weight, buffer) for weight in weights), form, shape, dtype, _origin(weights[0])
+    )
 
 
 def _sharded(
@@ -72,10 +74,10 @@ def _sharded(
     by_columns = any(dim == len(shape) - 1 for *_, dim in computed)
     if by_columns and form.index is not None:
         sizes = tuple(
-            None if part is form.index else one for (part, _, _), one in zip(form.parts(), sizes, strict=True)
+            None if part is form.index else size for (part, _, _), size in zip(form.parts(), sizes, strict=True)
         )
     shardings = part_shardings(form, sizes, shape, how, target.path)
-    boxes = [None if one is None else one.local_box() for one in shardings]
+    boxes = [None if sharding is None else sharding.local_box() for sharding in shardings]
     direct = not as_rows and _cut_of(single, weight) is None
 
     def local(single: Single, weight: QuantizedWeight) -> Parts:
@@ -108,8 +110,8 @@ def _sharded(
             _stacked([read[index][n] for index in chosen]) if chosen else None for n, chosen in enumerate(ranges)
         )
     placed = tuple(
-        None if shard is None or one is None else one.distribute(shard.to(target.device))
-        for shard, one in zip(shards, shardings, strict=True)
+        None if shard is None or sharding is None else sharding.distribute(shard.to(target.device))
+        for shard, sharding in zip(shards, shardings, strict=True)
     )
     return KeptWeight(placed, (), form, shape, target.dtype or weight.dtype)
 
@@ -124,11 +126,11 @@ def _matrices(single: Single, weight: QuantizedWeight) -> list[Matrix]:
     if len(weight.shape) == 2:
         return [(single, weight)]
     inner = single if isinstance(single, str) else replace(single, batched=False)
-    return [one for matrix in matrices(weight) for one in _matrices(inner, matrix)]
+    return [pair for matrix in matrices(weight) for pair in _matrices(inner, matrix)]
 
 
 def _layout(single: Single, weight: QuantizedWeight) -> tuple[object, ...]:
-    """What weights that are stacked have in common."""
+    """The layout of a weight, which all weights that are stacked share."""
     sizes = tuple((ending, entry.shape, entry.dtype) for ending, (_, entry) in sorted(weight.parts.items()))
     return weight.form, sizes, tuple(weight.beside), None if isinstance(single, str) else replace(single, name="")
 

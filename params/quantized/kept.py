@@ -35,7 +35,7 @@ def may_stay(path: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """How the file has a kept weight, so that it can be written again.
+    """The form of a kept weight in its file, so that it can be written again.
 
     declaration: what says so. shapes: {name within the module: shape in the file} of the form's parts. beside: those of
     further tensors, which `KeptWeight.beside` holds. Names follow those of the modules: "weight_scale".
@@ -66,7 +66,7 @@ class KeptWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight, or of the shard over tensor or expert parallelism whose parts these are."""
+        """The shape of the weight, or of the shard over tensor or expert parallelism whose parts these are."""
         *experts, rows, columns = self.full_shape
         codes, (*count, height, width) = self.form.codes, self.parts[0].shape
         if self.form.is_flat:
@@ -80,19 +80,19 @@ class KeptWeight:
 
     @property
     def sharding(self) -> Sharding | None:
-        """That of the weight over a mesh, by that of its codes; None in one process."""
+        """The sharding of the weight over a mesh, by that of its codes; None in one process."""
         codes = self.parts[0]
-        own = codes if isinstance(codes, Sharding) else sharding_of(codes)
-        if own is None:
+        codes_sharding = codes if isinstance(codes, Sharding) else sharding_of(codes)
+        if codes_sharding is None:
             return None
         last = self.ndim - 1
         turned = {last: last - 1, last - 1: last} if self.form.codes.inputs_first else {}
-        dims = [None if dim is None else turned.get(dim, dim) for dim in own.dims]
+        dims = [None if dim is None else turned.get(dim, dim) for dim in codes_sharding.dims]
         whole = [
             None if dim is None or self.full_shape[dim] % count else dim
-            for dim, (_, count) in zip(dims, own.sizes, strict=True)
+            for dim, (_, count) in zip(dims, codes_sharding.sizes, strict=True)
         ]
-        return Sharding(tuple(whole), own.sizes, self.full_shape, self.dtype.itemsize, own.mesh)
+        return Sharding(tuple(whole), codes_sharding.sizes, self.full_shape, self.dtype.itemsize, codes_sharding.mesh)
 
     @property
     def ndim(self) -> int:
@@ -104,7 +104,7 @@ class KeptWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of its parts."""
+        """The bytes of its parts."""
         return sum(part.nbytes for part in self.parts if part is not None)
 
     @classmethod
@@ -154,13 +154,13 @@ class KeptWeight:
         return replace(self, parts=tuple(parts), beside=(), full_shape=shape)
 
     def reader(self) -> TensorReader:
-        """That of its parts, of one weight."""
+        """A reader of its parts, those of one weight."""
         return TensorReader({part.ending: t for (part, _, _), t in zip(self.form.parts(), self.parts, strict=True)})
 
     def dequantized(self) -> Tensor:
         """The weight as a plain tensor, without a gradient."""
         if self.ndim > 2:
-            return torch.stack([one.dequantized() for one in self.unbind()])
+            return torch.stack([matrix.dequantized() for matrix in self.unbind()])
         rows, columns = self.shape
         reader, whole = self.reader(), (slice(0, rows), slice(0, columns))
         with torch.no_grad():

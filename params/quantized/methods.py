@@ -22,9 +22,10 @@ from params.io.files import read_json
 
 from . import forms
 from .declared import Declaration, Described, Quantization, declared_dtype, shape_of
-from .form import ALL, EACH, Axis, Form
+from .form import Form
 from .schemes import compressed_tensors, modelopt, quark
 from .settings import MODULES, bits_of, group_of
+from .torchao import torchao
 
 Read = Callable[[Fields, str], Quantization]
 
@@ -33,7 +34,7 @@ HF_QUANT = "hf_quant_config.json"  # where NVIDIA's exporter says it, beside a c
 
 
 def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> Quantization | None:
-    """What config.json (`values`) or hf_quant_config.json in `folder` says, None where neither does.
+    """The quantization by config.json (`values`) or hf_quant_config.json in `folder`; None where neither has one.
 
     It is looked for at the top of config.json and in the configs of a model's parts. UnsupportedError for a method that
     is not read, ConfigError for what cannot be, both with the name of the file.
@@ -63,11 +64,11 @@ def _declaration(content: Any, keys: tuple[str, ...], file: str = "") -> Declara
 
 def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(quantization, its path of keys) of each place that has one, the outermost first."""
-    parts = {(name,): one for name, one in values.items() if isinstance(one, Mapping) and name not in QUANTIZATION}
-    for keys, one in ({(): values} | parts).items():
+    parts = {(name,): part for name, part in values.items() if isinstance(part, Mapping) and name not in QUANTIZATION}
+    for keys, config in ({(): values} | parts).items():
         for name in QUANTIZATION:
-            if one.get(name) is not None:
-                yield one[name], (*keys, name)
+            if config.get(name) is not None:
+                yield config[name], (*keys, name)
 
 
 def read_method(value: Any, where: str, values: Mapping[str, Any]) -> Quantization:
@@ -117,8 +118,8 @@ _AUTO_ROUND = """
 
 def _fp8(inner: Fields, method: str) -> Quantization:
     """e4m3: in blocks, by tensor, or by row; some files spell the scale `weight_scale`, others `weight_scale_inv`."""
-    given = inner.take("weight_block_size", None)
-    blocks = [128, 128] if "weight_block_size" not in inner.values else given
+    block_size = inner.take("weight_block_size", None)
+    blocks = [128, 128] if "weight_block_size" not in inner.values else block_size
     scheme = inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
     inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two
@@ -133,15 +134,15 @@ def _fp8(inner: Fields, method: str) -> Quantization:
             raise ConfigError(
                 f"{inner.where}: 'weight_block_size' is {shown(blocks)}, but must be two sizes, [128, 128]."
             )
-    named = given is not None
-    found: list[Form] = []
+    named = block_size is not None
+    fp8_forms: list[Form] = []
     for scale in ("_scale_inv", "_scale"):
-        found += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
-        found += [] if named else [forms.fp8_tensor(scale), forms.fp8_channel(scale)]
-        found += [forms.mxfp8(scale)] if method == "mxfp8" else []
+        fp8_forms += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
+        fp8_forms += [] if named else [forms.fp8_tensor(scale), forms.fp8_channel(scale)]
+        fp8_forms += [forms.mxfp8(scale)] if method == "mxfp8" else []
     if experts == "fp4":
-        found += [forms.mxfp4("", scale) for scale in ("_scale_inv", "_scale")]
-    return Quantization(method, tuple(found), activations=f"fp8, {scheme}")
+        fp8_forms += [forms.mxfp4("", scale) for scale in ("_scale_inv", "_scale")]
+    return Quantization(method, tuple(fp8_forms), activations=f"fp8, {scheme}")
 
 
 def _mxfp4(inner: Fields, method: str) -> Quantization:
@@ -152,8 +153,8 @@ def _mxfp4(inner: Fields, method: str) -> Quantization:
 def _fbgemm(inner: Fields, method: str) -> Quantization:
     inner.take("activation_scale_ub", None)
     inner.finish(ignored=MODULES)
-    found = (forms.fp8_channel("_scale"), forms.fp8_column("_scale"))
-    return Quantization(method, found, activations="fp8, dynamic")
+    fbgemm_forms = (forms.fp8_channel("_scale"), forms.fp8_column("_scale"))
+    return Quantization(method, fbgemm_forms, activations="fp8, dynamic")
 
 
 def _gptq(inner: Fields, method: str) -> Quantization:
@@ -171,7 +172,7 @@ def _gptq(inner: Fields, method: str) -> Quantization:
     if inner.take("autoround_version", None) is not None:  # AutoRound writes files of GPTQ under this name
         inner.expect("data_type", "int")
     overrides = inner.take("dynamic", {})
-    if not isinstance(overrides, Mapping) or not all(isinstance(one, Mapping) for one in overrides.values()):
+    if not isinstance(overrides, Mapping) or not all(isinstance(entry, Mapping) for entry in overrides.values()):
         raise ConfigError(f"{inner.where}: 'dynamic' is {shown(overrides)}, but must map patterns to settings.")
     quantizer = _AUTO_ROUND.split() if inner.read["autoround_version"] is not None else []
     inner.finish(ignored=(*_GPTQ.split(), *quantizer))
@@ -181,9 +182,9 @@ def _gptq(inner: Fields, method: str) -> Quantization:
             each = Fields({"bits": bits, "group_size": group or -1, **override}, f"{inner.where}, dynamic, {pattern}")
             settings.add((bits_of(each, "bits", 2, 3, 4, 8), group_of(each)))
             each.finish(ignored=("sym", "desc_act", "static_groups", "mse", "damp_percent", "act_group_aware"))
-    ordered = sorted(settings, key=lambda one: one != (bits, group))
-    found = (forms.gptq(*each, zero_offset=offset, indexed=indexed) for each in ordered)
-    return Quantization(method, tuple(found))
+    ordered = sorted(settings, key=lambda setting: setting != (bits, group))
+    gptq_forms = (forms.gptq(*each, zero_offset=offset, indexed=indexed) for each in ordered)
+    return Quantization(method, tuple(gptq_forms))
 
 
 def _awq(inner: Fields, method: str) -> Quantization:
@@ -204,7 +205,7 @@ def _auto_round(inner: Fields, method: str) -> Quantization:
     inner.expect("data_type", "int")
     base = (bits_of(inner, "bits", 2, 3, 4, 8), group_of(inner))
     extra = inner.take("extra_config", {})
-    if not isinstance(extra, Mapping) or not all(isinstance(one, Mapping) for one in extra.values()):
+    if not isinstance(extra, Mapping) or not all(isinstance(entry, Mapping) for entry in extra.values()):
         raise ConfigError(f"{inner.where}: 'extra_config' is {shown(extra)}, but must map modules to settings.")
     inner.finish(ignored=(*_AUTO_ROUND.split(), *MODULES))
 
@@ -271,12 +272,12 @@ def _power(value: Any) -> int:
 def _hqq(inner: Fields, method: str) -> Quantization:
     settings = inner.take("quant_config")
     inner.finish(ignored=("skip_modules", *MODULES))
-    found: dict[tuple[int, int, int], Form] = {}
+    hqq_forms: dict[tuple[int, int, int], Form] = {}
     outer = {"": settings} if isinstance(settings, Mapping) and "weight_quant_params" in settings else settings
     if not isinstance(outer, Mapping) or not outer:
         raise ConfigError(f"{inner.where}: 'quant_config' is {shown(settings)}, but must be an object.")
-    for name, one in outer.items():
-        group = Fields(one, f"{inner.where}, quant_config{', ' + name if name else ''}")
+    for name, group_settings in outer.items():
+        group = Fields(group_settings, f"{inner.where}, quant_config{', ' + name if name else ''}")
         weights = Fields(group.take("weight_quant_params"), f"{group.where}, weight_quant_params")
         for nested in ("scale_quant_params", "zero_quant_params"):
             if group.take(nested, None) is not None:
@@ -285,13 +286,13 @@ def _hqq(inner: Fields, method: str) -> Quantization:
         group.finish(ignored=("offload_meta",))
         key = (bits_of(weights, "nbits", 1, 2, 3, 4, 8), group_of(weights), weights.integer("axis", 0, low=0, high=1))
         weights.finish(ignored=("channel_wise", "optimize", "round_zero", "view_as_float"))
-        found.setdefault(key, forms.hqq(key[0], key[1], by_row=key[2] == 1))
-    axes = {key: key[2] for key in found}
+        hqq_forms.setdefault(key, forms.hqq(key[0], key[1], by_row=key[2] == 1))
+    axes = {key: key[2] for key in hqq_forms}
 
     def describe(form: Form, state: Tensor) -> Described:
-        return _hqq_shape(form, state, axes[next(key for key, one in found.items() if one is form)])
+        return _hqq_shape(form, state, axes[next(key for key, known in hqq_forms.items() if known is form)])
 
-    return Quantization(method, tuple(found.values()), describe=describe)
+    return Quantization(method, tuple(hqq_forms.values()), describe=describe)
 
 
 def _hqq_shape(form: Form, state: Tensor, axis: int) -> Described:
@@ -335,50 +336,6 @@ def _bitnet(inner: Fields, method: str) -> Quantization:
     return Quantization(method, (forms.ternary(divides=divides),), activations="int8, dynamic")
 
 
-def _torchao(inner: Fields, method: str) -> Quantization:
-    kinds = inner.take("quant_type")
-    inner.finish(ignored=(*MODULES, "include_input_output_embeddings", "untie_embedding_weights",
-                          "quant_type_kwargs", "include_embedding"))  # fmt: skip
-    if isinstance(kinds, str) or not isinstance(kinds, Mapping) or not kinds:
-        raise UnsupportedError(
-            f"{inner.where}: 'quant_type' is {shown(kinds)}, of a release of torchao that saved pickles; read is what "
-            "later releases save as safetensors, {'default': {'_type': ..., '_data': ...}}."
-        )
-    read = [form for one in kinds.values() for form in _torchao_forms(inner, one)]
-    acts = {name for one in kinds.values() if "DynamicActivation" in (name := str(one.get("_type")))}
-    return Quantization(method, tuple(read), activations=", ".join(sorted(acts)))
-
-
-def _torchao_forms(inner: Fields, one: Any) -> list[Form]:
-    kind = one.get("_type") if isinstance(one, Mapping) else None
-    data = one.get("_data") if isinstance(one, Mapping) else None
-    data = data if isinstance(data, Mapping) else {}
-    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
-        return [forms.torchao_fp8(EACH, ALL), forms.torchao_fp8(ALL, ALL), forms.torchao_fp8(Axis(128), Axis(128))]
-    group = _torchao_group(inner, data)
-    integers = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig")
-    if kind in (*integers, "Int8DynamicActivationIntxWeightConfig"):
-        return [forms.torchao_integers(group)]
-    packing = data.get("int4_packing_format", {})
-    if kind == "Int4WeightOnlyConfig" and (packing.get("_data") if isinstance(packing, Mapping) else "") == "PLAIN":
-        return [forms.torchao_int4(group)]
-    raise UnsupportedError(
-        f"{inner.where}: 'quant_type' is {shown(one)}; supported are {', '.join(integers)}, "
-        "Int8DynamicActivationIntxWeightConfig, Float8WeightOnlyConfig, Float8DynamicActivationFloat8WeightConfig, and "
-        "Int4WeightOnlyConfig with the packing PLAIN."
-    )
-
-
-def _torchao_group(inner: Fields, data: Mapping[str, Any]) -> int:
-    """Inputs that share a scale: of `group_size`, or of a granularity; 0 for all."""
-    for name in ("granularity", "weight_granularity"):
-        granularity = data.get(name)
-        sizes = granularity.get("_data") if isinstance(granularity, Mapping) else None
-        if isinstance(sizes, Mapping) and "group_size" in sizes:
-            return group_of(Fields(sizes, f"{inner.where}, {name}"))
-    return group_of(Fields(data, inner.where)) if data.get("group_size") is not None else 0
-
-
 METHODS: dict[str, Read] = {
     "auto-round": _auto_round,
     "awq": _awq,
@@ -398,7 +355,7 @@ METHODS: dict[str, Read] = {
     "mxfp4": _mxfp4,
     "mxfp8": _fp8,
     "quark": quark,
-    "torchao": _torchao,
+    "torchao": torchao,
 }
 _KERNELS = "whose files hold weights in the order that its own kernels for GPUs read, which is not read here"
 _CODEBOOKS = "whose files hold indices into learned codebooks of vectors, which are not read here"

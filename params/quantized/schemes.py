@@ -30,15 +30,18 @@ def compressed_tensors(inner: Fields, method: str) -> Quantization:
     groups = inner.take("config_groups", {})
     if not isinstance(groups, Mapping) or (not groups and layout != "dense"):
         raise ConfigError(f"{inner.where}: 'config_groups' is {shown(groups)}, but must be an object with groups.")
-    found: list[Form] = []
+    scheme_forms: list[Form] = []
     activations: set[str] = set()
     for name, group in groups.items():
         scheme, acts = _compressed_group(Fields(group, f"{inner.where}, {name}"), layout)
-        found += scheme
+        scheme_forms += scheme
         activations |= {acts} if acts else set()
     inner.finish(ignored=("ignore", "global_compression_ratio", "quantization_status", "version"))
     return Quantization(
-        method, tuple(dict.fromkeys(found)), activations=" and ".join(sorted(activations)), cache=_of_scheme(cache)
+        method,
+        tuple(dict.fromkeys(scheme_forms)),
+        activations=" and ".join(sorted(activations)),
+        cache=_of_scheme(cache),
     )
 
 
@@ -63,7 +66,7 @@ def _compressed_group(group: Fields, layout: str) -> tuple[list[Form], str]:
 
 
 def _of_scheme(value: Any) -> str:
-    """How activations or a cache are quantized, in words."""
+    """The quantization of activations or of a cache, in words."""
     if not isinstance(value, Mapping):
         return ""
     return f"{value.get('type', 'int')}{value.get('num_bits', 8)}, {'dynamic' if value.get('dynamic') else 'static'}"
@@ -138,11 +141,11 @@ def modelopt(inner: Fields, method: str) -> Quantization:
     cache = fields.take("kv_cache_quant_algo", None) or _of_scheme(fields.take("kv_cache_scheme", None))
     named = [algorithm]
     if algorithm == "MIXED_PRECISION":
-        if not isinstance(layers, Mapping) or not all(isinstance(one, Mapping) for one in layers.values()):
+        if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
             raise ConfigError(
                 f"{fields.where}: 'quantized_layers' is {shown(layers)}, but must map modules to objects."
             )
-        named = [one.get("quant_algo") for one in layers.values()]
+        named = [layer.get("quant_algo") for layer in layers.values()]
     for name in named:
         if name is None:
             continue
@@ -154,16 +157,16 @@ def modelopt(inner: Fields, method: str) -> Quantization:
     fields.finish(ignored=(*ignored, "pre_quant_scale", "version"))
     inner.finish(ignored=ignored)
     known = sorted({name for name in named if name is not None})
-    found = tuple(form for name in known for form in _ALGORITHMS[name])
+    modelopt_forms = tuple(form for name in known for form in _ALGORITHMS[name])
     acts = [name for name in known if name not in _WEIGHTS_ONLY]
-    return Quantization("modelopt", found, activations=", ".join(acts), cache=str(cache or ""))
+    return Quantization("modelopt", modelopt_forms, activations=", ".join(acts), cache=str(cache or ""))
 
 
 def _check_algorithms(inner: Fields) -> None:
     """UnsupportedError for an algorithm of Quark that may turn activations while the model runs, as rotations do."""
     value = inner.take("algo_config", [])
-    for one in value if isinstance(value, list) else [value]:
-        name = one.get("name") if isinstance(one, Mapping) else one
+    for algorithm in value if isinstance(value, list) else [value]:
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         if name not in _MERGED:
             raise UnsupportedError(
                 f"{inner.where}: 'algo_config' has {shown(name)}; supported are {', '.join(_MERGED)}, of which the "
@@ -174,7 +177,7 @@ def _check_algorithms(inner: Fields) -> None:
 def quark(inner: Fields, method: str) -> Quantization:
     """AMD's Quark: e4m3 by tensor or channel, and mxfp4."""
     _check_algorithms(inner)
-    found: list[Form] = []
+    quark_forms: list[Form] = []
     base = inner.take("global_quant_config")
     layers = inner.take("layer_quant_config", {})
     kinds = inner.take("layer_type_quant_config", {})
@@ -182,11 +185,11 @@ def quark(inner: Fields, method: str) -> Quantization:
     for others in (layers, kinds):
         each += list(others.values()) if isinstance(others, Mapping) else []
     acts = False
-    for one in each:
-        weights = one.get("weight") if isinstance(one, Mapping) else None
+    for settings in each:
+        weights = settings.get("weight") if isinstance(settings, Mapping) else None
         if weights is None:
             continue
-        acts = acts or one.get("input_tensors") is not None
+        acts = acts or settings.get("input_tensors") is not None
         fields = Fields(weights, f"{inner.where}, weight")
         dtype, scheme = fields.take("dtype"), fields.take("qscheme")
         key = (dtype, scheme)
@@ -201,8 +204,10 @@ def quark(inner: Fields, method: str) -> Quantization:
         if dtype == "fp4":
             fields.expect("group_size", 32)
             fields.expect("scale_format", "e8m0")
-        found.append(known[key])
+        quark_forms.append(known[key])
     inner.finish(ignored=("exclude", "export", "softmax_quant_spec", "quant_mode", "quant_method",
                           "kv_cache_quant_config", "kv_cache_post_rope", "version"))  # fmt: skip
     cache = "fp8" if inner.values.get("kv_cache_quant_config") else ""
-    return Quantization("quark", tuple(dict.fromkeys(found)), activations="as weights" if acts else "", cache=cache)
+    return Quantization(
+        "quark", tuple(dict.fromkeys(quark_forms)), activations="as weights" if acts else "", cache=cache
+    )

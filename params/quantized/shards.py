@@ -33,7 +33,7 @@ def by_rows(form: Form, parts: Parts, shape: tuple[int, int]) -> tuple[Form, Par
 
     Scales that are quantized in blocks of their own are dequantized.
     """
-    axes = [one.columns for one in (form.codes, form.scales) if one is not None]
+    axes = [part.columns for part in (form.codes, form.scales) if part is not None]
     if form.width >= 0 or any(shape[1] % max(axis.elements, 1) for axis in axes):
         return form, parts
     if isinstance(form.scales, Form):
@@ -57,10 +57,10 @@ def part_shardings(
     parts: of one matrix, [rows, columns] as they are stored. ValueError names the leaf, the mesh dimension and the
     block that a shard would cut.
     """
-    found: list[Sharding | None] = []
+    shardings: list[Sharding | None] = []
     for (part, rows, columns), tensor in zip(form.parts(), parts, strict=True):
         if tensor is None:
-            found.append(None)
+            shardings.append(None)
             continue
         lead, full = len(shape) - 2, (*shape[:-2], *tensor.shape)
         dims: list[int | None] = [None] * len(sharding.sizes)
@@ -76,8 +76,8 @@ def part_shardings(
             spread = sharding.sizes[position][0] not in COMPUTED and count > 1
             free = [d for d, n in enumerate(full) if d not in dims and n % count == 0] if spread else []
             dims[position] = free[0] if free else dims[position]
-        found.append(Sharding(tuple(dims), sharding.sizes, full, tensor.dtype.itemsize, sharding.mesh))
-    return found
+        shardings.append(Sharding(tuple(dims), sharding.sizes, full, tensor.dtype.itemsize, sharding.mesh))
+    return shardings
 
 
 def _check_whole(form: Form, axes: Sequence[Axis], size: int, what: str) -> None:

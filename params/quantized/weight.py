@@ -41,12 +41,12 @@ class QuantizedWeight:
 
     @property
     def module(self) -> str:
-        """What the names of its module's tensors begin with."""
+        """The prefix of the names of its module's tensors."""
         return self.name.rpartition(".")[0] + "."
 
     @property
     def stem(self) -> str:
-        """What the names of all parts begin with."""
+        """The prefix of the names of all parts."""
         return self.name.removesuffix(self.form.weight)
 
     @property
@@ -126,7 +126,7 @@ def _attempt(
     name: str,
     entry: TensorEntry,
     described: Described,
-    found: Mapping[str, Located],
+    located: Mapping[str, Located],
     quantization: Quantization,
 ) -> tuple[QuantizedWeight, list[str]] | None:
     """The weight that a tensor is the codes of in this form and what is wrong with it; None: it is no such tensor."""
@@ -136,15 +136,15 @@ def _attempt(
     if (form.weight and not stem.endswith(".")) or (len(entry.shape) < 2 and not form.width):
         return None
     others = quantization.endings - {codes.ending}
-    if any(name.endswith(ending) and name.removesuffix(ending) + codes.ending in found for ending in others):
+    if any(name.endswith(ending) and name.removesuffix(ending) + codes.ending in located for ending in others):
         return None  # it is another part of a weight
-    where = f"{name!r} in {found[name][0].path.name}"
+    where = f"{name!r} in {located[name][0].path.name}"
     size = _canonical(entry.shape, codes)
     if shape is None:
         if size is None:
             text = f"{list(entry.shape)} of {_name(entry.dtype)}"
             words = "two dimensions" if not codes.pieces else f"[.., out, in / 32, {codes.pieces}]"
-            return QuantizedWeight(stem + form.weight, entry.shape, entry.dtype, form, {codes.ending: found[name]}), [
+            return QuantizedWeight(stem + form.weight, entry.shape, entry.dtype, form, {codes.ending: located[name]}), [
                 f"{where}: expected {words} of {_name(codes.dtypes[0])}, found {text}"
             ]
         *lead, rows, columns = size
@@ -158,22 +158,22 @@ def _attempt(
     for part, row_axes, column_axes in form.parts():
         if part.ending in numbers:
             continue
-        if stem + part.ending not in found:
+        if stem + part.ending not in located:
             missing += [repr(stem + part.ending)] if part.needed else []
             continue
-        file, stored = found[stem + part.ending]
+        file, stored = located[stem + part.ending]
         height, width = form.matrix(shape)
-        wanted = _file_shape((*lead, _count(row_axes, height), _count(column_axes, width)), part)
-        if stored.dtype not in part.dtypes or not _fits(stored.shape, wanted, part, form):
-            shown = [n for n in wanted if n != 1] if len(stored.shape) < len(wanted) else list(wanted)
+        expected = _file_shape((*lead, _count(row_axes, height), _count(column_axes, width)), part)
+        if stored.dtype not in part.dtypes or not _fits(stored.shape, expected, part, form):
+            shown = [n for n in expected if n != 1] if len(stored.shape) < len(expected) else list(expected)
             faults.append(
                 f"{stem + part.ending!r} in {file.path.name}: expected {shown} of "
                 f"{' or '.join(map(_name, part.dtypes))} in {form.name}, found {list(stored.shape)} of "
                 f"{_name(stored.dtype)}"
             )
         shapes[part.ending] = stored.shape
-        parts[part.ending] = (file, replace(stored, shape=stored.shape if part.padded else wanted))
-    missing += [repr(stem + form.state)] if form.state and stem + form.state not in found else []
+        parts[part.ending] = (file, replace(stored, shape=stored.shape if part.padded else expected))
+    missing += [repr(stem + form.state)] if form.state and stem + form.state not in located else []
     if missing:
         faults.append(f"{where}: {_name(entry.dtype)} in {form.name}, but missing are {', '.join(missing)}")
     rows, columns = shape
@@ -215,14 +215,14 @@ def _file_shape(shape: tuple[int, ...], part: Part) -> tuple[int, ...]:
     return (*lead, columns, rows) if part.inputs_first else (*lead, rows, columns)
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int, ...], part: Part, form: Form) -> bool:
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...], part: Part, form: Form) -> bool:
     if part.padded:
-        return len(shape) == len(wanted) and shape[:-1] == wanted[:-1] and shape[-1] >= wanted[-1]
+        return len(shape) == len(expected) and shape[:-1] == expected[:-1] and shape[-1] >= expected[-1]
     if part.pieces:
         shape = (*shape[:-2], shape[-2] * shape[-1])
-    if len(shape) == len(wanted) and form.width >= 0:
-        return shape == wanted
-    return [n for n in shape if n != 1] == [n for n in wanted if n != 1]  # without dimensions of size 1
+    if len(shape) == len(expected) and form.width >= 0:
+        return shape == expected
+    return [n for n in shape if n != 1] == [n for n in expected if n != 1]  # without dimensions of size 1
 
 
 def matrices(weight: QuantizedWeight, rows: slice = slice(None)) -> list[QuantizedWeight]:
@@ -283,8 +283,8 @@ def read_quantized(
 
 def _fill(target: Tensor, box: Box, weight: QuantizedWeight, buffer: Tensor) -> None:
     if target.ndim > 2:
-        for matrix, one in zip(target, matrices(weight, box[0]), strict=True):
-            _fill(matrix, box[1:], one, buffer)
+        for matrix, weights in zip(target, matrices(weight, box[0]), strict=True):
+            _fill(matrix, box[1:], weights, buffer)
         return
     (rows, columns), form, reader = box, weight.form, FileReader(weight, buffer)
     for region in regions(form, (rows, columns), CHUNK):

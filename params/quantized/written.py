@@ -36,7 +36,7 @@ def _leaves(node: Tree, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def declaration_of(leaves: Mapping[str, Any]) -> Declaration | None:
-    """What declares the kept weights among them; None without any. MismatchError for those of several files."""
+    """The declaration of the kept weights among leaves; None without any. MismatchError for those of several files."""
     declared = {leaf.origin.declaration for leaf in leaves.values() if isinstance(leaf, KeptWeight) and leaf.origin}
     if len(declared) > 1:
         raise MismatchError("The kept weights are of files that are quantized in different ways; dequantize some.")
@@ -64,17 +64,17 @@ def file_tensors(slices: Sequence[tuple[Single, KeptWeight]]) -> dict[str, LazyT
         raise MismatchError(f"{name} is one tensor in the file, and its parts are kept in different forms.")
     module, shapes = name.rpartition(".")[0] + ".", dict(origin.shapes)
     stem = name.removesuffix(form.weight) if form.weight else name
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for index, (part, row_axes, _) in enumerate(form.parts()):
         full = stem + part.ending
         shape = shapes.get(full.removeprefix(module))
         if weight.parts[index] is None or shape is None:  # a number in the description
             continue
-        stored = [(one, kept.parts[index]) for one, kept in slices]
-        found[full] = LazyTensor(weight.parts[index].dtype, shape, _Joined(part, row_axes, stored, shape))
+        stored = [(single, kept.parts[index]) for single, kept in slices]
+        tensors[full] = LazyTensor(weight.parts[index].dtype, shape, _Joined(part, row_axes, stored, shape))
     for inner, tensor in zip(origin.beside, weight.beside[0], strict=True):
-        found[module + inner] = LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone)
-    return found
+        tensors[module + inner] = LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone)
+    return tensors
 
 
 class _Joined:
@@ -95,7 +95,9 @@ class _Joined:
                     f"{disk_name(first)}: its rows have one scale in the file, and different ones here."
                 )
             return tensor.reshape(self.shape)
-        pieces = sorted(((one, t) for one, t in self.stored if isinstance(one, TensorSlice)), key=lambda p: p[0].start)
+        pieces = sorted(
+            ((single, t) for single, t in self.stored if isinstance(single, TensorSlice)), key=lambda p: p[0].start
+        )
         turned = [t.mT if self.part.inputs_first else t for _, t in pieces]
         rows = torch.cat([t.unflatten(-2, (pieces[0][0].groups, -1)) for t in turned], -2).flatten(-3, -2)
         return (rows.mT if self.part.inputs_first else rows).reshape(self.shape)

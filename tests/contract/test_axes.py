@@ -9,10 +9,19 @@ import pytest
 import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.spec import Leaf
-from tests.support.cases import Case, cases
+from tests.support.cases import Case, structures
 
-NORMS_WITHOUT_WEIGHTS = ("nanochat", "olmo", "olmo_clipped", "opt_bare")
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
+ON_STREAM = (
+    "embed",
+    "embed_twice",
+    "streams",
+    "features",
+    "per_layer",
+    "one",
+    "frequency",
+)  # axes of vectors beside sublayers
+NORMS_WITHOUT_WEIGHTS = ("nanochat", "olmo", "olmo_clipped", "opt_bare", "hrm_text", "hrm_text_deep")
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 
 
 def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
@@ -32,9 +41,12 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if kind_of(config, path).startswith("sliding"):
             heads = getattr(config, "sliding_attention_heads", heads)
             kv_heads = getattr(config, "sliding_key_value_heads", kv_heads)
+        if hasattr(config, "sublayers") and path.startswith("layers."):
+            kv_heads = config.sublayers[int(path.split(".")[1])][1]
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             wanted = {
                 "embed": config.hidden_size,
+                "shifted": config.hidden_size,
                 "vocab": config.vocab_size,
                 "heads": heads * leaf.unit,
                 "kv_heads": kv_heads * leaf.unit,
@@ -47,10 +59,10 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if len(leaf.shape) == 1 and path == "lm_head_bias":
             if leaf.axes != ("vocab",):
                 faults.append(f"{path} is added to logits, so its axis is 'vocab', not {leaf.axes[0]!r}.")
-        elif len(leaf.shape) == 1 and on_stream and leaf.axes[0] not in ("embed", "features", "per_layer", "one"):
+        elif len(leaf.shape) == 1 and on_stream and leaf.axes[0] not in ON_STREAM:
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
-        alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())
+        alone = {"head_dim", "linear_head_dim", "activation", "shifted"} | ({"heads"} if leaf.unit == 1 else set())
         # of windows that overlap, a key has half the width of its projection
         halved = entry[0] == "latent" and (entry[0], 2 * entry[1]) in matrices[layer_of(path)]
         known = entry in matrices[layer_of(path)] or halved
@@ -75,13 +87,13 @@ def kind_of(config: Any, path: str) -> str:
     return fnmodels.family_of(config).kinds(config)[int(layer.split(".")[1])] if layer.startswith("layers") else ""
 
 
-@every_case
+@every_structure
 def test_axes_fit_places_and_sizes(case: Case) -> None:
     faults = wrong_axes(case.config, tree.flatten(fnmodels.family_of(case.config).spec(case.config)))
     assert not faults, "\n".join(faults)
 
 
-@every_case
+@every_structure
 def test_a_norm_with_another_axis_is_found(case: Case) -> None:
     flat = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
     norms = {path: leaf for path, leaf in flat.items() if "norm" in path.rpartition(".")[2]}

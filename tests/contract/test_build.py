@@ -16,7 +16,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.spec import InTurn
+from fnmodels.models.common.spec import InTurn, Parts
 from params.initialize import draw
 from tests.support.cases import (
     KERNELS,
@@ -31,6 +31,7 @@ from tests.support.cases import (
     published_of,
     richest,
     segments,
+    structures,
     supports,
     trainable,
     variants_of,
@@ -38,7 +39,7 @@ from tests.support.cases import (
 )
 from tests.support.status import CHECKED
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 every_family = pytest.mark.parametrize("family", family_modules())
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
 # fnmodels.as_module is the one adapter: for libraries that take modules, and no model is written with it.
@@ -84,7 +85,7 @@ def test_forward_reads_no_values(case: Case, kernel: str) -> None:
     assert logits.shape == (*MIXED.shape, case.config.vocab_size)
 
 
-@every_case
+@every_structure
 def test_spec_is_the_tree(case: Case) -> None:
     family = fnmodels.family_of(case.config)
     spec = tree.flatten(family.spec(case.config))
@@ -101,7 +102,7 @@ def test_spec_is_the_tree(case: Case) -> None:
     assert hash(case.config) == hash(type(case.config).from_hf(case.config.to_hf()))
 
 
-@every_case
+@every_structure
 def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
     """D2: independent of earlier draws and of their order."""
     before = torch.get_rng_state()
@@ -114,15 +115,16 @@ def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
     alone = {path: draw(leaf, 3, path) for path, leaf in reversed(spec.items())}
     for path, tensor in first.items():
         assert torch.equal(tensor, second[path]) and torch.equal(tensor, alone[path]), path
-        constant = bool((tensor == tensor.flatten()[0]).all()) or isinstance(spec[path].init, InTurn)
+        constant = bool((tensor == tensor.flatten()[0]).all()) or isinstance(spec[path].init, InTurn | Parts)
         assert torch.equal(tensor, third[path]) == constant, path
-    drawn = [t.flatten()[:16] for t in first.values() if t.std() > 0]
+    fixed = {path for path, leaf in spec.items() if isinstance(leaf.init, Parts)}
+    drawn = [t.flatten()[:16] for path, t in first.items() if t.std() > 0 and path not in fixed]
     assert len({tuple(t.tolist()) for t in drawn}) == len(drawn), "two leaves begin alike"
     half = tree.flatten(P.init(case.config, 3, dtype=torch.bfloat16))
     assert all(torch.equal(first[path].to(tensor.dtype), tensor) for path, tensor in half.items())
 
 
-@every_case
+@every_structure
 def test_params_are_the_whole_state(case: Case) -> None:
     """B1: an abstract model filled with NaN and then loaded gives the same bits; every leaf affects the logits."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
@@ -136,15 +138,16 @@ def test_params_are_the_whole_state(case: Case) -> None:
     moved = tree.flatten(gradients(mixed.forward(leaves)[mixed.valid].sin().sum(), leaves))
     flat = tree.flatten(weights)
     for path, tensor in flat.items():
-        if moved[path].any() or (".indexer." in path and hasattr(case.config, "indexed_ratio")):
-            continue  # rows of more windows than are chosen: tests/parity/test_mutations.py
+        of_blocks = any(hasattr(case.config, name) for name in ("indexed_ratio", "indexer_budget"))
+        if moved[path].any() or (".indexer." in path and of_blocks):
+            continue  # rows of more windows or blocks than are chosen: tests/parity/test_mutations.py
         got = mixed.forward(tree.unflatten(flat | {path: torch.full_like(tensor, torch.nan)}))
         # selection biases and indexers enter no sum: they only decide which experts and keys are chosen
         chooses = path.endswith(("selection_bias", "tid2eid")) or ".indexer." in path
         assert got.isnan().any() or (chooses and not torch.equal(got, wanted)), path
 
 
-@every_case
+@every_structure
 def test_building_changes_no_global_state(case: Case) -> None:
     """R6: generators, defaults, modes, environment, process groups."""
 

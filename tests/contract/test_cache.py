@@ -372,13 +372,13 @@ def evicted_first(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
     if plan.use.keys != "both":
         return plan
     seen = replace(mask, kv_positions=plan.after.positions, kv_segments=plan.after.segments)
-    return replace(plan, mask=seen, use=SlotUse("slots"))
+    return plan._replace(mask=seen, use=SlotUse("slots"))
 
 
 def kept_masks(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
     """The mask of the step is used as it is, as without the shortcuts that read the slots again."""
     plan = PLAN(mask, slots, free, **how)
-    return plan if plan.use.keys == "both" else replace(plan, mask=mask, use=SlotUse("both"))
+    return plan if plan.use.keys == "both" else plan._replace(mask=mask, use=SlotUse("both"))
 
 
 def first_of_chunk(self: Any, positions: Tensor, segments: Tensor) -> Tensor:
@@ -424,3 +424,9 @@ def test_planted_bugs_are_found(bug: str | None, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(owner, name, wrong)
     got, _ = stepped(params, batch, empty(batch, room=30), (10, 1, 3, 12), positions=False)
     assert (far(batch, got, wanted) < 1e-12) == (bug is None)
+
+
+def test_a_step_without_tokens_is_refused() -> None:
+    config = FAMILIES[0].config
+    with pytest.raises(ValueError, match=r"tokens is \[2, 0\]; a step has at least one token of each row"):
+        fnmodels.prepare_step(config, torch.zeros(2, 0, dtype=torch.long), fnmodels.init_cache(config, 2, 8))

@@ -21,7 +21,7 @@ from fnmodels.ops import rotary
 from fnmodels.ops.slots import QUANTIZABLE
 from tests.contract.test_cache import FAMILIES, SLIDING
 from tests.fnmodels.test_encode import CONFIGS, begun, weights
-from tests.support.cases import Case, batch_of, cases, causal, generic_params, off, representatives, segments
+from tests.support.cases import Case, batch_of, cases, causal, generic_params, off, representatives, segments, short
 from tests.support.recorded import graphs_on_the_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +90,7 @@ def quantizable(case: Case) -> bool:
     return any(name in entry for entry in layers for name in QUANTIZABLE)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *SCALED], ids=str)
+@pytest.mark.parametrize("case", [*FAMILIES, *map(short, SCALED)], ids=str)
 def test_a_step_reads_and_copies_nothing_on_the_host(case: Case) -> None:
     """On the meta device, in the second run: the first makes the constants."""
     config, made = case.config, Constants()

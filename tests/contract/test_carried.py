@@ -11,7 +11,7 @@ from fnmodels import tree
 from fnmodels.apply import layer_inputs_of
 from fnmodels.models.common.carried import borrowed, joins, takes_choice
 from fnmodels.models.common.family import LayerKind, parsed
-from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, trainable
+from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, shared_of, trainable
 
 MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
 
@@ -35,6 +35,7 @@ def parts(case: Case, params: Any, bounds: tuple[int, ...]) -> tuple[torch.Tenso
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     beside = layer_inputs_of(params, inputs, x, config=case.config)
     run = functools.partial(fnmodels.run_layers, config=case.config, kernel="math", valid=inputs["valid"])
+    run = functools.partial(run, **shared_of(case.config, params, inputs))
     carried: Any = {}
     found = []
     for lo, hi in zip((0, *bounds), (*bounds, len(kinds_of(case))), strict=True):
@@ -46,7 +47,14 @@ def parts(case: Case, params: Any, bounds: tuple[int, ...]) -> tuple[torch.Tenso
 
 def test_there_are_cases() -> None:
     gemma, longcat = {"gemma4_text", "gemma3n_text", "gemma3n"}, {"longcat_flash", "longcat_flash_ngram"}
-    assert {case.config.model_type for case in CARRYING} == {"glm_moe_dsa"} | gemma | longcat
+    assert {case.config.model_type for case in CARRYING} == {
+        "glm_moe_dsa",
+        "hy_v4",
+        "rwkv7",
+        "zamba2",
+        "mistral_large4",
+        "mistral_large4_text",
+    } | gemma | longcat
 
 
 @every_case
@@ -75,8 +83,9 @@ def test_what_is_not_carried_is_missed(case: Case) -> None:
     beside = layer_inputs_of(params, inputs, x, config=case.config)
     cut = next(i for i, kind in enumerate(kinds) if is_carried(kind))
     run = functools.partial(fnmodels.run_layers, params, x, masks, freqs_cis, config=case.config, layer_inputs=beside)
+    run = functools.partial(run, **shared_of(case.config, params, inputs))
     with pytest.raises(
-        ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and|adds what layer"
+        ValueError, match=r"takes the choice of keys of an earlier one|reads the keys and|reads what layer"
     ):
         run(cut, len(kinds))
     if any(kind.source for kind in parsed(kinds)):

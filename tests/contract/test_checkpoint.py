@@ -12,9 +12,8 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support.cases import Case, batch_of, cases, generic_params, representatives, segments, structures
+from tests.support.cases import Case, batch_of, generic_params, representatives, segments, structures
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 every_part = pytest.mark.parametrize("case", representatives(), ids=str)
 
@@ -24,7 +23,7 @@ def saved(case: Case, folder: Path, **options: Any) -> Path:
     return folder
 
 
-@every_case
+@every_structure
 def test_round_trip(case: Case, tmp_path: Path) -> None:
     """L5: config and every tensor come back; the forward gives the same bits."""
     config, weights = P.load_pretrained(saved(case, tmp_path / "model"))

@@ -13,7 +13,7 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import deepseek, tree
-from fnmodels.models.common import context
+from fnmodels.models.common import chosen_keys
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import LayerKind, own_choices
 from fnmodels.ops import indexer
@@ -28,14 +28,17 @@ from tests.support.cases import (
     gradients,
     off,
     segments,
+    shared_of,
     summed_loss,
     trainable,
 )
 from train.parallel.context.api import context_kernel
 
-# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py
+# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py, of blocks: test_minimax_m3.py and
+# test_qwen4_exp.py there
+_OTHER = {"indexed_ratio", "index_block_size", "indexer_budget"}
 CHOOSING = [case for case in cases() if own_choices(fnmodels.family_of(case.config).kinds(case.config))]
-CHOOSING = [case for case in CHOOSING if not hasattr(case.config, "indexed_ratio")]
+CHOOSING = [case for case in CHOOSING if hasattr(case.config, "index_topk") and not _OTHER & set(vars(case.config))]
 WIDE = [replace(case, name=f"{case.name}_every_key", config=replace(case.config, index_topk=64)) for case in CHOOSING]
 SHARED = [case for case in CHOOSING if any("shared" in kind for kind in case.config.layer_kinds)]
 every_case = pytest.mark.parametrize("case", CHOOSING, ids=str)
@@ -45,7 +48,9 @@ MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
 
 
 def test_there_are_cases() -> None:
-    assert {case.config.model_type for case in CHOOSING} == {"deepseek_v32", "glm_moe_dsa"} and SHARED
+    mistral = {"mistral_large4", "mistral_large4_text"}
+    known = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"} | mistral
+    assert {case.config.model_type for case in CHOOSING} == known and SHARED
     assert all(case.config.index_topk < 10 for case in CHOOSING)
 
 
@@ -192,6 +197,7 @@ def test_layers_that_share_a_choice(case: Case) -> None:
     own = own_choices(kinds)
     first = next(i for i, kind in enumerate(kinds) if LayerKind.parse(kind).indexed and i not in own)
     layers = functools.partial(fnmodels.run_layers, config=config, kernel="math", valid=inputs["valid"])
+    layers = functools.partial(layers, **shared_of(config, params, inputs))
     x = fnmodels.family_of(config).embed(params, inputs, config=config)
     whole = layers(params, x, masks, freqs_cis, 0, len(kinds))
     middle, tapped = layers(params, x, masks, freqs_cis, 0, first, taps=(f"layers.{own[0]}.choices",))
@@ -225,7 +231,7 @@ def test_what_cannot_choose_is_refused(case: Case) -> None:
 
 def test_as_many_keys_as_there_are_is_dense_latent_attention() -> None:
     """The bits of DeepSeek V3 with the same parameters; the indexer's values do not matter."""
-    case, wide = CHOOSING[0], WIDE[0]
+    case, wide = next(pair for pair in zip(CHOOSING, WIDE, strict=True) if pair[0].name == "deepseek_v32")
     batch, params = batch_of(case.config, MIXED), generic_params(case.config, torch.float64)
     dense = deepseek.Config.from_hf({name: case.values[name] for name in case.values if "index" not in name} | V3)
     want = replace(batch, config=dense).forward(params)
@@ -239,7 +245,7 @@ def _documents_mixed(patch: pytest.MonkeyPatch) -> None:
         every = replace(mask, q_segments=mask.q_segments.clamp(1, 1), kv_segments=mask.kv_segments.clamp(1, 1))
         return replace(indexer.keys_of(mask), mask=every.dense())
 
-    patch.setattr(context, "keys_of", mixed)
+    patch.setattr(chosen_keys, "keys_of", mixed)
 
 
 def _named_by_index(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +253,7 @@ def _named_by_index(patch: pytest.MonkeyPatch) -> None:
         places = torch.arange(k.shape[1]).expand(keys.positions.shape)
         return indexer.choose(weights, x, latent, k, freqs, replace(keys, positions=places), how)
 
-    patch.setattr(context, "choose", choose)
+    patch.setattr(chosen_keys, "choose", choose)
 
 
 def _replay_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -263,7 +269,11 @@ def _replay_ignored(patch: pytest.MonkeyPatch) -> None:
 def _cached_keys_not_rotated(patch: pytest.MonkeyPatch) -> None:
     still = Indexer(8, lambda x, _: x)
     right = indexer.index_keys
-    patch.setattr(context, "index_keys", lambda w, x, freqs, how: right(w, x, freqs, how if x.shape[1] > 8 else still))
+
+    def rotated(w: Any, x: Any, freqs: Any, how: Any) -> Any:
+        return right(w, x, freqs, how if x.shape[1] > 8 else still)
+
+    patch.setattr(chosen_keys, "index_keys", rotated)
 
 
 def _bits(case: Case) -> None:

@@ -15,6 +15,7 @@ from torch.func import grad, vmap
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs import noise_keys
+from fnmodels.models.common.dropout import dropout_table
 from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops import dropout as op
@@ -31,6 +32,7 @@ from tests.support.cases import (
     richest,
     segments,
     short,
+    sublayers,
 )
 
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15)
@@ -100,9 +102,15 @@ def test_every_rate_acts_alone(case: Case) -> None:
     """Each place has masks of its own, in every layer that has the place."""
     plain = batch_of(case.config, PACKED).forward(generic_params(case.config, torch.float64))
     for field in dataclasses.fields(Dropout):
+        if field.name == "final":
+            with pytest.raises(ValueError, match='"final" is for encoder-decoders'):
+                Problem(case, final=0.4).forward()
+            continue
+        if field.name == "neurons" and not any("mlp.neurons" in name for name in fnmodels.tap_names(case.config)):
+            continue
         if field.name == "weights" and not attending_layers(case.config):
             continue
-        if field.name == "mlp" and not any("mlp" in layer for layer in generic_params(case.config)["layers"]):
+        if field.name == "mlp" and not any("mlp" in parts for parts in sublayers(case.config)):
             continue
         if field.name == "attention" and not any("attention" in n for n in fnmodels.tap_names(case.config)):
             continue
@@ -183,13 +191,14 @@ def test_a_step_on_a_cache_has_no_dropout() -> None:
 @pytest.mark.parametrize("case", [c for c in cases() if c.values and hasattr(c.config, "dropout")], ids=str)
 def test_published_rates_are_read_and_saved(case: Case) -> None:
     family: Any = fnmodels.family_of(case.config)
-    table = traits_of(family).dropout
+    table = dropout_table(case.config)
     if case.family == "llama" and case.values["model_type"] != "seed_oss":
         table = {name: places for name, places in table.items() if name != "residual_dropout"}
     stated = {name: 0.05 * (i + 1) for i, name in enumerate(table)}
     config = type(case.config).from_hf(case.values | stated)
-    if case.values["model_type"] == "xglm":
-        table = {**table, "dropout": (*table["dropout"], "embedding")}
+    if case.values["model_type"] in ("xglm", "biogpt"):
+        name = list(table)[1]
+        table = {**table, name: (*table[name], "embedding")}
     places = {place: stated[name] for name, of in table.items() for place in of}
     assert config.dropout == Dropout(**places)
     written = config.to_hf()
@@ -197,7 +206,8 @@ def test_published_rates_are_read_and_saved(case: Case) -> None:
     without = {name: value for name, value in case.values.items() if name not in table}
     defaults = traits_of(family).dropout_defaults
     usual = Dropout(**{place: defaults.get(name, 0.0) for name, of in table.items() for place in of})
-    if case.values["model_type"] not in ("seed_oss", "jina_embeddings_v3", "xglm"):  # with defaults of their own
+    of_their_own = ("seed_oss", "jina_embeddings_v3", "xglm", "biogpt")  # defaults
+    if case.values["model_type"] not in of_their_own:
         assert type(config).from_hf(without).dropout == usual
     if places:
         changed = dataclasses.replace(config, dropout=Dropout())

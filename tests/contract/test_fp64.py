@@ -20,12 +20,14 @@ from fnmodels.models import diffusion, encoder_decoder, vision, vision_language
 from tests.support.cases import Case, batch_of, causal, generic_params, layer_structures, richest, segments
 from tests.support.encoder_losses import SETTINGS, optimizer_of, weights_of
 from tests.support.narrowing import forbid_narrowing
+from tests.support.sense_losses import SENSES
 from train.gradients import gradient_sums
 from train.optim.adafactor import adafactor
 from train.optim.adamw import sgd
 from train.optim.lion import lion
 
 WIDE = torch.float64
+EVERY = SETTINGS | SENSES  # {name: makes (config, loss, halves of a batch)}
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 
 
@@ -66,9 +68,9 @@ def test_cache_in_fp64_stays_fp64(case: Case) -> None:
     assert logits.dtype == WIDE
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", EVERY)
 def test_losses_of_encoders_towers_pairs_and_flows_stay_fp64(name: str) -> None:
-    config, loss, halves = SETTINGS[name]()
+    config, loss, halves = EVERY[name]()
     batch = widened({entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]})
     optimizer = optimizer_of(name)
     state = train.init_state(weights_of(config), optimizer)
@@ -79,7 +81,7 @@ def test_losses_of_encoders_towers_pairs_and_flows_stay_fp64(name: str) -> None:
 
 
 def test_every_module_of_towers_pairs_and_flows_has_a_setting() -> None:
-    configs = [make()[0] for make in SETTINGS.values()]
+    configs = [make()[0] for make in EVERY.values()]
     parts = [getattr(config, part, None) for config in configs for part in ("text", "vision", "encoder", "decoder")]
     used = {type(config).__module__ for config in (*configs, *parts)}
     packages = (diffusion, encoder_decoder, vision, vision_language)

@@ -15,7 +15,7 @@ from fnmodels.cache import captured
 from fnmodels.ops.slots import SLOTTED
 from tests.contract import test_compiled_step
 from tests.support.cases import off
-from tests.support.image_texts import ImageBatch, ImageCase, image_batch, image_cases, image_params
+from tests.support.image_texts import ImageBatch, ImageCase, image_batch, image_cases, image_params, types_of
 from tests.support.recorded import graphs_on_the_cpu
 
 graphs = test_compiled_step.graphs
@@ -63,7 +63,7 @@ def stepped(
         part, positions = batch.part(starts, ends)
         known: dict[str, Any] = {"positions": positions} if given else {"grids": part.grids}
         prepared = fnmodels.prepare_step(
-            config, part.tokens, cache, segment_ids=part.segment_ids, places=part.places, **known
+            config, part.tokens, cache, segment_ids=part.segment_ids, places=part.places, **known, **part.types()
         )
         prepared, options = part.arguments(params, prepared)
         found, cache = run(params["text"], *prepared, cache, config=config.text, kernel=kernel, **options)
@@ -268,7 +268,7 @@ def test_documents_in_one_row(case: ImageCase) -> None:
     """Three of them, which all go on in a second call."""
     batch, params = image_batch(case, ((3, (2, 2), 2, (1, 3), 2, 4, (2, 2), 1),)), image_params(case)
     segment_ids = torch.tensor([[1] * 9 + [2] * 5 + [3] * 9])
-    batch = dataclasses.replace(batch, segment_ids=segment_ids)
+    batch = dataclasses.replace(batch, segment_ids=segment_ids, token_types=types_of(case, segment_ids))
     wanted, positions = batch.forward(params), batch.positions()
     order = torch.tensor([*range(7), *range(9, 12), *range(14, 18), 7, 8, 12, 13, *range(18, 23)])
     cache, got = empty(batch, rings=False), []
@@ -276,9 +276,14 @@ def test_documents_in_one_row(case: ImageCase) -> None:
         order = torch.arange(23)
     for at in (order[:14], order[14:]):
         part = dataclasses.replace(
-            batch, tokens=batch.tokens[:, at], segment_ids=segment_ids[:, at], places=batch.places[:, at]
+            batch,
+            tokens=batch.tokens[:, at],
+            segment_ids=segment_ids[:, at],
+            places=batch.places[:, at],
+            token_types=None if batch.token_types is None else batch.token_types[:, at],
         )
         known = {"segment_ids": part.segment_ids, "places": part.places, "positions": positions[:, at]}
+        known |= part.types()
         prepared, options = part.arguments(params, fnmodels.prepare_step(case.config, part.tokens, cache, **known))
         found, cache = fnmodels.decode(
             params["text"], *prepared, cache, config=case.config.text, kernel="math", **options
@@ -313,6 +318,22 @@ def test_images_that_see_themselves_are_computed_in_one_call(case: ImageCase) ->
     )
     found, _ = fnmodels.decode(params["text"], *prepared, back, config=case.config.text, kernel="math")
     assert off(found[3, :12], batch.forward(params)[3, 2:14]) < 1e-12
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if hasattr(case.family, "prompt_masks")], ids=str)
+def test_prompts_that_see_themselves_are_computed_in_one_call(case: ImageCase) -> None:
+    batch, params = image_batch(case, PROMPTS), image_params(case)
+    batch = dataclasses.replace(batch, token_types=(torch.arange(21) >= torch.tensor(ENDS)[:, None]).long())
+    wanted, cache = batch.forward(params), empty(batch, rings=False)
+    got, cache = stepped(params, batch, cache, (ENDS,))
+    assert far(batch, got, wanted) < 1e-12
+    assert off(then_text(params, batch, cache)[0], answers(wanted)) < 1e-12
+    with pytest.raises(ValueError, match="Row 0 goes on inside an image, or a prompt that sees all of itself"):
+        stepped(params, batch, empty(batch), ((3, 16, 0, 0), ENDS))
+    with pytest.raises(ValueError, match="Row 3 cannot go back to 13 tokens, which end inside an image, or a prompt"):
+        fnmodels.truncate(cache, [17, 16, 9, 13])
+    with pytest.raises(ValueError, match=r"pass token_types \[B, S\], 0 in the prompt"):
+        fnmodels.prepare_step(case.config, batch.tokens, empty(batch), places=batch.places)
 
 
 @bidirectional

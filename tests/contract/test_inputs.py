@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import attention_part
-from fnmodels.models.common.family import field_of
+from fnmodels.models.common.family import field_of, stream_shape
+from fnmodels.ops.streams.hyper import opened
 from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,
@@ -24,6 +25,7 @@ from tests.support.cases import (
     generic_params,
     is_ordered,
     layer_structures,
+    layers_run,
     logits_dtype,
     off,
     positions_of,
@@ -36,7 +38,7 @@ from tests.support.cases import (
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_case_and_kernel = with_kernels(cases())
+every_structure_and_kernel = with_kernels(structures())
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
 
 
@@ -169,7 +171,7 @@ def test_masks_cost_linear_memory(case: Case) -> None:
     assert largest.numel <= 256 * length  # the tables
 
 
-@every_case_and_kernel
+@every_structure_and_kernel
 def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
     """B10: d logits[t] / d embedding[u] is exactly 0 if u is later, in another document or padding, else nonzero."""
     row = batch_of(case.config, segments((-1, 3, 5, -1)))
@@ -223,7 +225,7 @@ def test_one_document_gets_positions_from_zero(case: Case) -> None:
     assert torch.equal(inputs["positions"][segment_ids > 0], positions_of(segment_ids)[segment_ids > 0])
 
 
-@every_case_and_kernel
+@every_structure_and_kernel
 def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> None:
     """A block accepts tables and masks with batch 1; `prepare` returns them expanded."""
     family, weights = fnmodels.family_of(case.config), generic_params(case.config)
@@ -233,10 +235,13 @@ def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> 
     assert all(t.shape[0] == 3 for t in tree.leaves((inputs, masks, freqs_cis)))
     x = family.embed(weights, inputs, config=case.config)
     lent: dict[str, Any] = {}
-    for index, (layer, kind) in enumerate(zip(weights["layers"], family.kinds(case.config), strict=True)):
+    layers = layers_run(case.config, weights["layers"])
+    for index, (layer, kind) in enumerate(zip(layers, family.kinds(case.config), strict=True)):
         options: dict[str, Any] = {"config": case.config, "kind": kind, "options": ForwardOptions(kernel)}
         options |= beside(case.config, weights, inputs, index, lent)
-        wanted, aux = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
-        got, _ = family.block(layer, x, one_mask[kind], one_table[kind], **options)
+        streams = stream_shape(case.config, index)
+        before = x if len(streams) == 1 else opened(x, streams[0])
+        wanted, aux = family.block(layer, before, masks[kind], freqs_cis[kind], **options)
+        got, _ = family.block(layer, before, one_mask[kind], one_table[kind], **options)
         assert torch.equal(got, wanted)
         lent[kind], lent["left"] = aux.get("kv"), aux.get("left")

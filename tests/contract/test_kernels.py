@@ -19,17 +19,16 @@ from tests.support.cases import (
     attending,
     attending_layers,
     batch_of,
-    cases,
     generic_params,
     layer_structures,
     off,
     segments,
+    structures,
     supports,
     tokens_of,
     with_kernels,
 )
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
 STRUCTURES = attending(layer_structures())
 every_structure = pytest.mark.parametrize("case", STRUCTURES, ids=str)
 ROWS = slice(0, 2)  # their documents are in order, so that there is a layout
@@ -85,7 +84,7 @@ def refusal(case: Case, mask: MaskLike, kernel: str) -> str:
     return ""
 
 
-@every_case
+@pytest.mark.parametrize("case", structures(), ids=str)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(case: Case) -> None:
     """R3, with kernel="math". Rows of 32 tokens: what fills no vector register at the end of a tensor torch computes
     with other instructions, so that the bits of an activation depend on where in memory a shorter row ends."""

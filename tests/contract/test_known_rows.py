@@ -13,6 +13,7 @@ import fnmodels
 from fnmodels.cache import known_rows, next_steps, prepare
 from fnmodels.cache.known_rows import KnownRows, rows_of
 from fnmodels.cache.next_steps import NextSteps
+from fnmodels.cache.value import facts_of
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.family import field_of
 from tests.contract.test_cache import FAMILIES, has_ring
@@ -50,12 +51,26 @@ def decoded(
     return logits, cache
 
 
+def stepped(case: Case, lengths: tuple[int, ...]) -> tuple[list[Tensor], Any]:
+    """`decoded` by `eager_step`."""
+    params, cache, token = prompted(case, lengths)
+    logits, step = [], fnmodels.cache.eager_step(case.config)
+    for _ in range(STEPS):
+        out, cache = step(params, token, cache)
+        logits.append(out)
+    return logits, cache
+
+
 @pytest.mark.parametrize("case", FAMILIES, ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "run"), [(EQUAL, fnmodels.decode_), (RAGGED, fnmodels.decode)], ids=["equal", "ragged"]
+    ("lengths", "run"),
+    [(EQUAL, fnmodels.decode_), (RAGGED, fnmodels.decode), (EQUAL, None), (RAGGED, None)],
+    ids=["equal", "ragged", "equal-eager_step", "ragged-eager_step"],
 )
 def test_known_rows_have_the_bits_of_rows_that_are_read(case: Case, lengths: tuple[int, ...], run: Any) -> None:
-    known, after = decoded(case, lengths, run, named=False)
+    """run: what is called with prepared inputs; None: `eager_step`, which prepares them itself."""
+    known, after = decoded(case, lengths, run, named=False) if run else stepped(case, lengths)
+    run = run or fnmodels.decode_
     read, wanted = decoded(case, lengths, run, named=True)
     assert all(torch.equal(a, b) for a, b in zip(known, read, strict=True))
     for kind, slots in after.slots.items():
@@ -81,6 +96,37 @@ def test_rows_of_most_structures_are_known() -> None:
     assert len(unknown) < len(caches) / 4
 
 
+def test_an_eager_step_makes_no_masks_for_rows_that_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, cache, token = prompted(LLAMA, EQUAL)
+    step, used = fnmodels.cache.eager_step(LLAMA.config), cache
+    _, cache = step(params, token, cache)
+    with pytest.raises(RuntimeError, match="used up by decode_"):
+        step(params, token, used)
+    monkeypatch.setattr(prepare, "with_slots", lambda *_: pytest.fail("A mask was made."))
+    for _ in range(2):
+        _, cache = step(params, token, cache)
+    with pytest.raises(pytest.fail.Exception, match="A mask was made"):
+        step(params, token, cache, segment_ids=torch.ones_like(token))
+
+
+def test_an_eager_step_refuses_what_decode_refuses() -> None:
+    params, cache, token = prompted(LLAMA, EQUAL)
+    step, room = fnmodels.cache.eager_step(LLAMA.config), STEPS
+    with pytest.raises(ValueError, match="The cache has 2 rows and the tokens 3"):
+        step(params, token[[0, 1, 1]], cache)
+    with pytest.raises(ValueError, match="The token ids go from"):
+        step(params, token * 0 - 1, cache)
+    with pytest.raises(ValueError, match="params has 1 layers"):
+        step(params | {"layers": params["layers"][:1]}, token, cache)
+    for wrong in ((cache, token), (token[:, 0], cache)):
+        with pytest.raises(TypeError, match=r"A step takes params, tokens \[B, S\] and a Cache, in this order"):
+            step(params, *wrong)
+    for _ in range(room):
+        _, cache = step(params, token, cache)
+    with pytest.raises(ValueError, match="do not fit"):
+        step(params, token, cache)
+
+
 def test_a_step_counts_on_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     params, cache, token = prompted(LLAMA, RAGGED)
     assert rows_of(cache) == KnownRows(RAGGED, (1, 1))
@@ -98,7 +144,7 @@ def test_steps_are_prepared_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(next_steps, "AHEAD", 3)
     monkeypatch.setattr(next_steps, "prepare_text", lambda *a, **k: made.append(a[1].shape) or real(*a, **k))
     known, _ = decoded(SLIDING, RAGGED, fnmodels.decode_, named=False)
-    assert made == [(2, 3)] * 3  # for 8 steps
+    assert made == [(2, 3), (2, 3), (2, 2)]  # for 8 steps, for which there is room
     read, _ = decoded(SLIDING, RAGGED, fnmodels.decode_, named=True)
     assert all(torch.equal(a, b) for a, b in zip(known, read, strict=True))
 
@@ -124,7 +170,7 @@ def test_steps_of_another_length_or_config_are_prepared_anew() -> None:
     other = replace(LLAMA.config, rope=replace(LLAMA.config.rope, theta=77.0))
     assert not torch.equal(fnmodels.prepare_step(other, token, cache)[2]["full"], tables["full"])
     same, lengths = functools.partial(fnmodels.prepare_step, LLAMA.config, token, cache), [1000, 500 * 2]
-    made = [same(length=length) and vars(cache)["_next"] for length in lengths]
+    made = [same(length=length) and facts_of(cache).steps for length in lengths]
     assert made[0] is made[1]
     assert torch.equal(same(length=torch.tensor([99, 99]))[2]["full"], tables["full"])
 
@@ -232,7 +278,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     elif bug == "mask":
         monkeypatch.setattr(KnownRows, "equal", property(lambda self: True))
     elif bug == "step":
-        monkeypatch.setattr(NextSteps, "number", lambda self, rows: 0)
+        monkeypatch.setattr(NextSteps, "of", lambda self, rows: self.steps[0])
     else:
         monkeypatch.setattr(known_rows, "simplify", lambda rule, q, kv: Everything())
     case = SLIDING

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support.cases import Case, cases, layer_structures, richest, subject_of, with_kernels
+from tests.support.cases import Case, cases, layer_structures, representatives, subject_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 CHECKS = (
@@ -16,8 +16,8 @@ CHECKS = (
 )
 SLOW_CHECKS = (
     testing.check_threads,  # B9
-    testing.check_microbatches,  # B3; for every variant in test_kernels.py, row by row
-    testing.check_empty_rows,  # P4; for every variant in test_packing.py
+    testing.check_microbatches,  # B3; for every structure in test_kernels.py, row by row
+    testing.check_empty_rows,  # P4; for every structure in test_packing.py
 )  # each runs the model many times
 
 
@@ -27,7 +27,7 @@ def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]
     check(subject_of(case, kernel))
 
 
-@with_kernels(richest())
+@with_kernels(representatives())
 @pytest.mark.parametrize("check", SLOW_CHECKS, ids=lambda check: check.__name__)
 def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))

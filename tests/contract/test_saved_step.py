@@ -14,16 +14,15 @@ import params as P
 import train
 from fnmodels.cache import saved
 from fnmodels.cache.saved import SavedStep, saved_step
-from tests.contract.test_cache import FAMILIES
 from tests.params.test_weight_forms import WIDE
-from tests.support.cases import Case, generic_params, off
+from tests.support.cases import Case, cases, generic_params, off, short
 from train.generation import compile_choice
 from train.generation.compile_choice import explain_compile, roomy
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 SMALL = replace(WIDE, num_hidden_layers=1, layer_kinds=("full",))
-# Rings, latent attention with experts, recurrent layers with a convolution.
-STRUCTURES = [case for case in FAMILIES if case.family in ("gemma", "deepseek", "lfm2")]
+# Rings, latent attention with experts, a convolution: few layers, for AOTInductor compiles each for ten seconds.
+STRUCTURES = [short(case) for case in cases() if case.name in ("gemma2", "deepseek_v2_lite", "lfm2_bias_untied")]
 
 
 @pytest.fixture

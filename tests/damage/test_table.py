@@ -62,6 +62,7 @@ RAW = {  # {place: why it needs no opener}
     "train.data.records.read_parquet": "an open file",
     "train.data.stream.files.StreamFile.open": "a descriptor of `open_regular`, or a file of fsspec",
     "train.data.stream.readers.read_from": "a descriptor of `open_regular`, or a file of fsspec",
+    "train.server.model._picture": "bytes of a request",
     "train.data.token_shards._mapped": "a descriptor of `open_regular`",
     "train.data.token_shards._cached_lengths.write": "a new file, by `cached`",
     "train.data.token_shards._cached_lengths.read": "a file of the private cache, which `cached` checked",

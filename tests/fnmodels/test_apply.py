@@ -17,6 +17,7 @@ import fnmodels
 import params as P
 from fnmodels import llama
 from fnmodels.apply import run_layers
+from fnmodels.ops.attention import checks
 from fnmodels.ops.attention.select import Asks, attention
 from fnmodels.ops.rotary import mrope_table
 from fnmodels.tree import leaves
@@ -353,6 +354,20 @@ def test_permute() -> None:
     with pytest.raises(ValueError, match=r"'mask'.*dense mask"):  # of five heads
         fnmodels.permute({"mask": torch.ones(2, 5, 5, 5, dtype=torch.bool)}, order)
     assert fnmodels.permute(torch.ones(2, 5, 5, 5), order).shape == (2, 5, 5, 5)
+
+
+def test_the_layout_of_a_mask_is_found_once_until_the_mask_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, found = generic_params(CONFIG), []
+    real = checks.one_document_per_row
+    monkeypatch.setattr(checks, "one_document_per_row", lambda *a: found.append(a) or real(*a))
+    positions, ids = torch.arange(5).repeat(2, 1), torch.ones(2, 5, dtype=torch.int64)
+    inputs, masks, tables = fnmodels.prepare(CONFIG, TOKENS, positions=positions, segment_ids=ids)
+    first, again = (fnmodels.forward(params, inputs, masks, tables, config=CONFIG) for _ in range(2))
+    assert len(found) == 1 and torch.equal(first, again)
+    masks["full"].q_segments[:, 3:] = 2  # a second document, whose tokens see no others
+    other = {"full": dataclasses.replace(masks["full"])}
+    got, want = (fnmodels.forward(params, inputs, given, tables, config=CONFIG) for given in (masks, other))
+    assert torch.equal(got, want) and off(got[:, 3:], first[:, 3:]) > 1e-3
 
 
 def test_split_and_rows() -> None:

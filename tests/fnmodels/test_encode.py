@@ -13,16 +13,20 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.encoder_decoder import bart, t5, whisper
+from fnmodels.models.encoder_decoder import bart, t5, t5gemma, whisper
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
 from tests.variants import bart as barts
+from tests.variants import t5gemma as t5gemmas
 from tests.variants.t5 import variants
 from tests.variants.whisper import TINY
 
 CONFIGS: dict[str, Any] = {name: t5.Config.from_hf(variants()[name]) for name in ("t5", "t5_v1_1")}
 CONFIGS["umt5"] = t5.Config.from_hf(variants()["umt5"])
 CONFIGS |= {name: bart.Config.from_hf(barts.variants()[name]) for name in ("bart", "mbart", "m2m_100")}
+CONFIGS |= {
+    name: t5gemma.Config.from_hf(values) for name, values in t5gemmas.variants().items() if "encoder" not in name
+}
 CONFIGS["whisper"] = whisper.Config.from_hf(TINY)
 every_model = pytest.mark.parametrize("name", CONFIGS)
 SOURCES = segments((9, -1), (4, 6))  # one document and padding; two documents
@@ -48,7 +52,9 @@ def begun(config: Any, params: Any, **how: Any) -> Any:
     """A cache after the encoder."""
     given = {"segment_ids": SOURCES, "positions": positions_of(SOURCES)}
     prepared = fnmodels.prepare(config.encoder, source(config), **given)
-    return fnmodels.cache.encode(params, *prepared, config=config, **{"capacity": 12, "kernel": "math"} | how)
+    return fnmodels.cache.encode(
+        params, *prepared, config=config, **{"capacity": 12, "rings": False, "kernel": "math"} | how
+    )
 
 
 def full_rows(config: Any, params: Any, tokens: Tensor) -> Tensor:
@@ -88,8 +94,27 @@ def test_cached_equals_full_rows(name: str, sizes: tuple[int, ...], run: Any) ->
 
 
 @every_model
+def test_a_cache_with_rings_equals_full_rows(name: str) -> None:
+    """The default: windows keep their last tokens alone, and each row has one document."""
+    config = CONFIGS[name]
+    params, tokens = weights(config), torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
+    encoded = source(config).nan_to_num() if config.model_type == "whisper" else source(config)
+    own, found = fnmodels.stack_params(params, "decoder"), []
+    with torch.no_grad():
+        prepared = fnmodels.prepare_pair(config, encoded, tokens)
+        wanted = fnmodels.forward(params, *prepared, config=config, kernel="math")
+        given = fnmodels.prepare(config.encoder, encoded)
+        cache = fnmodels.cache.encode(params, *given, config=config, capacity=tokens.shape[1], kernel="math")
+        for token in tokens.split(1, 1):
+            step = fnmodels.prepare_step(config.decoder, token, cache)
+            logits, cache = fnmodels.decode_(own, *step, cache, config=config.decoder, at="all", kernel="math")
+            found.append(logits)
+    assert (torch.cat(found, 1) - wanted).abs().max() < 1e-12 * wanted.abs().max()
+
+
+@every_model
 def test_mistakes_would_be_seen(name: str) -> None:
-    """Another document's memory, and positions of keys that are one off where each distance has a bias."""
+    """Another document's memory, and positions of keys that are one off where each distance has a bias or a window."""
     config = CONFIGS[name]
     params, tokens = weights(config), torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -106,7 +131,7 @@ def test_mistakes_would_be_seen(name: str) -> None:
         moved = replace(cache, slots=slots)
         off, _ = fnmodels.decode(own, inputs, *rest, moved, config=config.decoder, kernel="math")
         assert_close(right[:, 0], wanted[:, 5])
-        assert bool((off - right).abs().max() > 1e-3) == (config.model_type in t5.MODEL_TYPES)
+        assert bool((off - right).abs().max() > 1e-3) == (config.model_type in (*t5.MODEL_TYPES, "t5gemma"))
 
 
 def prefilled(config: Any, params: Any, cache: Any, tokens: Tensor, kernel: str = "math") -> tuple[Tensor, Any]:

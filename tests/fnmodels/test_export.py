@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import llama, tree
-from fnmodels.models.common.family import parsed
+from fnmodels.models.common.family import field_of, parsed
 from fnmodels.tree import nodes
 from tests.support.cases import Case, batch_of, covering_blocks, generic_params, is_routed, richest, segments, shortest
 
@@ -42,6 +42,8 @@ EXPORTED = [
     if len(fnmodels.family_of(case.config).kinds(case.config)) > 1
     and hasattr(case.config, "layer_kinds")
     and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys
+    and not parsed(kinds)[0].shares_choice  # which takes that of a layer before
+    and not field_of(case.config, "passes")  # whose kinds follow from its loops
     else case
     for case, kinds in list(covering_blocks().items())[::2]
     if case.family
@@ -111,7 +113,9 @@ def assert_runs(config: Any, params: Any, run: Callable[..., Tensor], tolerance:
 
 def choosing(config: Any) -> Any:
     """With a choice of keys in every shape: a program with one is for rows of more than index_topk tokens."""
-    return dataclasses.replace(config, index_topk=1) if hasattr(config, "index_topk") else config
+    counts = {field.name for field in dataclasses.fields(config)} & {"index_topk", "index_topk_blocks"}
+    blocks = {"indexer_budget": 1, "indexer_compress_ratio": 1} if hasattr(config, "indexer_budget") else {}
+    return dataclasses.replace(config, **dict.fromkeys(counts, 1), **blocks)
 
 
 def tolerance_of(case: Case) -> float:

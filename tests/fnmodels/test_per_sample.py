@@ -61,7 +61,7 @@ def test_what_mixes_samples_is_refused(case: Case) -> None:
         fnmodels.per_sample_gradients(loss, params, batch)
 
 
-@pytest.mark.parametrize("case", DENSE, ids=str)
+@pytest.mark.parametrize("case", DENSE_STRUCTURES, ids=str)
 def test_equals_vmap_grad(case: Case) -> None:
     params, batch, loss = problem(case)
     want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))

@@ -12,11 +12,10 @@ import torch
 import params as P
 from fnmodels import family_of, llama
 from fnmodels.models.common.registry import family_for
-from fnmodels.models.common.spec import InTurn
+from fnmodels.models.common.spec import InTurn, Parts
 from params.initialize import draw
-from tests.support.cases import Case, cases, structures
+from tests.support.cases import Case, structures
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 
 
@@ -48,7 +47,7 @@ def _small(layers: int = 2, **changes: Any) -> llama.Config:
 def test_same_seed_same_leaves(case: Case) -> None:
     one, two, other = (P.flatten(P.init(case.config, seed)) for seed in (3, 3, 4))
     spec = P.flatten(family_of(case.config).spec(case.config))
-    drawn = {path for path, leaf in spec.items() if not isinstance(leaf.init, P.Constant | InTurn)}
+    drawn = {path for path, leaf in spec.items() if not isinstance(leaf.init, P.Constant | InTurn | Parts)}
     for path, leaf in one.items():
         assert torch.equal(leaf, two[path])
         assert torch.equal(leaf, other[path]) != (path in drawn)
@@ -125,7 +124,7 @@ def test_a_dtype_that_is_not_floating_is_named(dtype: Any) -> None:
             make()
 
 
-@every_case
+@every_structure
 def test_abstract_equals_init(case: Case) -> None:
     for dtype in (None, torch.bfloat16):
         real = P.flatten(P.init(case.config, 0, dtype=dtype))

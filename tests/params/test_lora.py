@@ -321,6 +321,11 @@ def test_every_field_of_pefts_config_is_read_neutral_or_refused(tmp_path: Any) -
             lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
     file.write_text(json.dumps(values | {"use_future": 1}))
     lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG), ignore_fields=("use_future",))
+    for name in ("lora_alpha", "alora_invocation_tokens", "use_futrue"):
+        with pytest.raises(adapter_config.ConfigError, match=f'ignore_fields has "{name}", which is no unknown field'):
+            lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG), ignore_fields=("use_future", name))
+    with pytest.raises(TypeError, match="ignore_fields is 'use_future'; it is a tuple of names"):
+        lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG), ignore_fields="use_future")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])

@@ -45,11 +45,17 @@ NAMINGS = [
 ]
 # Llama 4's router, whose two results PEFT cannot add to; Whisper's head, its embedding whatever a config says
 OTHERS = (".router", "proj_out")
+# PEFT has adapters of its own for each use of a shared block, whose weights are one parameter here.
+_OF_BLOCK = ("feed_forward.gate_up_proj", "feed_forward.down_proj", *(f"self_attn.{name}_proj" for name in "qkvo"))
+_LISTS = (*(f"self_attn.linear_{name}_adapter_list" for name in "qkv"), "feed_forward.gate_up_proj_adapter_list")
+_OF_BLOCK += tuple(f"{name}.{use}.{half}" for name in _LISTS for use in range(2) for half in range(2))
 # PEFT renames these on loading by a pattern of transformers that their new names match too: they are renamed twice.
 UNREAD = {
     "esm": ("contact_head.regression",),
     "gemma3n_text": tuple(f"projections.{row}" for row in range(2)),  # one parameter here
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
+    "zamba2": tuple(f"shared_transformer.{name}" for name in _OF_BLOCK),
+    "mistral_large4_text": ("mlp.gate", *(f"experts.{name}_proj" for name in ("gate", "up", "gate_up", "down"))),
     "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
 }
 
@@ -78,6 +84,8 @@ def _adapted(case: PeftCase, **options: Any) -> Any:
     stacked = [f"{container}.{name}" for container, names in layout.stacked.items() for name in names]
     routers = [name for name, places in layout.linear.items() if places[0].path.endswith(".router")]
     stacked += [f"{name}.weight" for name in routers if name not in modules and not name.endswith(OTHERS)]
+    unread = UNREAD.get(getattr(model.config, "model_type", ""), ())
+    stacked = [name for name in stacked if not name.removesuffix(".weight").endswith(unread)] if unread else stacked
     settings = peft.LoraConfig(
         r=3,
         lora_alpha=5,
@@ -417,7 +425,7 @@ def test_peft_reads_adapters_of_every_linear_map_beside_experts(case: PeftCase, 
     names = {path: storage.disk_names(stored)[0] for path, stored in module_names(case.config).items()}
     # PEFT refuses the second in models with Mamba layers, which read the third without its module
     left: tuple[str, ...] = ("lm_head.weight", ".out_proj.weight", ".dt_proj.weight")
-    left += tuple(f"{name}.weight" for name in UNREAD.get(case.config.model_type, ()))
+    left += tuple(f"{name}{end}" for name in UNREAD.get(case.config.model_type, ()) for end in (".weight", ""))
     targets = [path for path in lora.targets(case.config) if not names[path].endswith(left)]
     made = lora.add(case.config, case.base(), rank=2, targets=targets)
     trained = tree.map_with_path(lambda path, leaf: generic(path, leaf).to(leaf), lora.adapters(made))

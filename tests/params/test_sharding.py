@@ -104,6 +104,7 @@ def test_every_leaf_with_heads_says_how_large_they_are(case: Any) -> None:
         "heads": {heads, getattr(config, "sliding_attention_heads", heads)},
         "kv_heads": {kv_heads, getattr(config, "sliding_key_value_heads", kv_heads)},
     }
+    counts["kv_heads"] |= {count for _, count, _ in getattr(config, "sublayers", ())}  # each layer's own
     for path, leaf in tree.flatten(fnmodels.family_of(config).spec(config)).items():
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             assert axis not in counts or size in {count * leaf.unit for count in counts[axis]}, path
@@ -161,3 +162,13 @@ def test_init_by_a_plan_needs_its_mesh_and_its_model() -> None:
         P.init(config, 0, plan=plan(spec, Rules(), {"dp": 1}))
     with pytest.raises(ValueError, match="another model"):
         P.init(config, 0, plan=plan(SPEC, Rules(), {"dp": 1}))
+
+
+def test_no_process_is_left_without_rows_of_an_uneven_axis() -> None:
+    spec = {"table": weight((5, 3), ("ngram", "ngram_latent"))}
+    with pytest.raises(
+        ValueError, match=r"table: ngram is 5, of which 4 processes \(tp\) have 2 each and the last ones"
+    ):
+        plan(spec, Rules({"ngram": "tp"}), {"tp": 4})
+    assert plan(spec, Rules({}, spread=("fsdp",)), {"fsdp": 4})["table"].dims == (None,)
+    assert plan(spec, Rules({"ngram": "tp"}), {"tp": 3})["table"].dims == (0,)

@@ -12,6 +12,8 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common.family import field_of
 from params import lora
 from tests.support.cases import cases, generic, generic_params, richest
 from tests.support.image_texts import image_cases
@@ -24,6 +26,10 @@ MODELS = [case for case in richest(lambda case: case.family) if hasattr(case.con
 def test_every_model_takes_more_and_fewer_tokens(case: Any) -> None:
     config, params = case.config, generic_params(case.config)
     tokens = torch.arange(10).view(1, 10)
+    if field_of(config, "ngram_size"):
+        with pytest.raises(UnsupportedError, match="embeds n-grams by a hash that depends on the number of tokens"):
+            P.resize_vocab(config, params, config.vocab_size + 3)
+        return
     wide, larger = P.resize_vocab(config, params, config.vocab_size + 3)
     assert P.count(wide) > P.count(config) and tree.flatten(larger).keys() == tree.flatten(params).keys()
     mean = params["embed_tokens"].mean(0)
@@ -99,6 +105,11 @@ def test_mistakes_are_named() -> None:
         P.resize_vocab(config, params, size, rows=torch.zeros(3, 32))
     with pytest.raises(ValueError, match="rows names 'norm'"):
         P.resize_vocab(config, params, size, rows={"norm": torch.zeros(2, 32)})
+    for rows in ("zeros", None, 5, [[0.0] * 32] * 2):
+        with pytest.raises(ValueError, match=r"rows is .*; it is \"mean\", a tensor \[new tokens, D\]"):
+            P.resize_vocab(config, params, size, rows=rows)
+    with pytest.raises(ValueError, match="rows of embed_tokens is a list; it must be a tensor"):
+        P.resize_vocab(config, params, size, rows={"embed_tokens": [[0.0] * 32] * 2})
     with pytest.raises(ValueError, match="hold adapters"):
         P.resize_vocab(config, lora.add(config, params, rank=2), size)
     with pytest.raises(P.UnsupportedError, match="embed_tokens is a"):

@@ -13,20 +13,22 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common import encoder, moe, post_norm
+from fnmodels.models.common import encoder, moe
 from fnmodels.models.common.decoder import embed_and_head, older
+from fnmodels.models.common.layers import post_norm
 from fnmodels.ops import mla, norm
 from params.compare.activations import our_taps, their_taps
 from params.compare.batches import batches_of
-from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
+from tests.support.cases import Case, cases, is_routed, richest, seed_of, sublayers, tokens_of
 from tests.support.oracle import model_of, on_disk, params_of
 
 
 def with_every_key(case: Case) -> Case:
     """The case without a choice of keys, which bf16 would make otherwise where scores are close."""
-    if not hasattr(case.config, "index_topk"):
+    counts = {field.name for field in dataclasses.fields(case.config)} & {"index_topk", "index_topk_blocks"}
+    if not counts:
         return case
-    many = {"index_topk": 64}
+    many = dict.fromkeys(counts, 64)
     return dataclasses.replace(case, values=case.values | many, config=dataclasses.replace(case.config, **many))
 
 
@@ -93,8 +95,9 @@ def our_norms(case: Case, params: Any) -> dict[str, Norm]:
 
 
 # Nemotron hands 1 + weight to its norm, and norms without a weight have no parameter, so no call can be matched to
-# one; the test of a layer covers it.
-_UNMATCHED = ("nemotron", "olmo1", "nanochat")
+# one; the test of a layer covers it. Those of qwen4_exp stand in modules of ops, and read all rows of a stream there.
+_WITHOUT_LAYERS = ("xlm",)  # whose layers have no module of their own in transformers
+_UNMATCHED = ("nemotron", "olmo1", "nanochat", "hrm_text", "qwen4_exp")
 matched_types = pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family not in _UNMATCHED], ids=str)
 
 
@@ -112,7 +115,7 @@ def test_norms_round_as_in_transformers(case: Case) -> None:
     assert compared >= 1 + case.config.num_hidden_layers, compared
 
 
-@every_type
+@pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family not in _WITHOUT_LAYERS], ids=str)
 def test_a_layer_is_as_close_to_fp32_as_transformers(case: Case) -> None:
     """The first layer's parts in bf16 against the reference's in fp32; without experts, whose choice may differ."""
     model, ids = reference(case), tokens(case)
@@ -121,7 +124,9 @@ def test_a_layer_is_as_close_to_fp32_as_transformers(case: Case) -> None:
         theirs = their_taps(model, case.config, ids, batch)
         exact = their_taps(copy.deepcopy(model).float(), case.config, ids, batch)
         ours = our_taps(case.config, params_of(model, case.config), ids, batch)
-    taps = [tap for tap in ("layers.0.attention", "layers.0.output") if tap in ours and tap in theirs]
+    first = next(i for i, parts in enumerate(sublayers(case.config)) if parts)
+    taps = [f"layers.{first}.{name}" for name in ("attention", "output")]
+    taps = [tap for tap in taps if tap in ours and tap in theirs]
     taps = [tap for tap in taps if not is_routed(case.config) or tap.endswith("attention")]
     assert taps or is_routed(case.config)
     for tap in taps:

@@ -19,8 +19,9 @@ from tests.support.oracle import assert_close, model_of, params_of
 
 BY_TYPE = richest(lambda case: case.config.model_type)
 WITH_REFERENCE = [case for case in BY_TYPE if case.values is not None and case.config.model_type in CONFIG_MAPPING]
-# Gated norms divide by the size of a head's output, which magnifies the reference's own noise (2e-5 in fp32).
-BOUNDS = {"qwen3_next": 4e-5, "jamba": 4e-5}
+# Gated norms divide by the size of a head's output, which magnifies the reference's own noise (2e-5 in fp32). MiMo's
+# values are scaled: 1.3e-5 on a CPU with AVX-512, over 2e-5 on another.
+BOUNDS = {"qwen3_next": 4e-5, "jamba": 4e-5, "mimo_v2_flash": 4e-5}
 # Names of other things, or sizes of a vocabulary that token ids must fit.
 NAMES = {"model_type", "pad_token_id", "bos_token_id", "eos_token_id"}
 

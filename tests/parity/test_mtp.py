@@ -19,6 +19,7 @@ from tests.support.cases import Case, cases, generic_params, tokens_of
 from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
+APART = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "hy_v3")  # whose heads transformers does not read
 FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm")
 
 
@@ -47,3 +48,34 @@ def test_heads(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             theirs = heads.forward_layer(k, theirs[:, :places], positions, None, input_ids=tokens[:, k + 1 :])
             logits = family.unembed(mtp.view(weights, k), state, config=config)
             assert_close(logits[:, :places], model.lm_head(theirs))
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.name in APART], ids=str)
+def test_a_head_is_a_model_of_one_layer(case: Case, tmp_path: Path) -> None:
+    """The block and the norm of a head, as the only layer and the norm of a model of transformers."""
+    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
+    weights = generic_params(config)
+    head = weights["mtp"][0]
+    one = dataclasses.replace(case.config, num_hidden_layers=1, layer_kinds=config.layer_kinds[-1:])
+    outside = {name: leaf for name, leaf in weights.items() if name not in ("mtp", "layers", "norm")}
+    P.save_pretrained(tmp_path / "model", case.config, {name: leaf for name, leaf in weights.items() if name != "mtp"})
+    P.save_pretrained(tmp_path / "head", one, {**outside, "layers": [head["block"]], "norm": head["norm"]})
+    eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model, block = (AutoModelForCausalLM.from_pretrained(tmp_path / part, **eager).eval() for part in ("model", "head"))
+    first = 0.0 if case.family == "exaone_moe" else 1.0  # what is added to the weights of norms
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (first + head[name])
+
+    tokens = tokens_of(config, 1, LENGTH)
+    with torch.no_grad():
+        state = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+        token = model.get_input_embeddings()(tokens[:, 1:])
+        x = torch.cat((norm(token, "enorm"), norm(state, "hnorm")), -1) @ head["eh_proj"].mT
+        wanted = block(inputs_embeds=x, use_cache=False).logits
+    prepared = fnmodels.prepare(config, tokens)
+    ahead = mtp.ahead(tokens, torch.ones_like(tokens), 1, fill=-1)
+    x = fnmodels.hidden(weights, *prepared, config=config, kernel="math")
+    (state,) = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, kernel="math")
+    logits = fnmodels.family_of(config).unembed(mtp.view(weights, 0), state, config=config)
+    assert_close(logits[:, :-1], wanted)

@@ -38,8 +38,8 @@ def ratio() -> Ratio:
 
 @pytest.fixture
 def output(forks: Forks) -> Output:
-    """output(script, *flags): what it prints."""
-    return lambda *words: _said(forks.run(_command(*words), ENVIRONMENT))
+    """output(script, *flags, **environment): what it prints."""
+    return lambda *words, **more: _said(forks.run(_command(*words), ENVIRONMENT | more))
 
 
 @pytest.mark.slow
@@ -165,7 +165,8 @@ def test_data(output: Output) -> None:
 
 @pytest.mark.slow
 def test_gpu(output: Output) -> None:
-    out = output("gpu.py", "--quick", "--device", "cpu")
+    # eager: compiling four small models takes most of a minute, and tests of compiled steps do it
+    out = output("gpu.py", "--quick", "--device", "cpu", TORCH_COMPILE_DISABLE="1")
     ours = ("fnmodels", "fnmodels sdpa, compiled blocks", "fnmodels float8, compiled blocks")
     for name in (*ours, "modules", "modules, compiled layers", "transformers sdpa"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {name} | ") and "%" in line]) == 1, out

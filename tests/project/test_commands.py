@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import train.plot
 import train.recipe.run
 import train.rl.command
 import train.sample
+import train.server.command
 import train.simulate
 from params.command_line import Parser, run_command
 from tests.support.forks import Forks
@@ -32,6 +34,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train.recipe": train.recipe.run.main,
     "train.rl": train.rl.command.main,
     "train.sample": train.sample.main,
+    "train.server": train.server.command.main,
     "train.simulate": train.simulate.main,
     "params.inspect": params.inspect.main,
     "params.compare": params.compare.main,
@@ -124,6 +127,14 @@ MISTAKES = [
     ("params.compare", "{}/cut --length x", "--length: invalid int value: 'x'"),
     ("params.compare", "{}/cut --against jax", "--against: invalid choice: 'jax'"),
 ]
+if find_spec("uvicorn"):  # the extra `serve`
+    MISTAKES += [
+        ("train.server", "{}/cut --host 0.0.0.0", "--host 0.0.0.0 is reached by other machines: set a token"),
+        ("train.server", "{}/cut --slotz 2", "no flag --slotz; the nearest is --slots"),
+        ("train.server", "{}/cut --slots 0", "--slots: '0' is not a whole number from 1"),
+        ("train.server", "{}/nowhere", "{}/nowhere: there is no such checkpoint folder"),
+        ("train.server", "{}/cut", "model.safetensors"),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import importlib
 import io
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ PAGES = [
     "diffusion.md",
     "embeddings.md",
     "engine.md",
+    "environments.md",
     "evaluation.md",
     "first-hour.md",
     "generation.md",
@@ -36,6 +38,7 @@ PAGES = [
     pytest.param("own-model.md", marks=pytest.mark.slow),
     "parallel.md",
     "saving.md",
+    pytest.param("server.md", marks=pytest.mark.skipif(find_spec("uvicorn") is None, reason="the extra `serve`")),
     "steps.md",
     "testing.md",
     "training.md",

@@ -98,6 +98,21 @@ def test_the_reward_rises(
     assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_tools_are_called_in_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """From nothing to a drawn curve, of both tasks; docs/environments.md has those of a full run."""
+    tool_use: Any = example("tool_use")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["tool_use.py", "--folder", str(tmp_path), "--steps", "20", "--updates", "2"])
+    for _ in range(2):  # the second time from the runs of the first
+        tool_use.main()
+    assert capsys.readouterr().out.count("curve: " + str(tmp_path / "tools.png")) == 2
+    rows = [json.loads(line) for line in (tmp_path / "search-rl" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and (tmp_path / "calculator-rl" / "model.safetensors").exists()
+
+
 def test_answers_are_json_of_a_schema() -> None:
     """The model has random weights, other rows run beside the answers, and other tokens are refused."""
     pytest.importorskip("llguidance")

@@ -132,7 +132,7 @@ def test_every_program_has_a_script_which_is_what_texts_name() -> None:
     modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in mains}
     served = {place.split(":")[0] for place in scripts.values()}
     served |= {"train.__main__", "params.compare.__main__"}  # of a package's own script
-    served |= {f"train.{name}.__main__" for name in ("simulate", "eval", "rl", "recipe")}
+    served |= {f"train.{name}.__main__" for name in ("simulate", "eval", "rl", "recipe", "server")}
     served |= {"train.data.encoder", "train.data.chat_renderer"}  # processes that ours start
     assert modules - served == {"params.new_family"}  # which is for a checkout
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):

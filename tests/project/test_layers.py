@@ -15,6 +15,7 @@ MOST = 20  # Python files of one folder, besides __init__.py
 ARGUMENTS = 8  # of a function, besides self; more only in these public ones, whose arguments are keywords with defaults
 LONGER = {
     "fnmodels.apply.run_layers",
+    "fnmodels.cache.prepare.prepare_step",
     "fnmodels.mtp.hidden",
     "fnmodels.models.common.context.attend",
     "fnmodels.models.common.context.context",  # a family's block, as `with_context` makes it
@@ -25,6 +26,8 @@ LONGER = {
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
     "fnmodels.ops.recurrent.selective_scan.selective_scan",
     "fnmodels.ops.recurrent.ssd.ssd",
+    "fnmodels.ops.recurrent.two_keys.two_key_rule",
+    "fnmodels.pairs.prepare_pair",  # the rows of two stacks
     "fnmodels.preparation.prepare",
     "fnmodels.research.patching.patch_grid",
     "params.checkpoint.load.load_pretrained",
@@ -44,7 +47,7 @@ LONGER = {
     "train.step.make.make_step",
     "train.update.update",
 }
-FAMILIES = {ROOT / "fnmodels" / "models" / folder for folder in ("decoder", "encoder")}
+FAMILIES = {ROOT / "fnmodels" / "models" / folder for folder in ("decoder", "encoder", "vision", "vision_language")}
 EVERY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 

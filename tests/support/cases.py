@@ -34,7 +34,7 @@ import importlib
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -52,9 +52,10 @@ from fnmodels.inputs.mask import attention_part
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.windows import Windows
 from fnmodels.models.common import context
-from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, traits_of
+from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, stored_layers, traits_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
+from tests.support.naming import fewest, pairs_of
 
 
 def family_modules() -> list[str]:
@@ -133,10 +134,18 @@ def taps_of(config: Any) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if "norm" not in name)
 
 
+def shared_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
+    """The argument `shared` of `run_layers` for a decoder whose layers read ids, or frequencies that are parameters."""
+    family = fnmodels.family_of(config)
+    if traits_of(family).reads_ids or traits_of(family).shares_tables:
+        return {"shared": family.shared(params, inputs, config=config)}  # type: ignore[attr-defined]
+    return {}
+
+
 def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
     """What `run_layers` needs more for a model whose layers read embeddings of the token ids, or these."""
-    if traits_of(fnmodels.family_of(config)).reads_ids:
-        return {"shared": fnmodels.family_of(config).shared(params, inputs, config=config)}  # type: ignore[attr-defined]
+    if of_model := shared_of(config, params, inputs):
+        return of_model
     if not field_of(config, "hidden_size_per_layer_input"):
         return {}
     family: Any = fnmodels.family_of(config)
@@ -163,15 +172,28 @@ def is_ordered(case: Case) -> bool:
 def attending_layers(config: Any) -> list[int]:
     """The layers that have attention, some of which may have a recurrent mixer too."""
     family, none = fnmodels.family_of(config), torch.zeros(1, 0, dtype=torch.int64)
-    masks, parts = family.attention_masks(config, none, none), sublayers(config)
+    masks, layers = family.attention_masks(config, none, none), layers_run(config, family.spec(config)["layers"])
     kinds = enumerate(family.kinds(config))
-    return [i for i, kind in kinds if "attention" in parts[i] and not isinstance(masks[kind], Segments)]
+    return [i for i, kind in kinds if "attention" in layers[i] and not isinstance(masks[kind], Segments)]
 
 
 def sublayers(config: Any) -> list[tuple[str, ...]]:
-    """Per layer, which of the sublayers "mamba", "attention" (or what replaces it) and "mlp" its parameters are of."""
-    layers = fnmodels.family_of(config).spec(config)["layers"]
-    return [tuple(name for name in SUBLAYERS if name in layer) for layer in layers]
+    """Per layer, which of the sublayers "mamba", "attention" (or what replaces it) and "mlp" its parameters are of.
+
+    None of a shared block of Zamba 2 adds to the residual stream: they are one inside another, see `is_inner`.
+    """
+    layers = layers_run(config, fnmodels.family_of(config).spec(config)["layers"])
+    return [() if is_inner(layer) else tuple(name for name in SUBLAYERS if name in layer) for layer in layers]
+
+
+def is_inner(layer: Any) -> bool:
+    """Whether a layer leaves its result for the next one alone: a shared block, with adapters for each use."""
+    return "adapters" in layer
+
+
+def layers_run(config: Any, layers: Sequence[Any]) -> list[Any]:
+    """Those of `layers`, one of each stored layer, in the order in which they run, which may be several times."""
+    return [layers[i] for i in stored_layers(config, fnmodels.family_of(config).kinds(config))]
 
 
 def attending(group: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -181,11 +203,18 @@ def attending(group: tuple[Case, ...]) -> tuple[Case, ...]:
 
 @functools.cache
 def structures() -> tuple[Case, ...]:
-    """The first variant of each structure: kinds of layers, names of parameters, causal or not. For slow tests."""
-    first: dict[Any, Case] = {}
+    """Few variants of each family, causal or not, with all its kinds of layers and names of parameters between them.
+
+    Stored names count too. For tests of what all blocks, or all files, treat alike; what depends on the values of a
+    config, such as a scaling of the rope, runs on `cases()`.
+    """
+    families: dict[Any, dict[Case, set[str]]] = {}
     for case in cases():
-        first.setdefault(structure(case), case)
-    return tuple(first.values())
+        _, kinds, names, _ = structure(case)
+        stored = pairs_of(fnmodels.family_of(case.config).hf_names(case.config))
+        families.setdefault((case.family, causal(case)), {})[case] = {*kinds, *names, *stored}
+    found = {case for parts in families.values() for case in fewest(parts)}
+    return tuple(case for case in cases() if case in found)
 
 
 def structure(case: Case) -> tuple[Any, ...]:
@@ -203,14 +232,16 @@ def short(case: Case) -> Case:
 
 @functools.cache
 def layer_structures() -> tuple[Case, ...]:
-    """The first variant of each block's sets of kinds of layers, causal or not, cut short. For slow tests.
+    """Few variants of each block, causal or not, with all its kinds of layers between them, cut short. For slow tests.
 
-    Biases, tied heads and rope scalings, by which variants differ otherwise, are operations on one token.
+    Biases, tied heads and rope scalings, by which variants differ otherwise, are operations on one token; layers meet
+    in the residual stream alone, whatever kinds of them a model has beside each other.
     """
-    first: dict[Any, Case] = {}
+    blocks: dict[Any, dict[Case, frozenset[str]]] = {}
     for case in cases():
-        first.setdefault((block_of(case), kinds_of(case), causal(case)), case)
-    return tuple(map(short, first.values()))
+        blocks.setdefault((block_of(case), causal(case)), {})[case] = structure(case)[1]
+    found = {case for kinds in blocks.values() for case in fewest(kinds)}
+    return tuple(short(case) for case in cases() if case in found)
 
 
 @functools.cache
@@ -256,12 +287,7 @@ def covering() -> tuple[Case, ...]:
 
     For tests that take seconds: the code of a block follows from its kind and its parameters.
     """
-    parts = {case: frozenset(map(_code_of, structure(case)[1])) | structure(case)[2] for case in richest()}
-    left, found = frozenset[str]().union(*parts.values()), list[Case]()
-    while left:
-        found.append(max(parts, key=lambda case: len(parts[case] & left)))
-        left -= parts[found[-1]]
-    return tuple(found)
+    return tuple(fewest({c: {*map(_code_of, structure(c)[1])} | structure(c)[2] for c in richest()}))
 
 
 @functools.cache
@@ -299,8 +325,12 @@ def _code_of(kind: str) -> str:
 
 def shortest(config: Any, times: int = 1) -> Any:
     """The model's first layers that have all of its kinds, `times` over: for tests that trace each layer."""
+    if field_of(config, "passes"):
+        return config  # whose number of layers follows from its loops
     kinds = fnmodels.family_of(config).kinds(config)
     few = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    if hasattr(config, "sublayers"):  # each layer has sizes of its own
+        return dataclasses.replace(config, layers=config.layers[: config.sublayers[few - 1][0] + 1] * times)
     fields = {field.name for field in dataclasses.fields(config)}
     listed = {"layer_kinds": config.layer_kinds[:few] * times} if "layer_kinds" in fields else {}
     return dataclasses.replace(config, num_hidden_layers=few * times, **listed)
@@ -319,6 +349,10 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("tid2eid"):  # numbers of experts, of which there are twice as many as a token has
         rows, chosen = tensor.shape
         return ((torch.arange(rows)[:, None] * 5 // 2 + torch.arange(chosen)) % (2 * chosen)).float()
+    if name.endswith(("softmax_scaling.scale", "query_scale")):  # of the growth of scores with the position
+        return 0.4 * noise
+    if name.endswith(("softmax_scaling.bias", "query_shift")):
+        return 1 + 0.3 * noise
     if name.endswith("A_log"):
         return 0.3 * noise - 1.5  # a decay over several tokens: one that is over at once would hide what it carries
     if tensor.ndim >= 2:

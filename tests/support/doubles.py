@@ -36,7 +36,9 @@ def doubled(model: Any) -> Any:
 
 def with_exact_frequencies(model: Any, config: Any) -> Any:
     """Frequencies of rotary tables in float64: a rounding of the table to float32 grows beyond 1e-6 in some models."""
-    ropes = [rope for rope in vars(config).values() if isinstance(rope, Rope) and rope.kind in ("default", "linear")]
+    ropes = [
+        rope for rope in vars(config).values() if isinstance(rope, Rope) and rope.kind in ("default", "linear", "yarn")
+    ]
     exact = [frequencies(rope, rope.dim(config.head_dim)) for rope in ropes]
     tables = [(m, name) for m in model.modules() for name in dict(m.named_buffers(recurse=False))]
     for module, name in tables:

@@ -14,7 +14,8 @@ from torch import Tensor
 import fnmodels
 import params as P
 import train
-from fnmodels import bart, bert, clip, flux, mpnet, t5, tree, vit, whisper
+from fnmodels import bart, bert, clip, flux, mpnet, t5, t5gemma, tree, vit, whisper
+from fnmodels.inputs import noise_keys
 from fnmodels.inputs.image_places import cells, image_places
 from fnmodels.models.common.registry import family_for, model_type_of
 from fnmodels.models.vision_language import (
@@ -27,11 +28,15 @@ from fnmodels.models.vision_language import (
     llava,
     llava_next,
     mistral3,
+    muse_glimmer,
+    paddleocr_vl,
+    paligemma,
     pixel_shuffle,
     qwen2_5_vl,
     qwen3_5,
     qwen3_vl,
 )
+from fnmodels.ops.dropout import Dropout
 from tests.fnmodels.models import (
     test_exaone4_5,
     test_gemma3,
@@ -42,6 +47,9 @@ from tests.fnmodels.models import (
     test_llava,
     test_llava_next,
     test_mistral3,
+    test_muse_glimmer,
+    test_paddleocr_vl,
+    test_paligemma,
     test_pixel_shuffle,
     test_qwen2_5_vl,
     test_qwen3_5,
@@ -51,8 +59,10 @@ from tests.support import wrappers
 from tests.support.cases import generic_params
 from tests.support.one_process import One, error, even, gradient_errors, watched
 from tests.support.ranks_pool import devices
+from tests.support.sense_losses import SENSES
 from tests.variants.bart import TINY as BART
 from tests.variants.flux import TINY as FLUX
+from tests.variants.t5gemma import TINY as T5GEMMA
 from tests.variants.vision import pairs
 from tests.variants.vision import variants as towers
 from tests.variants.whisper import TINY as WHISPER
@@ -66,6 +76,7 @@ from train.update import update
 
 Setting = tuple[Any, Callable[..., Any], list[dict[str, Tensor]]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+PREFIXES = ("", "decoder_")  # of the entries of each stack
 HEADS = {"classification": {"num_labels": 4}, "none": {"pooler": 0}}
 
 
@@ -87,9 +98,10 @@ def setting(head: str) -> Setting:
 
 
 def pair_setting() -> Setting:
-    """(config, loss, the rows of each rank) of T5."""
+    """(config, loss, the rows of each rank) of T5, with dropout at every place."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
-    return paired(t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, **sizes))
+    rates = Dropout(*[0.2] * 6)  # of files there is one rate for all places
+    return paired(t5.Config(vocab_size=64, num_hidden_layers=2, num_decoder_layers=2, dropout=rates, **sizes))
 
 
 def bart_setting() -> Setting:
@@ -97,11 +109,23 @@ def bart_setting() -> Setting:
     return paired(bart.Config.from_hf(BART | {"vocab_size": 64, "decoder_attention_heads": 4}))
 
 
+def gemma_setting() -> Setting:
+    """(config, loss, the rows of each rank) of T5Gemma, whose stacks differ in width."""
+    values = {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    parts = {name: T5GEMMA[name] | values for name in ("encoder", "decoder")}
+    return paired(t5gemma.Config.from_hf(T5GEMMA | parts | {"vocab_size": 64}))
+
+
 def paired(config: Any) -> Setting:
-    """A setting of a model of both stacks."""
+    """A setting of a model of both stacks, with keys of noise for a config with rates of dropout."""
     pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10, 11, 12])]
     halves = [[([t + 20 * i for t in a], [t + 20 * i for t in b]) for a, b in pairs] for i in range(2)]
     made = [fnmodels.pair_batch(half, 6, 6, start=0) for half in halves]
+    for i, batch in enumerate(made):
+        of = (
+            noise_keys(2 * i + j, batch[f"{at}positions"], batch[f"{at}segment_ids"]) for j, at in enumerate(PREFIXES)
+        )
+        batch |= {f"{at}rng": keys for at, keys in zip(PREFIXES, of, strict=True)}
     return config, functools.partial(train.losses.pair_loss, config=config), made
 
 
@@ -178,6 +202,8 @@ def answer_loss(params: Any, batch: dict[str, Tensor], *, config: Any, family: A
     inputs = family.with_images(params, inputs, features, places, config=config)
     if family in (gemma3, gemma4):
         masks = family.image_masks(config.text if family is gemma3 else config, *where.values(), places)
+    if "token_types" in batch:
+        masks = family.prompt_masks(config, *where.values(), batch["token_types"])
     edits = family.deepstack(later, places) if later else None
     logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, edits=edits)
     return train.cross_entropy(logits, batch["labels"])
@@ -203,6 +229,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (gemma3, test_gemma3.VALUES | {"vision_config": test_gemma3.VISION | {"vision_use_head": False}}),
     "gemma4": (gemma4, test_gemma4.VARIANTS["gemma4"]),
     "gemma4_e": (gemma4, test_gemma4.VARIANTS["gemma4_e"]),
+    "gemma4_unified": (gemma4, test_gemma4.VARIANTS["gemma4_unified"]),
     "llama4_images": (llama4, test_llama4.VALUES),
     "llava": (llava, test_llava.VARIANTS["llama"]),
     "llava_next": (llava_next, test_llava_next.VARIANTS["llava_onevision"]),
@@ -211,6 +238,9 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm4v": (glm4v, test_glm4v.VARIANTS["glm_ocr"]),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "kimi_k25": (kimi_k25, test_kimi_k25.VALUES),
+    "muse_glimmer": (muse_glimmer, test_muse_glimmer.VALUES),
+    "paddleocr_vl": (paddleocr_vl, test_paddleocr_vl.VALUES),
+    "paligemma": (paligemma, test_paligemma.VARIANTS["paligemma2"]),
     "qwen2_vl": (qwen2_5_vl, test_qwen2_5_vl.VARIANTS["qwen2_vl"]),
     "qwen2_5_vl": (qwen2_5_vl, test_qwen2_5_vl.VALUES),
     "qwen3_vl": (qwen3_vl, test_qwen3_vl.VALUES),
@@ -222,7 +252,8 @@ def reader_setting(name: str) -> Setting:
     """A text model that reads images: two documents in each row, with images of several sizes where it takes them."""
     family, values = READERS[name]
     config = family.Config.from_hf(values | {"text_config": values["text_config"] | {"vocab_size": 64}})
-    square, side = family in (gemma3, llama4, llava, pixel_shuffle), 6 if family is llava else 8
+    square = family in (gemma3, llama4, llava, paligemma, pixel_shuffle)
+    side = {llava: 6, paligemma: 4}.get(family, 8)
     made = []
     for sizes in (((2, 3), (3, 2)), ((1, 4), (2, 2))):
         one, other = ((3, 3), (3, 3)) if square else sizes
@@ -245,6 +276,8 @@ def reader_setting(name: str) -> Setting:
             positions = family.image_positions(tokens == config.image_token, own, grids)
         batch = {"tokens": tokens, "positions": positions, "segment_ids": own}
         batch["labels"] = tokens.roll(-1, 1).where(own > 0, -100)
+        if hasattr(family, "prompt_masks"):
+            batch["token_types"] = (positions > 10).long()
         made.append(batch | {"patches": patches, "patch_positions": at, "image_ids": image_ids})
     return config, functools.partial(answer_loss, config=config, family=family), made
 
@@ -303,6 +336,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "none": functools.partial(setting, "none"),
     "pairs": pair_setting,
     "bart": bart_setting,
+    "t5gemma": gemma_setting,
     "flow": flow_setting,
     "sound": sound_setting,
     "images": image_setting,
@@ -328,16 +362,18 @@ SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
 SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}
 SETTINGS |= {name: functools.partial(reader_setting, name) for name in READERS}
 TWO_TOWERS = ("images", "siglip", *READERS)
+EVERY = SETTINGS | SENSES  # of tests of meshes, see tests/train/parallel/test_senses.py
 CLIP = 0.01  # below the norms
 # Parameters of towers that the losses do not read.
 UNREAD: dict[str, str | tuple[str, ...]] = {"dinov2_registers": "mask_token", "dinov3": "mask_token"}
 UNREAD |= {"clip_vision": "norm", "llava": ("vision.layers.2", "vision.norm"), "llava_next": "vision.norm"}
 UNREAD |= {"siglip_vision": "pooler", "siglip2_vision": "pooler"}
+UNREAD["video_llava"] = ("vision", "video.layers.2", "video.norm")  # there are frames alone
 
 
 def spec_of(name: str) -> Any:
     """The spec of a setting's model; what its loss does not read is frozen."""
-    config = SETTINGS[name]()[0]
+    config = EVERY[name]()[0]
     unread = UNREAD.get(name, "-")
 
     def leaf(path: str, leaf: Any) -> Any:
@@ -353,9 +389,10 @@ def optimizer_of(name: str) -> train.Optimizer:
 def weights_of(config: Any) -> Any:
     """In fp64: gradients of query biases are far smaller than the rounding errors of fp32 that are in them.
 
-    Limits of Gemma 4's layers are such that a part of the values exceeds them.
+    Limits of Gemma 4's layers are such that a part of the values exceeds them. Variances of batch norms are above 0.
     """
     params = tree.flatten(generic_params(config, torch.float64))
+    params |= {path: leaf.abs() + 0.1 for path, leaf in params.items() if path.endswith(".variance")}
     limits = [path for path in params if "_limits." in path]
     return tree.unflatten(
         params | {path: torch.full_like(params[path], -0.7 if path.endswith("min") else 0.9) for path in limits}
@@ -372,7 +409,7 @@ def placed(config: Any, mesh: Mesh, how: Strategy) -> Any:
 
 @functools.cache
 def one_process(name: str) -> One:
-    config, loss, halves = SETTINGS[name]()
+    config, loss, halves = EVERY[name]()
     batch, params = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}, weights_of(config)
     optimizer = optimizer_of(name)
     sums = gradient_sums(loss, optimizer)(params, [batch], divide=False)
@@ -388,7 +425,7 @@ def errors_over(name: str, over: str, strategy: dict[str, Any] | None = None, **
 
     options: the step's.
     """
-    (config, loss, halves), mesh, how = SETTINGS[name](), Mesh.parse(over), Strategy(**strategy or {})
+    (config, loss, halves), mesh, how = EVERY[name](), Mesh.parse(over), Strategy(**strategy or {})
     one, grads, optimizer = one_process(name), list[Tensor](), optimizer_of(name)
     batch = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
     held = placed(config, mesh, how)

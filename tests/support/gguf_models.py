@@ -280,7 +280,7 @@ MODELS |= {
     "deepseek2-v2": {"model_type": "deepseek_v2", **_BASE, **_ROPE, **_GROUPS, **_LATENT, "norm_topk_prob": False}
     | {"topk_method": "group_limited_greedy"},
 }
-_DELTA = {
+_DELTA = {"mtp_num_hidden_layers": 0} | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,

@@ -56,6 +56,8 @@ def image_cases(*, every: bool = False) -> list[ImageCase]:
     found = []
     for name in (module.name for module in pkgutil.iter_modules(vision_language.__path__) if not module.ispkg):
         family = importlib.import_module(f"fnmodels.models.vision_language.{name}")
+        if not hasattr(family, "with_images"):  # mllama, whose layers attend to images: test_mllama.py has all of it
+            continue
         tests = importlib.import_module(f"tests.fnmodels.models.test_{name}")
         for label, config in _configs(tests, family, name).items():
             if not every and label not in getattr(tests, "STRUCTURES", (label,)):
@@ -72,9 +74,23 @@ def _configs(tests: Any, family: Any, name: str) -> dict[str, Any]:
     return {label: family.Config.from_hf(own) for label, own in values.items()}
 
 
+PROMPTS_SEEN = (3, 3, 1, 1)  # tokens of each row's documents that see each other, where a model's prompts do
+
+
+def types_of(case: ImageCase, segment_ids: Tensor) -> Tensor | None:
+    """Token types [B, S], 0 for the first tokens of each document; None for a model whose prompts are causal."""
+    if not hasattr(case.family, "prompt_masks"):
+        return None
+    most = torch.tensor(PROMPTS_SEEN)[: len(segment_ids), None]
+    return (fnmodels.positions_from_segments(segment_ids) >= most).long()
+
+
 @dataclass(frozen=True)
 class ImageBatch:
-    """Rows of text with images: tokens, segment_ids [B, S], places [B, S, 2]; grids [images, 3]; features [1, N, D]."""
+    """Rows of text with images: tokens, segment_ids [B, S], places [B, S, 2]; grids [images, 3]; features [1, N, D].
+
+    token_types: [B, S], see `types_of`.
+    """
 
     case: ImageCase
     tokens: Tensor
@@ -82,6 +98,7 @@ class ImageBatch:
     places: Tensor
     grids: Tensor
     features: tuple[Tensor, ...]
+    token_types: Tensor | None = None
 
     def positions(self) -> Tensor:
         """[B, S], or [B, S, 3] of a model with several axes."""
@@ -89,6 +106,10 @@ class ImageBatch:
             found: Tensor = self.case.family.image_positions(self.places[..., 0] >= 0, self.segment_ids, self.grids)
             return found
         return fnmodels.positions_from_segments(self.segment_ids)
+
+    def types(self) -> dict[str, Tensor]:
+        """{"token_types": [B, S]} for a model whose prompts see all of themselves."""
+        return {} if self.token_types is None else {"token_types": self.token_types}
 
     def arguments(self, params: Any, prepared: Any) -> tuple[Any, dict[str, Any]]:
         """(inputs, masks, freqs_cis) with the features in them, and options of the call."""
@@ -100,7 +121,7 @@ class ImageBatch:
 
     def forward(self, params: Any, kernel: str = "math") -> Tensor:
         """Logits [B, S, V] of one pass over all tokens."""
-        config, known = self.case.config, {"segment_ids": self.segment_ids, "places": self.places}
+        config, known = self.case.config, {"segment_ids": self.segment_ids, "places": self.places} | self.types()
         axes = hasattr(self.case.family, "image_positions")
         more = {"grids": self.grids} if axes else {"positions": self.positions()}
         prepared, options = self.arguments(params, fnmodels.prepare(config, self.tokens, **known, **more))
@@ -122,6 +143,7 @@ class ImageBatch:
             tokens=self.tokens[rows, at],
             segment_ids=self.segment_ids[rows, at].where(inside, 0),
             places=self.places[rows, at].where(inside[..., None], -1),
+            token_types=None if self.token_types is None else self.token_types[rows, at],
             grids=self.grids[images],
         )
         return found, positions
@@ -153,7 +175,15 @@ def image_batch(
     layers = len(getattr(case.config.vision, "deepstack", ()))
     width = case.config.text.hidden_size
     features = [torch.randn(1, max(count, 1), width, generator=generator, dtype=dtype) for _ in range(1 + layers)]
-    return ImageBatch(case, tokens, segment_ids, places, torch.tensor(grids).reshape(-1, 3), tuple(features))
+    return ImageBatch(
+        case,
+        tokens,
+        segment_ids,
+        places,
+        torch.tensor(grids).reshape(-1, 3),
+        tuple(features),
+        types_of(case, segment_ids),
+    )
 
 
 def image_params(case: ImageCase, dtype: torch.dtype = torch.float64) -> Any:

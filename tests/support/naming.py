@@ -1,7 +1,7 @@
-"""A few models whose names of parameters on disk, or in transformers' memory, are those of all models between them."""
+"""A few models that have between them all names of parameters, on disk or in memory, or all other parts."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,13 +18,18 @@ def covering_names(models: Sequence[T], names: Callable[[T], Mapping[str, Any]])
         Some of the models, each with a pair of path and stored name that those before it lack; numbers of layers and
         experts are no part of a name.
     """
-    pairs = {model: {_unnumbered(f"{path} {stored}") for path, stored in names(model).items()} for model in models}
-    left, found = set[str]().union(*pairs.values()), list[T]()
+    return fewest({model: pairs_of(names(model)) for model in models})
+
+
+def pairs_of(names: Mapping[str, Any]) -> set[str]:
+    """The path and the stored name of each parameter, without numbers of layers and experts."""
+    return {re.sub(r"\d+", "#", f"{path} {stored}") for path, stored in names.items()}
+
+
+def fewest(parts: Mapping[T, Set[str]]) -> list[T]:
+    """Few of the models that have all parts between them: in turn the one with the most parts that are missing."""
+    left, found = set[str]().union(*parts.values()), list[T]()
     while left:
-        found.append(max(pairs, key=lambda model: len(pairs[model] & left)))
-        left -= pairs[found[-1]]
+        found.append(max(parts, key=lambda model: len(parts[model] & left)))
+        left -= parts[found[-1]]
     return found
-
-
-def _unnumbered(text: str) -> str:
-    return re.sub(r"\d+", "#", text)

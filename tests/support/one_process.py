@@ -62,11 +62,16 @@ SEQUENTIAL = {
     **{name: name for name in ("qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "bamba")},
     **{name: name for name in ("falcon_h1_norm", "granitemoehybrid", "nemotron_h_moe", "nemotron_h_latent_bias")},
     **{name: name for name in ("granitemoehybrid_dense_tied", "lfm2_moe", "deepseek_v32", "glm_moe_dsa")},
+    **{name: name for name in ("axk2", "qwen4_exp", "hy_v4", "rwkv7", "mistral_large4")},
     "gemma4_e": "gemma4_text_e",
     "gemma4_moe": "gemma4_text_moe",
 }
 STREAMS = {"deepseek_v4": "deepseek_v4"}
-NGRAMS = {"longcat_flash_ngram": "longcat_flash_ngram"}  # with a summand that goes on to the next layer
+GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by kernel="sparse"
+BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
+# with a summand that goes on to the next layer; with tables in layers, and a convolution
+NGRAMS = {name: name for name in ("longcat_flash_ngram", "qwen4_exp_ngrams")}
+LOOPS = {"hrm_text": "hrm_text_deep", "zamba2": "zamba2"}  # whose layers run several times
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
@@ -88,6 +93,7 @@ TERMS: dict[str, dict[str, Any]] = {
     **{name: {"balance": Balance(sequence=0.3, z=0.1), "direction": name, "temperature": 2.0} for name in TAUGHT},
 }
 TERMS["forward"]["length"] = None
+TERMS |= {name: {"kernel": "sparse"} for name in GATHERED}
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -108,7 +114,9 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = even((MODELS | HYBRIDS | SEQUENTIAL | STREAMS | NGRAMS | WHOLE | TAUGHT | CHOOSING)[name])
+    config = even(
+        (MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | WHOLE | TAUGHT | CHOOSING)[name]
+    )
     config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))

@@ -16,10 +16,12 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import storage
 from fnmodels.models.common.family import field_of
+from tests.support import text_models
 from tests.support.cases import collected, generic, variants_of
 
 # transformers 5.23 lists it among models with vision only
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+text_models.register()
 # transformers 5.24 reads it in Llama 4's wrapper and has it in no output of a text model
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     MoeCausalLMOutputWithPast.image_outputs = None
@@ -37,6 +39,9 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
         model = _class_of(config).eval()
     model.tie_weights()
     with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "create_weight"):  # of sines and cosines
+                module.weight.copy_(module.create_weight())
         for name, tensor in _of_checkpoint(model).items():
             absent = collected("ABSENT").get(values["model_type"])
             tensor.copy_(torch.zeros_like(tensor) if absent and name.endswith(absent) else generic(name, tensor))

@@ -57,7 +57,7 @@ def peft_cases() -> tuple[PeftCase, ...]:
     for name in test_vision.EVERY:
         made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
         found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))
-    for name in ("t5", "t5_v1_1", "t5_encoder", "umt5", "bart", "m2m_100"):
+    for name in ("t5", "t5_v1_1", "t5_encoder", "umt5", "t5gemma", "bart", "m2m_100"):
         made = functools.partial(test_pairs.reference, name), functools.partial(test_pairs.params_of, name)
         found.append(PeftCase(name, test_pairs.config_of(name), *made))
     return (*found, PeftCase("whisper", test_whisper.CONFIG, test_whisper.reference, test_whisper.weights))

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
 import fnmodels
-from fnmodels.models.common.family import field_of
+from fnmodels.models.common.family import field_of, stored_layers
 from params.checkpoint.module_names import module_names
 from params.compare.activations import sublayers_of
 from params.compare.reference import layers_of
@@ -43,6 +44,7 @@ class Site:
     module: Any
     which: str  # "output", "input", "weights" (the third input of experts), "product" (of F.linear), one of ATTENTION
     factor: float = 1.0  # what the model multiplies the value by right after
+    call: int | None = None  # which call of the module in a forward, from 0, where there are several
 
     @contextlib.contextmanager
     def edited(self, change: Change) -> Iterator[None]:
@@ -51,12 +53,18 @@ class Site:
                 yield
             return
 
+        calls = itertools.count()
+
         def after(_: Any, args: Any, output: Any) -> Any:
+            if self.call not in (None, next(calls)):
+                return None
             first = output[0] if isinstance(output, tuple) else output
             first = change(first * self.factor) / self.factor
             return (first, *output[1:]) if isinstance(output, tuple) else first
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
+            if self.call not in (None, next(calls)):
+                return None
             if self.which == "weights":
                 return (*args[:2], change(args[2])), kwargs
             if args:
@@ -92,10 +100,10 @@ class Site:
     def _attention_edited(self, change: Change) -> Iterator[None]:
         """Heads are in dimension 2, as in our taps."""
         code = sys.modules[type(self.module).__module__]
-        eager = getattr(code, EAGER)
+        eager, calls = getattr(code, EAGER), itertools.count()
 
         def attention(module: Any, *given: Any, **how: Any) -> tuple[Tensor, Any]:
-            if module is not self.module:
+            if module is not self.module or self.call not in (None, next(calls)):
                 return eager(module, *given, **how)
             *qkv, mask = given if len(given) == 4 else (*given, how.pop("attention_mask"))
             if self.which in ATTENTION[:3]:
@@ -125,23 +133,33 @@ class Site:
 def sites_of(model: Any, case: Case) -> dict[str, Site]:
     """{tap: site} of the first layer of each kind and of the model's ends, in the order of `fnmodels.tap_names`."""
     names, family = tap_names(case.config), fnmodels.family_of(case.config)
-    kinds, layers = family.kinds(case.config), layers_of(model)
+    kinds = family.kinds(case.config)
+    stored = stored_layers(case.config, kinds)
+    layers = layers_of(model)
+    loops = bool(field_of(case.config, "passes")) and len(layers) < len(kinds)  # else each pass is a module there
+    layers = [layers[i] for i in stored] if loops else layers
+    own_embed = bool(field_of(case.config, "passes") or field_of(case.config, "residual_streams"))
     streams = bool(field_of(case.config, "residual_streams"))
-    found = {"embed": Site(model.get_input_embeddings(), "output") if streams else Site(layers[0], "input")}
+    found = {"embed": Site(model.get_input_embeddings(), "output") if own_embed else Site(layers[0], "input")}
     here = [i for i in range(len(kinds)) if kinds[i] not in kinds[:i]]  # others have the same code
     for i in here:
         if hasattr(layers[0], "mlps"):
             inner = _of_half(layers[i // 2], i % 2)
         else:
             inner = _of_layer(model, layers[i], i in sparse_layers(case.config))
+        if loops:
+            inner = {tap: replace(site, call=stored[:i].count(stored[i])) for tap, site in inner.items()}
         if streams:  # their mean is the taps "input" and "output"
             inner["streams"] = inner["output"]
         found |= {f"layers.{i}.{tap}": site for tap, site in inner.items()}
     modules, stored_names = dict(model.named_modules()), module_names(case.config)
-    for tap, path in ((tap, "norm" if tap == "final.norm" else tap) for tap in names):
-        stored = stored_names.get(path)
-        if isinstance(stored, str) and "norm" in tap and (tap == "final.norm" or int(tap.split(".")[1]) in here):
-            owner = stored.rpartition(".")[0]
+    for tap in names:
+        number = int(tap.split(".")[1]) if tap.startswith("layers.") else -1
+        again = number >= 0 and stored[number] in stored[:number]  # a later use, by another module there
+        path = "norm" if tap == "final.norm" else tap.replace(f"layers.{number}.", f"layers.{stored[number]}.", 1)
+        name = None if again else stored_names.get(path)
+        if isinstance(name, str) and "norm" in tap and (tap == "final.norm" or number in here):
+            owner = name.rpartition(".")[0]
             rest = owner.partition(".")[2]  # where files name the base otherwise
             owners = [m for name, m in modules.items() if name == owner or name.partition(".")[2] == rest != ""]
             if owners:
@@ -173,6 +191,8 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
         found["shared_expert" if sparse else "mlp"] = Site(
             layer.shared_mlp, "output", 1.0 if sparse else layer.residual_multiplier
         )
+    norms = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_ff_layernorm"}
+    found |= {tap: Site(getattr(layer, name), "output") for tap, name in norms.items() if hasattr(layer, name)}
     if hasattr(layer, "post_per_layer_input_norm"):
         found["per_layer"] = Site(layer.post_per_layer_input_norm, "output")
     for path, module in layer.named_modules():

@@ -22,7 +22,15 @@ import transformers
 import fnmodels
 from fnmodels.models.common.registry import every_model
 from fnmodels.models.presets import published
-from tests.fnmodels.models import test_qwen2_audio, test_qwen3_asr, test_wav2vec2
+from tests.fnmodels.models import (
+    test_glmasr,
+    test_granite_speech,
+    test_mllama,
+    test_qwen2_audio,
+    test_qwen3_asr,
+    test_voxtral_realtime,
+    test_wav2vec2,
+)
 from tests.parity.test_config import published_dialect
 from tests.support.cases import cases, collected
 from tests.support.image_texts import image_cases
@@ -73,7 +81,11 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
     found |= {"tiny/whisper": whisper.TINY} | {
         f"tiny/{case}_images": _values_of(case) for case in image_cases(every=True)
     }
-    found |= {f"tiny/{name}_sounds": values for name, values in test_qwen2_audio.VARIANTS.items()}
+    sounds = test_qwen2_audio.VARIANTS | test_granite_speech.VARIANTS
+    found |= {f"tiny/{name}_sounds": values for name, values in sounds.items()}
+    found["tiny/voxtral_realtime"] = test_voxtral_realtime.VALUES
+    found["tiny/glmasr_sounds"] = test_glmasr.VALUES
+    found["tiny/mllama"] = test_mllama.VALUES
     found["tiny/qwen3_asr_sounds"] = test_qwen3_asr.VALUES
     found |= {f"tiny/{name}": values for name, values in test_wav2vec2.VARIANTS.items()}
     found = {label: copy.deepcopy(values) for label, values in found.items()}
@@ -81,7 +93,9 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
         for part in ("text", "vision"):
             own = copy.deepcopy(values.get(f"{part}_config", {}))
             own.setdefault("model_type", f"{values['model_type']}_{part}_model")
-            complete = "hidden_size" in own and (part == "vision" or "num_attention_heads" in own)
+            complete = {"hidden_size", "mm_embed_dim"} & own.keys() and (
+                part == "vision" or "num_attention_heads" in own
+            )
             if own["model_type"] in every_model() and complete:
                 found[f"{label}/{part}"] = own
     if not release.startswith("5."):

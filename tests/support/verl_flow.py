@@ -32,6 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "output_router_logits": False,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "critic": {
         "model_type": "llama",
         "architectures": ["LlamaForTokenClassification"],

@@ -33,3 +33,12 @@ def test_a_layer_executes_few_operations_more_than_a_hand_written_one(task: str,
             totals.append(small.counts(calls[name])[2])
     per_layer = {name: (more - fewer) / 2 for name, (fewer, more) in found.items()}
     assert per_layer["fnmodels"] <= LIMITS[task] * per_layer["hand-written"], per_layer
+
+
+def test_a_layer_calls_few_functions(small: Any) -> None:
+    totals = []
+    for layers in (2, 4):
+        call = small.forwards(small.Setting(small.Size(layers, 16, 2, 8)), False)["fnmodels"]
+        call()  # with what is computed once
+        totals.append(small.counts(call)[0])
+    assert (totals[1] - totals[0]) / 2 <= 72, totals  # calls of Python functions

@@ -136,7 +136,7 @@ def test_a_step_made_within_a_mapped_function_compiles_to_one_graph():
     start, rates = params(), torch.tensor([0.01, 0.1], dtype=torch.float64)
 
     def tuned(rate):
-        optimizer = train.adamw(rate)
+        optimizer = train.adamw(rate, betas=(0.9, 1 - rate), weight_decay=rate)
         return pure_step(loss, optimizer)(State(torch.tensor(0), start, optimizer.init(start)), BATCH)
 
     graph = torch.compile(vmap(tuned), backend="aot_eager", fullgraph=True)
@@ -223,3 +223,89 @@ def test_an_optimizer_of_ones_own_goes_through_vmap():
     signs = Optimizer(lambda params: torch.tensor(0), lambda grads, n, params: (tree.map(torch.sign, grads), n + 1))
     state, _ = vmap(pure_step(loss, signs), (None, 0))(init_state(params(), signs), tree.map(lambda t: t[None], BATCH))
     assert int(state.opt_state) == 1
+
+
+def after_a_step(start, optimizer, clip=None):
+    """The loss after a step from these parameters, by a State that is made within the transform."""
+    return loss(pure_step(loss, optimizer, clip=clip)(init_state(start, optimizer), BATCH)[0].params, BATCH)[0]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "master"])
+def test_a_state_made_in_a_transform_keeps_derivatives(name):
+    optimizer, start = OPTIMIZERS[name](0.1), params()
+    draw = torch.Generator().manual_seed(5)
+    direction = tree.map(lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=torch.float64), start)
+    grads = grad(after_a_step)(start, optimizer)
+    along = sum(float((g * d).sum()) for g, d in zip(tree.leaves(grads), tree.leaves(direction), strict=True))
+    moved = [tree.map(lambda p, d, e=e: p + e * d, start, direction) for e in (1e-5, -1e-5)]
+    difference = float((after_a_step(moved[0], optimizer) - after_a_step(moved[1], optimizer)) / 2e-5)
+    assert along == pytest.approx(difference, rel=1e-5) and abs(along) > 1e-3
+    _, tangent = jvp(lambda p: after_a_step(p, optimizer), (start,), (direction,))
+    assert float(tangent) == pytest.approx(difference, rel=1e-5)
+
+
+def test_parameters_in_bf16_with_a_master_copy_keep_derivatives():
+    optimizer = train.optim.with_master(train.sgd(0.1))
+    start = {"w": torch.zeros((), dtype=torch.bfloat16)}
+
+    def squared(params, batch):
+        return (params["w"].float() - 1).square(), torch.tensor(1)
+
+    def twice(params):
+        return squared(pure_step(squared, optimizer)(init_state(params, optimizer), {})[0].params, {})[0]
+
+    assert float(grad(twice)(start)["w"]) == pytest.approx(2 * (0.2 - 1) * 0.8, rel=1e-2)
+
+
+def test_an_eval_step_has_the_derivatives_of_its_loss():
+    found = grad(lambda p: train.make_eval_step(loss)(p, BATCH)["loss"])(params())
+    wanted = grad(lambda p: loss(p, BATCH)[0] / 12)(params())
+    assert_close(found, wanted)
+    assert not train.make_eval_step(loss)(tree.map(lambda p: p.requires_grad_(), params()), BATCH)["loss"].requires_grad
+
+
+def test_the_limit_of_clipping_may_be_mapped():
+    limits, start = torch.tensor([0.1, 1.0], dtype=torch.float64), params()
+    found = vmap(lambda limit: after_a_step(start, train.sgd(0.1), limit))(limits)
+    chained = vmap(lambda limit: after_a_step(start, train.chain(train.optim.clip_norm(limit), train.sgd(0.1))))(limits)
+    for index, limit in enumerate(limits):
+        wanted = after_a_step(start, train.sgd(0.1), float(limit))
+        torch.testing.assert_close(found[index], wanted)
+        torch.testing.assert_close(chained[index], wanted)
+
+
+def test_bad_use_is_a_sentence():
+    optimizer = train.sgd(0.1)
+    state = init_state(params(), optimizer)
+    with pytest.raises(TypeError, match="A pure step takes one batch, a dict, not a list: join microbatches"):
+        pure_step(loss, optimizer)(state, [BATCH, BATCH])
+    rates = torch.tensor([0.1, 0.2])
+    for compiled in ("none", "step"):
+        step = make_step(loss, optimizer, inplace=False, compile=compiled)
+        with pytest.raises(ValueError, match=r"not for vmap, grad and jvp of torch\.func: take train\.pure_step"):
+            vmap(lambda rate, step=step: step(state, BATCH)[1]["loss"] * rate)(rates)
+
+
+def test_a_loss_over_mapped_batches_and_tasks():
+    config = llama.Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    weights, batch = P.init(config, 0), fnmodels.pack([torch.arange(6)] * 3, 6).batch()
+    of_batch = functools.partial(train.next_token_loss, config=config)
+    found = vmap(lambda part: of_batch(weights, part)[0])(fnmodels.rows(batch))
+    for row in range(3):
+        alone = {name: value[row : row + 1] for name, value in batch.items()}
+        torch.testing.assert_close(found[row], of_batch(weights, alone)[0])
+
+    def task(p, part):
+        slow = grad(lambda q: of_batch(q, part)[0])(p)
+        return of_batch(tree.map(lambda q, g: q - 0.01 * g, p, slow), part)[0]
+
+    of_tasks = grad(lambda p: vmap(task, (None, 0))(p, fnmodels.rows(batch)).sum())(weights)
+    wanted = grad(lambda p: sum(task(p, {n: v[r : r + 1] for n, v in batch.items()}) for r in range(3)))(weights)
+    assert_close(of_tasks, wanted, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from torch.func import grad
 import fnmodels
 import train
 from fnmodels import llama, tree
-from tests.support.cases import Case, causal, covering, generic_params, shortest
+from tests.support.cases import Case, causal, covering, generic_params, is_ordered, is_routed, shortest
 from train import optim
 from train.checkpoint import saved_steps
 from train.optim.schedules import warmup_stable_decay
@@ -202,6 +202,13 @@ def test_many_steps_are_single_ones(graphs, compile):
         step.many(after, {"x": torch.zeros(2, 12, 4), "y": torch.zeros(3, 12, 3)})
 
 
+def test_many_steps_whose_aux_has_other_shapes_are_refused():
+    step = make_step(lambda params, batch: (*loss(params, batch), {"rows": batch["x"][:, 0]}), train.sgd(0.1))
+    halves = [BATCHES[0], {name: value[:6] for name, value in BATCHES[1].items()}]
+    with pytest.raises(ValueError, match=r"'aux.rows' is \[6\] in step 1 but \[12\] in the first"):
+        step.many(init_state(params(), train.sgd(0.1)), halves)
+
+
 # Refusals.
 
 
@@ -250,7 +257,9 @@ def model_batch(config, packed):
     return fnmodels.pack([torch.randint(config.vocab_size, (n,), generator=draw) for n in lengths], 12).batch()
 
 
-MODELS = tuple(filter(causal, covering()))
+# Every block is captured, backward too, in tests/contract/test_compile.py: here one model of each form of what a step
+# gets of the layers, which are experts' counts and states.
+MODELS = tuple({(is_routed(c.config), is_ordered(c)): c for c in covering() if causal(c)}.values())
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 1,
     "dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
     "scale_embedding": True,
     "forced_eos_token_id": None,
 }

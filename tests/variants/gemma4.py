@@ -39,11 +39,15 @@ def variants() -> dict[str, Any]:
     small |= {"rms_norm_eps": 1.0}  # scores are not scaled, and with less fp32 gradients are off by more than 1e-5
     same = {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
     sparse = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20}
+    unified = {name: value for name, value in (TINY | same).items() if "per_layer_input" not in name}
+    unified |= {"model_type": "gemma4_unified_text", "head_dim": 8}
     text = {name: value for name, value in (TINY | same).items() if name != "model_type"}
     return {
         "gemma4_text_e": TINY | small,
         "gemma4_text_bias_untied": TINY | {"attention_bias": True, "tie_word_embeddings": False},
         "gemma4_text_moe": TINY | same | sparse,
+        "gemma4_unified_text": unified,
+        "gemma4_unified_wrapped": gemma4.Config.from_hf({"model_type": "gemma4_unified", "text_config": unified}),
         "gemma4_wrapped": gemma4.Config.from_hf({"model_type": "gemma4", "text_config": text}),
     }
 
@@ -112,10 +116,13 @@ _EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
 _SMALL = {"use_double_wide_mlp", "vocab_size_per_layer_input"}
 BLIND = {"gemma4_text_e": _EXPERTS, "gemma4_text_moe": _SMALL}
 BLIND |= dict.fromkeys(("gemma4_text_bias_untied", "gemma4_wrapped"), _EXPERTS | _SMALL)
+BLIND |= dict.fromkeys(("gemma4_unified_text", "gemma4_unified_wrapped"), _EXPERTS | _SMALL)
 SEEDS = {"gemma4_text_moe": 11}
 NO_FILE = {"gemma4_text": "published within gemma4's text_config"}
+NO_FILE |= {"gemma4_unified": "the published file is not at hand; these are the defaults of transformers"}
+NO_FILE |= {"gemma4_unified_text": "published within gemma4_unified's text_config"}
 # transformers makes the last layer full whatever the list says; here such a list is refused.
-REFUSED = {"gemma4_text": {"layer_types"}}
+REFUSED = {kind: {"layer_types"} for kind in ("gemma4_text", "gemma4_unified_text")}
 
 # Of the text models, as transformers' own add up to.
 TOTALS: dict[str, int | str] = {

@@ -28,7 +28,8 @@ def variants() -> dict[str, dict[str, Any]]:
     narrow = {"do_layer_norm_before": False, "word_embed_proj_dim": 20}
     bare = {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
     xglm = {"model_type": "xglm", "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 44} | _SHARED
-    bio = {"model_type": "biogpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | _SHARED
+    bio = {"model_type": "biogpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bio |= {name: value for name, value in _SHARED.items() if "dropout" not in name}
     bio |= {"intermediate_size": 44, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return {"opt": TINY, "opt_narrow": TINY | narrow, "opt_bare": TINY | bare, "xglm": xglm, "biogpt": bio}
 

@@ -29,6 +29,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "tie_word_embeddings": False,
     "layer_types": ["linear_attention", "full_attention"],
+    "mtp_num_hidden_layers": 0,
 }
 
 
@@ -77,11 +78,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters its text model has}."""
+    """{name of a published member: how many parameters its text model has, with its MTP head}."""
     return {
-        "qwen3_next_80b_a3b": 79_674_391_296,
-        "qwen3_5_9b": 8_953_803_264,
-        "qwen3_5_35b_a3b": 34_660_610_688,
+        "qwen3_next_80b_a3b": 81_324_862_720,
+        "qwen3_5_9b": 9_197_093_888,
+        "qwen3_5_35b_a3b": 35_505_251_456,
     }
 
 
@@ -101,7 +102,7 @@ BLIND = {
 
 TRAINING_TOLERANCE = {"qwen3_5_moe": 2e-5}  # the choice of experts is close in the last steps
 
-TOTALS: dict[str, int | str] = {"qwen3-next-80b-a3b": 79_674_391_296}
+TOTALS: dict[str, int | str] = {"qwen3-next-80b-a3b": 81_324_862_720}
 
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "qwen3-next-80b-a3b": {

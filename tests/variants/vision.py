@@ -80,6 +80,13 @@ TOTALS: dict[str, int | str] = {
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
+    # of which transformers and this package read neither SigLIP's head nor a table of positions of packed images
+    "paddleocr-vl-0.9b": 958_588_736 - 15_238_352 - 32768 * 1152,
+    "paligemma-3b": 2_923_466_480,
+    "paligemma2-3b": 3_032_242_416,
+    # the sums of the published totals of Gemma 2, with 1216 more tokens, of SigLIP without its head, and the projector
+    "paligemma2-10b": 9_241_705_984 + 1216 * 3584 + 412_442_352 + 3584 * 1153,
+    "paligemma2-28b": 27_227_128_320 + 1216 * 4608 + 412_442_352 + 4608 * 1153,
     "mistral-small-3.1-24b": 24_011_361_280,
     "qwen2-vl-2b": 2_208_985_600,
     "qwen2-vl-7b": 8_291_375_616,

@@ -59,13 +59,27 @@ def placed_like(local: Tensor, leaf: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(leaf: Any) -> Tensor:
-    """The full tensor of a DTensor with equal shards, in every process."""
+    """The full tensor of a DTensor, in every process."""
     x: Tensor = leaf.to_local()
-    for index in reversed(range(leaf.device_mesh.ndim)):  # the last mesh dimension sharded what the others left
-        placement = leaf.placements[index]
-        if placement.is_shard() and leaf.device_mesh.size(index) > 1:
-            x = all_gather(x, placement.dim, leaf.device_mesh.get_group(index))
+    for index, dim, full in reversed(_splits(leaf)):  # the last mesh dimension sharded what the others left
+        missing = -(-full // leaf.device_mesh.size(index)) - x.shape[dim]
+        if missing:  # the last shards may be smaller
+            x = torch.cat((x, x.new_empty(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
+        x = all_gather(x, dim, leaf.device_mesh.get_group(index)).narrow(dim, 0, full)
     return x
+
+
+def _splits(leaf: Any) -> list[tuple[int, int, int]]:
+    """(mesh dimension, dimension of the leaf that it shards, its size before that in this process) in order."""
+    found, left = [], list(leaf.shape)
+    for index, rank in enumerate(leaf.device_mesh.get_coordinate()):
+        placement, size = leaf.placements[index], leaf.device_mesh.size(index)
+        if placement.is_shard() and size > 1:
+            full = left[placement.dim]
+            each = -(-full // size)
+            left[placement.dim] = min(each, max(full - rank * each, 0))
+            found.append((index, placement.dim, full))
+    return found
 
 
 def map_local(function: Callable[[Tensor], Tensor], values: Tree) -> Tree:

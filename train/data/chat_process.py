@@ -95,7 +95,7 @@ class _Renderer:
         return (False, _end_of(answer)) if isinstance(answer, int) else answer
 
     def _ask(self, request: bytes) -> tuple[bool, str] | int:
-        """What the process answers, or its exit code if it ends."""
+        """The answer of the process, or its exit code if it ends."""
         process = self._running()
         assert process.stdin and process.stdout
         try:

@@ -27,7 +27,7 @@ def draw_source(sample: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def drawn_samples(samples: int, weights: Sequence[int]) -> list[int]:
-    """How many of the run's first `samples` samples each source has, by `draw_source`."""
+    """The number of the run's first `samples` samples that come from each source, by `draw_source`."""
     remaining, counts = sum(weights), []
     for weight in weights:
         counts.append(_round(samples * weight, remaining))

@@ -1,4 +1,4 @@
-"""How well a checkpoint predicts texts: loss, perplexity and bits per byte of each document and of all."""
+"""Scores of a checkpoint on texts: loss, perplexity and bits per byte of each document and of all."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

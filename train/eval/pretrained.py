@@ -103,7 +103,7 @@ def answer_end_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def begin_id(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """What begins a text: the token of tokenizer_config.json or config.json for its begin, else that for its end."""
+    """The token that begins a text: by tokenizer_config.json or config.json that for its begin, else for its end."""
     named = special_tokens(folder)
     begin, end = (tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
     other = read_json(weights_folder(folder) / "config.json").get("bos_token_id")

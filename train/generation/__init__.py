@@ -3,7 +3,8 @@
 noise      counter-based random numbers          sampling   `Sampling`, `sample_step`: from logits to a token
 stop       token ids to text, and stop texts     prompts    prompts into a cache, what they share once
 serve      `serve_step`: one token per slot      requests   requests, answers, events
-loops      the queue over slots, `generate`      beam       `beam_search`
+batching   slots between steps, `ContinuousBatch`   loops      the queue over them, `generate`
+beam       `beam_search`
 text       texts instead of token ids            speculative   `speculate`: drafts of a smaller model
 transcribe   speech to text with Whisper
 """

@@ -15,7 +15,9 @@ from params.axes import POSITION
 from .decoder_traits import Decodes
 from .images import check_images, positions_less
 from .requests import Request
+from .routing import check_records
 from .sampling import check_sampling
+from .stop import StopText
 
 
 def check_request(
@@ -40,9 +42,18 @@ def check_request(
         raise ValueError(f"max_new of request {row} is {request.max_new}; it must be at least 1.")
     if request.stop_texts and tokenizer is None:
         raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
+    StopText(request.stop_texts)
+    check_images(row, request.prompt, request.images, config)  # first: image tokens may be no ids of the vocabulary
     _check_ids(row, request.prompt, text_config(config).vocab_size)
-    check_images(row, request.prompt, request.images, config)
     check_sampling(request.sampling)
+    _check_turns(row, request, config)
+    if request.record_routing:
+        if request.keep or request.held is not None:
+            raise ValueError(
+                f"Request {row} records its experts and keeps its cache or goes on from one, whose tokens are not "
+                "computed again: leave record_routing, or keep and held, out."
+            )
+        check_records(row, text_config(config), paired=request.source is not None)
     if capacity is not None and size + request.max_new > capacity:
         raise ValueError(
             f"Request {row} has {size} tokens and max_new {request.max_new}; the capacity is {capacity} tokens."
@@ -59,6 +70,28 @@ def check_request(
     if known is not None and reach > known:
         one = torch.zeros(1, 1, dtype=torch.int64)
         check_count(text, fnmodels.prepare(text, one, length=1)[2], reach)
+
+
+def _check_turns(row: int, request: Request, config: Any) -> None:
+    """ValueError where a conversation cannot go on from the cache of its earlier turns."""
+    if not request.keep and request.held is None:
+        return
+    if request.images or request.source is not None or hasattr(family_of(config), "prompt_masks"):
+        raise ValueError(
+            f"Request {row} keeps its cache or goes on from one, which is for prompts of text alone that a decoder "
+            "reads from left to right: leave keep and held out."
+        )
+    held = () if request.held is None else request.held.tokens
+    if len(held) >= len(request.prompt) or tuple(request.prompt[: len(held)]) != held:
+        raise ValueError(
+            f"Request {row} holds {len(held)} tokens of earlier turns; its prompt must begin with exactly these and "
+            "have at least one more."
+        )
+    if request.length is not None and request.length < len(request.prompt) + request.max_new:
+        raise ValueError(
+            f"The length of request {row} is {request.length}; it must be at least that of its prompt and max_new, "
+            f"{len(request.prompt) + request.max_new}."
+        )
 
 
 def learned_positions(config: Any) -> int | None:

@@ -32,7 +32,7 @@ LOADING = 0.1  # seconds
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """How steps run: "none" or "step", why, and the compiled step."""
+    """The way in which steps run ("none", "step" or "graph"), the reason, and the compiled step."""
 
     how: str
     reason: str
@@ -58,7 +58,7 @@ def choose(
     steps: int,
     options: Mapping[str, Any],
 ) -> CompileChoice:
-    """How so many steps on a cache of these sizes run. how: `compile` of `serve`; options: of `fnmodels.forward`."""
+    """The way to run so many steps on such a cache. how: `compile` of `serve`; options: of `fnmodels.forward`."""
     if callable(how):
         return CompileChoice("step", "the caller gave it", how)
     if how == "graph":
@@ -118,7 +118,7 @@ def explain_compile(
     kv_dtype: Any = None,
     **options: Any,
 ) -> str:
-    """What compile="auto" does for `rows` prompts of this many tokens, in one sentence.
+    """Explains in one sentence what compile="auto" chooses for `rows` prompts of this many tokens.
 
     Args:
         params: of the model.

@@ -1,4 +1,4 @@
-"""How a tokenizer's decoder makes text from tokens, as far as later tokens may change the text of earlier ones."""
+"""Properties of a tokenizer's decoder that decide how far later tokens may change the text of earlier ones."""
 
 import json
 import re
@@ -23,7 +23,7 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class OpenEnd:
-    """What a decoder replaces in the whole text, so that later tokens may change the end of it.
+    """The end of a text that later tokens may change, because the decoder replaces strings in the full text.
 
     size: how many characters they may still change, at most; ENDLESS: all. characters: those in what is replaced and in
     what replaces it. So a text that begins with another one is decoded alike without what is in front.
@@ -33,7 +33,7 @@ class OpenEnd:
     characters: frozenset[str] = frozenset()
 
     def after(self, pattern: str | None, content: str) -> "OpenEnd":
-        """That of a text in which `pattern` (None: anything) has been replaced by `content`."""
+        """The open end of a text in which `pattern` (None: anything) has been replaced by `content`."""
         if pattern is None:
             return OpenEnd(ENDLESS)
         wider = max(1, -(-len(content) // len(pattern)))  # characters for each one, at most

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
+from fnmodels.cache import tapped_decode_
 from fnmodels.image_text import Image, ImageFeatures, check_reads_images, image_features, image_grid, with_features
 from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.options import Edit, ForwardKwargs
@@ -37,7 +38,7 @@ def check_images(row: int, prompt: Sequence[int], images: Sequence[Image], confi
     """ValueError that names the request whose images are not those of its prompt. TypeError for a model of text."""
     if images:
         check_reads_images(config)
-    elif text_config(config) is config:
+    elif not hasattr(family_of(config), "with_images"):
         return
     try:
         features = sum(rows * columns for _, rows, columns in (image_grid(image, config=config) for image in images))
@@ -52,7 +53,7 @@ def check_images(row: int, prompt: Sequence[int], images: Sequence[Image], confi
 
 
 def positions_less(images: Sequence[Image], config: Any) -> int:
-    """How many positions a prompt has less than tokens: of three axes, an image takes those of its longer side."""
+    """The number of tokens of a prompt less its positions: of three axes, an image takes those of its longer side."""
     if not hasattr(family_of(config), "image_positions"):
         return 0
     grids = [image_grid(image, config=config) for image in images]
@@ -79,9 +80,21 @@ class Reader:
         found = positions_of_images(self.config, torch.ones_like(ids)[None], places, grids)
         return None if found is None else found[0]
 
+    @property
+    def _sees_prompts(self) -> bool:
+        """Whether all tokens of a prompt see each other."""
+        return hasattr(family_of(self.config), "prompt_masks")
+
+    def takes_last(self, row: PromptKey) -> bool:
+        """Whether the last id of a row is computed with the others: of an image, or of a prompt that sees all of
+        itself."""
+        return row[-1] < 0 or self._sees_prompts
+
     def end(self, row: PromptKey, begin: int, most: int) -> int:
-        """Where a chunk of a row from `begin` ends: after `most` tokens, or where no image that is computed in one call
-        is divided, which may be later."""
+        """The end of a chunk of a row from `begin`: after `most` tokens, or where no image or prompt that is computed
+        in one call is divided, which may be later."""
+        if self._sees_prompts:
+            return len(row)
         end = min(begin + most, len(row))
         if not hasattr(family_of(self.config), "image_masks"):
             return end
@@ -93,8 +106,10 @@ class Reader:
         return end if back == begin else back
 
     def undivided(self, rows: Sequence[PromptKey], shared: int) -> int:
-        """How many of the first `shared` ids of all rows are computed apart from the rest: of a row that ends with an
-        image not the last, and no part of images that are computed in one call."""
+        """The number of the first `shared` ids of all rows to compute apart from the rest: of a row that ends with an
+        image not the last, and no part of images or prompts that are computed in one call."""
+        if self._sees_prompts:
+            return 0
         shared -= any(row[-1] < 0 for row in rows if 0 < len(row) == shared)
         if hasattr(family_of(self.config), "image_masks"):
             while any(_divides(row, shared) for row in rows):
@@ -108,18 +123,21 @@ class Reader:
         cache: Cache,
         length: Tensor,
         /,
+        taps: tuple[str, ...] = (),
         **options: Unpack[ForwardKwargs],
-    ) -> tuple[Tensor, Cache]:
-        """(logits [B, V] of each row's last id, the cache, which is used up, with the ids)."""
+    ) -> tuple[Tensor, Cache, dict[str, Tensor]]:
+        """(logits [B, V] of each row's last id, the cache, which is used up, with the ids, {tap: tensor})."""
         device, width = length.device, max(map(len, rows))
         ids, segment_ids = torch.zeros(2, len(rows), width, dtype=torch.int64)
         for b, own in enumerate(rows):
             ids[b, : len(own)], segment_ids[b, : len(own)] = torch.tensor(own, dtype=torch.int64), 1
         text, config = text_model(self.params, self.config)
         known: dict[str, Any] = {"segment_ids": segment_ids.to(device), "length": length}
+        if self._sees_prompts:
+            known["token_types"] = torch.zeros_like(ids).to(device)
         if self.features is None:
-            prepared = fnmodels.prepare_step(config, ids.to(device), cache, **known)
-            return fnmodels.decode_(text, *prepared, cache, config=config, at="last", **options)
+            prepared = fnmodels.prepare_step(self.config, ids.to(device), cache, **known)
+            return _last_logits(text, prepared, cache, taps, config=config, **options)
         if axes[0] is not None:
             padded = [torch.nn.functional.pad(own, (0, 0, 0, width - len(own))) for own in axes if own is not None]
             known["positions"] = torch.stack(padded).to(device)
@@ -128,7 +146,17 @@ class Reader:
         prepared = fnmodels.prepare_step(self.config, tokens, cache, places=places, **known)
         prepared, more = with_features(self.params, self.features, places, prepared, config=self.config)
         options["edits"] = _both(more.get("edits", {}), options.get("edits") or {}) or None
-        return fnmodels.decode_(text, *prepared, cache, config=config, at="last", **options)
+        return _last_logits(text, prepared, cache, taps, config=config, **options)
+
+
+def _last_logits(
+    params: Tree, prepared: Any, cache: Cache, taps: tuple[str, ...], **options: Any
+) -> tuple[Tensor, Cache, dict[str, Tensor]]:
+    """(logits [B, V] of each row's last token, the cache, {tap: tensor})."""
+    if taps:
+        return tapped_decode_(params, prepared, cache, taps, at="last", **options)
+    inputs, masks, freqs_cis = prepared
+    return *fnmodels.decode_(params, inputs, masks, freqs_cis, cache, at="last", **options), {}
 
 
 def reader_of(

@@ -1,32 +1,30 @@
 """Generation of many continuations: a queue of requests over slots, `generate` and `stream`."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from fnmodels.cache import DecodingStep
 from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.attention import TILE
+from fnmodels.ops.torch_internals import transformed
 from fnmodels.options import ForwardKwargs, is_invariant
 from fnmodels.tree import Tree
 
+from .batching import BatchSettings, ContinuousBatch, Hook
 from .checks import check_request, learned_positions
 from .compile_choice import choose, roomy, steps_of
 from .decoder_traits import Decodes
 from .pairs import begun, decoding_model, sources_of, with_sources
-from .prompts import Prefilled, activations, empty_caches, prefilled
-from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
-from .sampling import Sampling, stack_samplings
-from .serve import ServeState, admit, empty_state, serve_step, take_slots
+from .requests import Event, Generations, Request, capacity_of, collect, requests_of
+from .sampling import Sampling
 
 SLOTS = 32
-Hook = Callable[[Tensor, list[list[int]]], Tensor]
 _HOW = ("auto", "none", "step", "graph")
 
 
@@ -45,16 +43,7 @@ class ServeKwargs(ForwardKwargs, total=False):
     kv_dtype: torch.dtype | None
     """torch.int8 for a cache of half the size, see `fnmodels.init_cache`; None: `dtype`."""
     compile: str | DecodingStep
-    """How steps run: "none", "step", "graph" or "auto", see `serve`."""
-
-
-@dataclass
-class _Admission:
-    """Requests whose prompts are on their way into the cache."""
-
-    rows: list[int]
-    answers: list[Answer]
-    chunks: Generator[None, None, Prefilled]
+    """The way in which steps run: "none", "step", "graph" or "auto", see `serve`."""
 
 
 def serve(
@@ -106,6 +95,11 @@ def serve(
         ValueError: `compile` does not fit the other options, or a request cannot be answered to its end: before the
             first token where requests are a sequence, else when all requests before it are answered.
     """
+    if transformed():
+        raise ValueError(
+            "Generation reads each token on the host, so it is not for vmap, grad and jvp of torch.func: take "
+            "fnmodels.prefill and decode, which go through them, or call it for each member of an ensemble."
+        )
     if not callable(compile) and compile not in _HOW:
         raise ValueError(
             f'compile is {compile!r}; it must be "auto", "none", "step", "graph" or a result of fnmodels.compiled_step '
@@ -124,101 +118,33 @@ def serve(
     known = isinstance(requests, Sequence)
     for row, request in enumerate(requests if known else ()):
         check(row, request)
-    dtype, device = activations(params, dtype)
-    empty = empty_caches(params, read, capacity, dtype=dtype, kv_dtype=kv_dtype)
-    state = empty_state(text, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
-    if sources is not None:
-        state, compile = replace(state, cache=sources.with_memory(state.cache)), "none"
+    settings = BatchSettings(tokenizer, skip_special_tokens, logits_fn, chunk, dtype, kv_dtype, sources)
+    batch = ContinuousBatch(params, config, slots=slots, capacity=capacity, settings=settings, **options)
     counted = requests if isinstance(requests, Sequence) and not any(r.images for r in requests) else ()
-    choice = choose(compile, text_params, text, state.cache, steps_of(counted, slots), options)
-    step, places = choice.step, list[Answer | None]([None] * slots)
+    records = [request.record_routing for request in counted]  # whose steps are eager, see `serve_step`
+    eager = sources is not None or (any(records) if compile == "auto" else bool(records) and all(records))
+    how = "none" if eager else compile
+    choice = choose(how, text_params, text, batch.cache, steps_of(counted, slots), options)
+    batch.step = choice.step
     mistake: Exception | None = None  # of a later request, or of the iterator: raised when no answer is under way
-    queue, admission, drained, idle = enumerate(requests), None, False, slots  # idle: slot-steps without a request
+    queue, drained = enumerate(requests), False
     while True:
-        free = [row for row, answer in enumerate(places) if answer is None]
-        if admission is None and not drained and free and 4 * (idle + len(free)) >= slots:
-            answers = []
+        if not drained and (room := batch.room()):
+            taken: list[tuple[int, Request]] = []
             try:
-                for row, request in islice(queue, len(free)):
+                for row, request in islice(queue, room):
                     if not known:
                         check(row, request)
-                    answers.append(Answer(row, request, tokenizer, skip_special_tokens))
+                    taken.append((row, request))
             except Exception as error:
                 mistake = error
-            drained, idle = len(answers) < len(free), 0
-            if answers:
-                prompts, lengths = [answer.request.prompt for answer in answers], list(map(_length, answers))
-                images = [answer.request.images for answer in answers]
-                if sources is None:
-                    how: dict[str, Any] = {"empty": empty, "chunk": chunk, "images": images}
-                    chunks = prefilled(params, config, prompts, lengths, **how, **options)
-                else:
-                    chunks = sources.encoded([answer.request for answer in answers], **options)
-                admission = _Admission(free[: len(answers)], answers, chunks)
-        if admission is not None:
-            try:
-                next(admission.chunks)
-            except StopIteration as done:
-                state = _admitted(state, places, admission, done.value, text)
-                admission = None
-        active = [(row, answer) for row, answer in enumerate(places) if answer is not None]
-        if not active:
-            if admission is None and drained:
-                if mistake is not None:
-                    raise mistake
-                return choice.how
-            idle = slots
-            continue
-        if drained and admission is None and step is None and 4 * len(active) <= 3 * len(places):
-            state = take_slots(state, [row for row, _ in active])
-            places = [answer for _, answer in active]
-            active = list(enumerate(answer for _, answer in active))
-        hook = None if logits_fn is None else _hook(logits_fn, places)
-        state = serve_step(text_params, state, config=text, logits_fn=hook, inplace=True, step=step, **options)
-        idle += len(places) - len(active)
-        tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()
-        ended = []
-        for row, answer in active:
-            event = answer.append(tokens[row], logp[row], kept[row])
-            if event.reason is not None:
-                places[row] = None
-                ended.append(row)
-            yield event
-        if ended:
-            state = replace(state, active=state.active.index_fill(0, torch.tensor(ended, device=device), False))
-
-
-def _length(answer: Answer) -> int:
-    """The length that length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
-    return len(answer.request.prompt) + answer.request.max_new
-
-
-def _admitted(
-    state: ServeState, places: list[Answer | None], admission: _Admission, found: Prefilled, config: DecoderConfig
-) -> ServeState:
-    requests = [answer.request for answer in admission.answers]
-    for row, answer in zip(admission.rows, admission.answers, strict=True):
-        places[row] = answer
-    # slots without a request take any settings, so that equal fields stay numbers
-    samplings = [requests[0].sampling if answer is None else answer.request.sampling for answer in places]
-    return admit(
-        state,
-        admission.rows,
-        found.cache,
-        [request.prompt for request in requests],
-        seeds=[request.seed for request in requests],
-        ids=[request.draw for request in requests],
-        lengths=[_length(answer) for answer in admission.answers],
-        sampling=stack_samplings(samplings, device=state.last.device),
-        vocab=config.vocab_size,
-        logits=found.logits,
-        inplace=True,
-    )
-
-
-def _hook(logits_fn: Hook, places: list[Answer | None]) -> Callable[[Tensor], Tensor]:
-    tokens = [[] if answer is None else list(answer.tokens) for answer in places]
-    return lambda logits: logits_fn(logits, tokens)
+            drained = len(taken) < room
+            batch.take(taken)
+        if drained and not batch.busy:
+            if mistake is not None:
+                raise mistake
+            return choice.how
+        yield from batch.advance(shrink=drained)
 
 
 def generate(
@@ -234,6 +160,7 @@ def generate(
     slots: int | None = None,
     images: Sequence[Sequence[Image]] | None = None,
     beginnings: Sequence[Sequence[int]] | None = None,
+    record_routing: bool = False,
     **options: Unpack[ServeKwargs],
 ) -> Generations:
     """Generates a continuation of each prompt, with a cache and continuous batching.
@@ -257,6 +184,8 @@ def generate(
             tokens, one token for each feature; params and config are those of the full model. None: no images.
         beginnings: For each prompt the token ids with which the decoder begins, of a model with an encoder. None:
             decoder_start_token_id and, where config.json has one, forced_bos_token_id. No answer repeats them.
+        record_routing: Whether the experts of every token are returned, of a decoder with experts; such steps are
+            eager.
         **options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V],
             tokens) -> logits edited before the draw, such as -inf for what a grammar forbids. Its tokens are the ids of
             each slot's answer so far, empty for a slot without a request. Also chunk, dtype, kv_dtype and compile, see
@@ -271,6 +200,7 @@ def generate(
     """
     own = begun(config, prompts, beginnings)
     made = with_sources(config, requests_of(own, max_new, sampling, seeds, stop_ids, stop_texts, images), prompts)
+    made = [replace(request, record_routing=True) for request in made] if record_routing else made
     return collect(_served(params, config, made, slots, **options), len(made))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import Cache
 from fnmodels.cache.value import Slots
+from fnmodels.models.common.family import field_of
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -33,7 +34,7 @@ def decoding_model(params: Tree, config: Any) -> tuple[Tree, Any]:
 
 
 def first_tokens(config: Any) -> list[int]:
-    """How a decoder begins by its config.json: decoder_start_token_id, then forced_bos_token_id where there is one."""
+    """The decoder's first tokens: decoder_start_token_id of config.json, then forced_bos_token_id where it has one."""
     forced = dict(config.extra).get("forced_bos_token_id")
     return [config.decoder_start_token_id, *([] if forced is None else [int(json.loads(forced))])]
 
@@ -78,7 +79,8 @@ class Sources:
         """An empty cache of the decoder with room for what the encoder returns."""
         decoder, (dtype, device) = stack_configs(self.config)["decoder"], activations(self.params)
         rows = len(next(iter(cache.layers[0].values())))
-        shape = rows, self.width, decoder.num_attention_heads, decoder.head_dim
+        heads = field_of(decoder, "num_key_value_heads") or decoder.num_attention_heads
+        shape = rows, self.width, heads, decoder.head_dim
         entries = [
             {**entry, **{name: torch.zeros(shape, dtype=dtype, device=device) for name in ("memory_k", "memory_v")}}
             for entry in cache.layers

@@ -1,6 +1,6 @@
 """Requests and what becomes of them: `Request`, `Answer` as it grows, `Event` per token, `Generations` at the end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import index
 from typing import Any
@@ -8,11 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels import Cache
 from fnmodels.image_text import Image
 
 from .decoder_traits import Decodes
+from .routing import joined
 from .sampling import Sampling, check_sampling
 from .stop import StopText, TextStream
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a request left in the cache, for the next turn of its conversation.
+
+    Args:
+        tokens: The ids in it: prompt and answer, without the last token, which no step has read.
+        cache: One row, with the capacity of the batch that it comes from and goes into.
+    """
+
+    tokens: tuple[int, ...]
+    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,15 @@ class Request:
         images: Floats [C, H, W] as the tower reads them, in the order of the prompt's image tokens, one token for each
             feature.
         source: Of a model with an encoder, what that reads, ids or vectors [S, ...].
+        likeliest: How many of the likeliest tokens each event names.
+        logits_fn: (logits [V], the answer's tokens so far) -> logits edited before the draw, for this request alone,
+            behind the `logits_fn` of the run; None: no edit.
+        keep: Whether the last event has what the request leaves in the cache, see `Held`.
+        held: What an earlier turn left, whose tokens the prompt begins with and are not computed again; None: nothing.
+        length: The sequence length that length-dependent rotary scalings read, which the turns of a conversation must
+            have in common; None: that of the prompt and `max_new`.
+        record_routing: Whether its events have the experts of its tokens, of a decoder with experts; steps with such a
+            request are eager.
     """
 
     prompt: Sequence[int]
@@ -41,6 +65,12 @@ class Request:
     stop_texts: tuple[str, ...] = ()
     images: Sequence[Image] = field(default=(), compare=False)
     source: Any = field(default=None, compare=False)
+    likeliest: int = 0
+    logits_fn: Callable[[Tensor, list[int]], Tensor] | None = field(default=None, compare=False)
+    keep: bool = False
+    held: Held | None = field(default=None, compare=False)
+    length: int | None = None
+    record_routing: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(self.images))  # read twice: also of a tensor and of an iterator
@@ -52,7 +82,10 @@ class Event:
 
     logp, logp_kept: see `sample_step`. text: what can be shown after this token, with a tokenizer; the texts of a
     request joined are its answer, without a stop text. reason: None, or why the request ends with this token:
-    "stop_id", "stop_text" or "max_new".
+    "stop_id", "stop_text" or "max_new". likeliest: (token, logp) of the likeliest tokens, where the request asks.
+    held: what the request leaves in the cache, with the last event of one that has `keep`.
+    routing: int16 [tokens, layers with experts, k], the experts of the tokens computed since the last event, those of
+    the prompt first; None where they are not recorded.
     """
 
     row: int
@@ -61,6 +94,9 @@ class Event:
     logp_kept: float
     text: str = ""
     reason: str | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+    held: Held | None = field(default=None, compare=False)
+    routing: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,6 +110,8 @@ class Generations:
         reasons: "stop_id", "stop_text" or "max_new" for each answer.
         texts: Answers without their stop text; empty without a tokenizer.
         compile: How steps ran: "none", "step" or "graph".
+        routing: int16 [tokens, layers with experts, k] of each prompt and answer but its last token, the experts that
+            computed them; empty without record_routing.
     """
 
     tokens: list[list[int]]
@@ -82,6 +120,7 @@ class Generations:
     reasons: list[str]
     texts: list[str]
     compile: str = "none"
+    routing: list[Tensor] = field(default_factory=list)
 
 
 class Answer:
@@ -95,6 +134,25 @@ class Answer:
             else TextStream(tokenizer, request.prompt, skip_special_tokens=skip_special_tokens)
         )
         self._stop = StopText(request.stop_texts)
+        self._likeliest: tuple[tuple[int, float], ...] = ()
+        self._routing = list[Tensor]()  # of tokens computed since the last event
+
+    @property
+    def edits(self) -> bool:
+        """Whether the request reads its logits before the draw."""
+        return self.request.likeliest > 0 or self.request.logits_fn is not None
+
+    def note_likeliest(self, logits: Tensor) -> None:
+        """Keeps the likeliest of the next token, of its logits [V] before any edit, for the event of that token."""
+        heat = float(self.request.sampling.temperature) or 1.0
+        best = torch.log_softmax(logits / heat, -1).topk(min(self.request.likeliest, len(logits)))
+        self._likeliest = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    def note_routing(self, pieces: Iterable[Tensor]) -> None:
+        """Keeps the experts of computed tokens, in pieces [tokens, layers with experts, k], for the next event, where
+        the request asks for them."""
+        if self.request.record_routing:
+            self._routing += pieces
 
     def append(self, token: int, logp: float, logp_kept: float) -> Event:
         """The event of the next token."""
@@ -107,7 +165,10 @@ class Answer:
             reason = "max_new"
         if reason is not None and self._text is not None and not self._stop.found:
             text += self._stop.push(self._text.flush()) + self._stop.flush()
-        return Event(self.row, token, logp, logp_kept, text, reason)
+        # the drawn one by the number of the event, so that the two are the same to the bit
+        likeliest = tuple((other, logp if other == token else nats) for other, nats in self._likeliest)
+        routing, self._routing = joined(self._routing), []
+        return Event(self.row, token, logp, logp_kept, text, reason, likeliest, routing=routing)
 
     def _stops_here(self, stream: TextStream) -> bool:
         """Whether a stop text is complete, though later tokens might have changed it, as bytes do."""
@@ -132,6 +193,7 @@ def collect(events: Iterable[Event], rows: int) -> Generations:
         [str(row[-1].reason) for row in found],
         ["".join(event.text for event in row) for row in found],
         how,
+        [torch.cat(pieces) for row in found if (pieces := [e.routing for e in row if e.routing is not None])],
     )
 
 

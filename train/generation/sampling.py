@@ -17,17 +17,20 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.ops.dtypes import widest
+from fnmodels.ops.torch_internals import versions
 
 from .noise import exponential
 
 Number = float | Tensor
+# Draws whose noise is computed at once, at most, and as many elements of it, which stay in a CPU's cache.
+_DRAWS, _ELEMENTS = 32, 1 << 15
 LogitsFn = Callable[[Tensor], Tensor]
 
 
 @tree.pytree
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; each field is a number, or a tensor [B] with one value per row.
+    """Settings of drawing the next token; each field is a number, or a tensor [B] with one value per row.
 
     Truncations apply in the order top_k, top_p, min_p. A token exactly as likely as the last one kept is kept too.
 
@@ -174,21 +177,55 @@ def sample_step(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     edited = wide if logits_fn is None else _edited(wide, logits_fn, active)
     edited = _penalized(edited, state)
-    best = edited.argmax(-1)
+    later: tuple[Tensor, ...] = ()
     if sampling.greedy:
-        tokens, full = best, torch.log_softmax(wide, -1)
-        logp_kept = torch.zeros_like(full[:, 0])
+        tokens, full = edited.argmax(-1), torch.log_softmax(wide, -1)
+        logp = _at(full, tokens)
+        logp_kept = torch.zeros_like(logp)
     else:
-        heat = _column(sampling.temperature, wide)
-        greedy, heat = heat == 0, torch.where(heat == 0, 1.0, heat)
-        full = torch.log_softmax(wide / heat, -1)
-        scaled = truncated(edited / heat, sampling)
-        drawn = scaled - exponential(state.seeds, state.rows, state.steps, wide.shape[-1]).to(wide.device).log()
-        tokens = torch.where(greedy[:, 0], best, drawn.argmax(-1))
+        heat, greedy = _column(sampling.temperature, wide), None
+        if isinstance(sampling.temperature, Tensor):  # of rows, of which some may be 0
+            greedy, heat = heat[:, 0] == 0, torch.where(heat == 0, 1.0, heat)
+        is_one = _is(sampling.temperature, 1)
+        full = torch.log_softmax(wide if is_one else wide / heat, -1)
+        scaled = truncated(edited if is_one else edited / heat, sampling)
+        noise, later = _log_noise(state, wide.shape[-1], active)
+        tokens = (scaled - noise.to(wide.device)).argmax(-1)
+        tokens = tokens if greedy is None else torch.where(greedy, edited.argmax(-1), tokens)
         changed = sampling.truncates or logits_fn is not None or state.counts is not None
-        kept = torch.log_softmax(scaled, -1) if changed else full
-        logp_kept = torch.where(greedy[:, 0], 0.0, _at(kept, tokens))
-    return tokens, _at(full, tokens), logp_kept, _advanced(state, tokens, active)
+        logp = _at(full, tokens)
+        logp_kept = _at(torch.log_softmax(scaled, -1), tokens) if changed else logp
+        logp_kept = logp_kept if greedy is None else torch.where(greedy, 0.0, logp_kept)
+    after = _advanced(state, tokens, active)
+    if later:
+        object.__setattr__(after, "_later", (_counters(after), later))
+    return tokens, logp, logp_kept, after
+
+
+def _log_noise(state: SampleState, width: int, active: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(The logarithms [B, V] of the noise of this draw, those of the next ones as far as they are known).
+
+    Those of some draws of all rows are computed at once, for each takes fifty operations. They belong to the state that
+    they follow, and are computed anew once its counters were written into.
+    """
+    counters = _counters(state)
+    made = vars(state).get("_later")
+    if active is None and made is not None and made[0] == counters and made[1][0].shape[-1] == width:
+        return made[1][0], made[1][1:]
+    batch = state.seeds.shape[0]
+    count = min(_DRAWS, _ELEMENTS // max(1, batch * width)) if active is None and counters is not None else 1
+    if count < 2:
+        return exponential(state.seeds, state.rows, state.steps, width).log(), ()
+    steps = state.steps[:, None] + torch.arange(count, device=state.steps.device)
+    seeds, rows = (t.repeat_interleave(count) for t in (state.seeds, state.rows))
+    logs = exponential(seeds, rows, steps.flatten(), width).log()
+    noise, *later = logs.view(batch, count, width).unbind(1)
+    return noise, tuple(later)
+
+
+def _counters(state: SampleState) -> list[int] | None:
+    """The numbers of writes into the counters of the noise; None where torch does not count writes."""
+    return versions((state.seeds, state.rows, state.steps))
 
 
 def truncated(scaled: Tensor, sampling: Sampling) -> Tensor:
@@ -249,8 +286,10 @@ def _penalized(logits: Tensor, state: SampleState) -> Tensor:
 
 
 def _advanced(state: SampleState, tokens: Tensor, active: Tensor | None) -> SampleState:
-    one = torch.ones_like(state.steps) if active is None else active.to(state.steps.dtype)
     counts, seen = state.counts, state.seen
+    if active is None and counts is None:
+        return dataclasses.replace(state, steps=state.steps + 1)
+    one = torch.ones_like(state.steps) if active is None else active.to(state.steps.dtype)
     if counts is not None and seen is not None:
         counts = counts.scatter_add(1, tokens[:, None], one[:, None].to(counts.dtype))
         seen = seen | (counts > 0)

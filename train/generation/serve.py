@@ -22,6 +22,7 @@ from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
+from .routing import NONE, TAPS, recorded
 from .sampling import LogitsFn, SampleState, Sampling, check_sampling, sample_step
 
 
@@ -48,6 +49,8 @@ class ServeState:
         logp: fp32 [B], nats of `last` where the step drew it, see `sample_step`.
         logp_kept: fp32 [B], nats of `last` under the distribution that was drawn from.
         ready: Slots of new prompts that end with an image; None: there are none.
+        routing: int16 [B, layers with experts, k], the experts of the token before `last`, -1 for slots where the step
+            computed none; None where it was not asked for.
     """
 
     cache: Cache
@@ -58,6 +61,7 @@ class ServeState:
     logp: Tensor
     logp_kept: Tensor
     ready: Ready | None = None
+    routing: Tensor | None = None
 
 
 def empty_state(
@@ -86,6 +90,7 @@ def serve_step(
     logits_fn: LogitsFn | None = None,
     inplace: bool = False,
     step: DecodingStep | None = None,
+    record_routing: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> ServeState:
     """Writes each active slot's last token into the cache and draws the next one.
@@ -97,6 +102,8 @@ def serve_step(
         logits_fn: Edits the logits [B, V] before the draw; None: no edit.
         inplace: Whether the cache of `state` is overwritten, which must not be used again then.
         step: A result of `fnmodels.compiled_step`, which overwrites the cache too and has its own options; None: eager.
+        record_routing: Whether the experts of the written tokens are returned, by an eager step in place of `step` that
+            overwrites the cache.
         **options: Keywords of `fnmodels.forward`.
 
     Returns:
@@ -104,20 +111,27 @@ def serve_step(
     """
     ready = state.ready
     written = state.active if ready is None else state.active & ~ready.slots
-    tokens, segment_ids = state.last[:, None], written[:, None].long()
-    if step is None:
-        ids = None if has_values(written) and written.is_cpu and bool(written.all()) else segment_ids
+    tokens = state.last[:, None]
+    everyone = has_values(written) and written.is_cpu and bool(written.all())
+    ids = None if everyone and step is None else written[:, None].long()
+    routing: Tensor | None = None
+    if record_routing:
+        tapped_step = fnmodels.cache.tapped_step(config, TAPS, **options)
+        logits, cache, tapped = tapped_step(params, tokens, state.cache, segment_ids=ids, length=state.lengths)
+        routing = recorded(tapped)[:, 0].masked_fill(~written[:, None, None], NONE)
+    elif step is None and not inplace:
         made = fnmodels.prepare_step(config, tokens, state.cache, segment_ids=ids, length=state.lengths)
-        decode = fnmodels.decode_ if inplace else fnmodels.decode
-        logits, cache = decode(params, *made, state.cache, config=config, **options)
+        logits, cache = fnmodels.decode(params, *made, state.cache, config=config, **options)
     else:
-        logits, cache = step(params, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
+        step = step or fnmodels.cache.eager_step(config, **options)
+        logits, cache = step(params, tokens, state.cache, segment_ids=ids, length=state.lengths)
     logits = logits[:, 0]
     if ready is not None:
         logits = torch.where(ready.slots[:, None], ready.logits, logits)
-    drawn, logp, kept, draws = sample_step(logits, state.draws, active=state.active, logits_fn=logits_fn)
-    last = torch.where(state.active, drawn, state.last)
-    return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept, ready=None)
+    active = None if everyone else state.active  # all slots, where the host knows it
+    drawn, logp, kept, draws = sample_step(logits, state.draws, active=active, logits_fn=logits_fn)
+    last = drawn if active is None else torch.where(active, drawn, state.last)
+    return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept, ready=None, routing=routing)
 
 
 def admit(

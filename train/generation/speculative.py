@@ -6,7 +6,7 @@ that of plain decoding with the same seed, whatever the draft model is, and so h
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -290,9 +290,9 @@ class _Head:
         config: Any = self.model.config
         lengths = self.model.lengths
         prepared = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
-        planned = plan_step(prepared, cache, config, self.model.options)
+        planned = plan_step(prepared, cache, config, self.model.options, free=self.model.options.layer_fn is None)
         last = len(fnmodels.family_of(config).kinds(config)) - 1
-        step = replace(planned.step, entries={last: cache.layers[0]})
+        step = planned.step._replace(entries={last: cache.layers[0]})
         known = tokens.where(segment_ids > 0, -1)[..., None]
         how = planned.options.keywords
         state, entry = mtp.hidden(params, x, known, planned.masks, prepared[2], config=config, cache=step, **how)

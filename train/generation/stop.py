@@ -64,7 +64,7 @@ class TextStream:
         return piece
 
     def _sent_size(self, text: str) -> int:
-        """How much of the window's text has been returned or is `before`'s, whose end a later token may replace."""
+        """The length of the window's text that was returned or is `before`'s, whose end a later token may replace."""
         alike = list(map(eq, text, self._sent))
         return len(self._sent) if self._began or all(alike) else alike.index(False)
 
@@ -82,7 +82,7 @@ class TextStream:
         self._limit = max(4 * WINDOW, 2 * len(self._ids))
 
     def _beginning(self) -> int:
-        """Where the last ids begin that are decoded alike without those in front: behind a complete character."""
+        """The index from which ids are decoded alike without those in front: behind a complete character."""
         size = self._open_end.size  # in characters, which have at most four tokens
         start = 0 if size >= ENDLESS else max(0, len(self._ids) - WINDOW - 4 * size)
         while start and not self._begins(start):

@@ -68,8 +68,14 @@ def shards(config: DecoderConfig, params: Tree) -> Iterator[tuple[str, Shard]]:
             sharding = sharding_of(leaf)
             local = (leaf if sharding is None else leaf.to_local()).detach()  # type: ignore[attr-defined]
             box = tuple(slice(0, n) for n in leaf.shape) if sharding is None else sharding.local_box()
-            if piece.index is not None:
-                first, *rest = box
+            first, *rest = box
+            if isinstance(piece.index, slice):
+                low, high = max(first.start, piece.index.start), min(first.stop, piece.index.stop)
+                if low >= high:
+                    continue
+                local = local[low - first.start : high - first.start]
+                box = (slice(low - piece.index.start, high - piece.index.start), *rest)
+            elif piece.index is not None:
                 if not first.start <= piece.index < first.stop:
                     continue
                 local, box = local[piece.index - first.start], tuple(rest)

@@ -4,14 +4,16 @@
     FLOPs per token = 6 W + 4 W_frozen + 6 S x (width of all heads, summed over the layers)
 
 W counts the matmul weights applied to a token: the head, but not the embedding table; of E experts the k that are
-routed to. Each weight costs 2 FLOPs in the forward pass and 4 in the backward pass, or 2 where it is frozen. Attention
-is causal over a row of S tokens that is one document, so each token attends to S / 2 on average (arXiv 2204.02311,
-appendix B, counts S). Recurrent layers count by their weights alone. Rematerialization is not counted.
+routed to, and a layer as often as it runs. Each weight costs 2 FLOPs in the forward pass and 4 in the backward pass, or
+2 where it is frozen. Attention is causal over a row of S tokens that is one document, so each token attends to S / 2 on
+average (arXiv 2204.02311, appendix B, counts S). Recurrent layers count by their weights alone. Rematerialization is
+not counted.
 """
 
 import math
 import resource
 import sys
+from collections import Counter
 
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig, field_of
@@ -26,13 +28,14 @@ def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
     """FLOPs of forward and backward per token, in rows of `length`. spec: the family's, or `params.lora.spec`'s."""
     leaves = {path.removesuffix(".weight"): leaf for path, leaf in tree.flatten(spec).items()}
     tables = TABLES if "lm_head" in leaves else TABLES[1:]  # a tied embedding table is the head too
-    flops = 0.0
+    passes, flops = Counter(field_of(config, "passes")), 0.0
     for path, leaf in leaves.items():
         if len(leaf.shape) < 2 or path in tables or path.endswith("_bias") or path.startswith("mtp."):
             continue
         active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == EXPERT else 1.0
-        flops += (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
-        flops += 6 * length * _heads_width(config, path, leaf)
+        times = passes[int(path.split(".")[1])] if passes and path.startswith("layers.") else 1
+        flops += times * (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
+        flops += times * 6 * length * _heads_width(config, path, leaf)
     return flops
 
 

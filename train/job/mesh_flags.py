@@ -26,7 +26,7 @@ from .settings import MESH_FLAGS, RunSettings, flag
 
 @dataclass(frozen=True)
 class MeshSetup:
-    """How the processes of a run share the work. microbatches: those of a pipeline stage's rows per step."""
+    """The division of a run's work among its processes. microbatches: those of a pipeline stage's rows per step."""
 
     mesh: Mesh
     strategy: Strategy = field(default_factory=Strategy)

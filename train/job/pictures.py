@@ -1,7 +1,7 @@
 """Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, speed, memory and MFU."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ PANELS = {
     "peak_memory": "peak memory, GiB",
     "mfu": "MFU",
     "expert_load": "busiest expert / mean",
+    "turns": "turns of a conversation",
+    "mistakes": "refused calls",
 }
 
 
@@ -86,8 +88,17 @@ def draw_run(
     save_losses(path, figure, axes, f"Loss{at_end}")
 
 
-def save_losses(path: Path, figure: Figure, axes: Axes, title: str, unit: str = " in nats per token") -> None:
-    axes.set(xlabel="step", ylabel=f"loss{unit}", title=title)
+def save_losses(
+    path: Path,
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    unit: str = " in nats per token",
+    *,
+    x: str = "step",
+    y: str = "loss",
+) -> None:
+    axes.set(xlabel=x, ylabel=f"{y}{unit}", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
@@ -124,14 +135,14 @@ def figure_with_panels(runs: Mapping[str, RunRows]) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot(grid[0, :])
 
 
-def read_run(folder: Path) -> RunRows:
-    """Reads a run folder. UserError where it is none, or has no loss yet."""
+def read_run(folder: Path, curves: Sequence[str] = ("loss",)) -> RunRows:
+    """Reads a run folder. UserError where it is none, or has none of these curves yet."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"{folder} is no run folder: it has no {file.name}")
     run = RunRows(read_rows(file), read_rows(folder / "speed.jsonl"))
-    if not run.curve("loss"):
-        raise UserError(f"{file} has no loss in it yet")
+    if not any(map(run.curve, curves)):
+        raise UserError(f"{file} has no {curves[0]} in it yet")
     return run
 
 
@@ -141,9 +152,30 @@ def check_suffix(path: Path, flag: str = "--out") -> None:
 
 
 def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
-    """`draw_runs` of {name: run folder}. UserError where one is none, or the file's name is no picture's."""
+    """`draw_runs` of {name: run folder}, or `draw_rewards` of runs of reinforcement learning.
+
+    UserError where one is no run folder, they are of both kinds, or the file's name is no picture's.
+    """
     check_suffix(path)
-    draw_runs(path, {name: read_run(folder) for name, folder in folders.items()})
+    runs = {name: read_run(folder, ("loss", "reward")) for name, folder in folders.items()}
+    rewarded = [name for name, run in runs.items() if run.curve("reward")]
+    if rewarded and len(rewarded) < len(runs):
+        raise UserError(f"{rewarded[0]} has rewards and others have losses: draw the two kinds apart")
+    (draw_rewards if rewarded else draw_runs)(path, runs)
+
+
+@plain_style()
+def draw_rewards(path: Path, runs: Mapping[str, RunRows]) -> None:
+    """Plots the mean reward of each update of runs of reinforcement learning, raw and as running means."""
+    figure, axes = figure_with_panels(runs)
+    for number, (name, run) in enumerate(runs.items()):
+        updates, values = zip(*run.curve("reward"), strict=True)
+        near = [values[max(0, at - 1) : at + 2] for at in range(len(values))]
+        axes.plot(updates, [sum(some) / len(some) for some in near], color=f"C{number}", linewidth=1.6, label=name)
+        axes.plot(updates, values, ".", color=f"C{number}", alpha=0.5, markersize=4)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))  # rewards mostly begin at 0
+    title = "Mean reward of each update, and the mean of the nearest three"
+    save_losses(path, figure, axes, title, "", x="update", y="mean reward")
 
 
 @plain_style()

@@ -64,7 +64,7 @@ def _brief(number: int) -> str:
 
 
 def mfu(peak_flops: float | None, flops_per_token: float) -> None:
-    """How MFU is computed; on a GPU that --peak-flops is missing for it."""
+    """Prints how MFU is computed, or, on a GPU, that --peak-flops is missing for it."""
     flops = f"{flops_per_token / 1e6:,.1f} million FLOPs per token"
     if peak_flops is not None:
         print(f"MFU: tokens per second x {flops} / {peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")

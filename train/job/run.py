@@ -55,7 +55,7 @@ class History:
 
     @classmethod
     def of(cls, path: Path, position: Position) -> "History":
-        """What the run folder has up to `position`; later rows and samples are removed from its files."""
+        """The run folder's history up to `position`; later rows and samples are removed from its files."""
         rows = metrics_log.truncate_after(path / run_folder.METRICS, position.step)
         costs = metrics_log.truncate_after(path / run_folder.SPEED, position.step, needed=False)
         metrics_log.truncate_after(path / run_folder.SAMPLES, position.step, needed=False)
@@ -68,7 +68,7 @@ class History:
 
 @dataclass(frozen=True)
 class End:
-    """Where and why the loop ended. bad: upon so many bad steps, 0: not upon them; reason: of --on-step, None: none."""
+    """The end of the loop. bad: upon so many bad steps, 0: not upon them; reason: of --on-step, None: none."""
 
     position: Position
     bad: int = 0

@@ -29,7 +29,7 @@ class Position:
 
 
 def progress_of(task: Task, position: Position) -> Json:
-    """What is saved beside the state."""
+    """The run's progress, as JSON that is saved beside the state."""
     returns = {"skipped": position.skipped, "rewinds": position.rewinds} if position.rewinds else {}
     place = {} if position.data is None else {"data_position": position.data}
     return {"tokens": position.tokens, "run": task.identity} | returns | place

@@ -1,4 +1,4 @@
-"""What the loop of `train.job.run` asks of a task, before a run (`TaskModule`) and during one (`Task`)."""
+"""Protocols of a task that the loop of `train.job.run` uses: before a run (`TaskModule`), during one (`Task`)."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Weights = Callable[[], Tree]  # gathers the evaluated parameters; all ranks take
 
 @dataclass(frozen=True)
 class Card:
-    """What a task says in the model card of its run, without the folders of this machine.
+    """A task's entries in the model card of its run, without the folders of this machine.
 
     Attributes:
         program: the command that runs this task.
@@ -64,7 +64,7 @@ class Task(Protocol):
 
     def batch(self, step: int) -> Entries: ...
     def data_position(self, steps: int) -> Any:
-        """What a saved step needs, as JSON, to find the batch after `steps` steps; None: their number is enough."""
+        """The JSON by which a saved step finds the batch after `steps` steps; None: their number is enough."""
 
     def row(self, steps: int, tokens: int, measured: Mapping[str, Any]) -> Row:
         """The columns of metrics.jsonl after `steps` steps on `tokens` targets, from what the step measured."""
@@ -73,7 +73,7 @@ class Task(Protocol):
         """The columns of an evaluation on held-out data, all of it or a sample; empty where there are none."""
 
     def sample(self, weights: Weights) -> str:
-        """What the model says now, every `sample_every` steps; None: never."""
+        """A sample of the model's output, drawn every `sample_every` steps; None: never."""
 
     def write(self, folder: Path, params: Tree) -> None:
         """Writes the model as a folder that other libraries read."""

@@ -19,6 +19,7 @@ from fnmodels import documents, tree
 from fnmodels.inputs.values import readable
 from fnmodels.models.common.family import field_of, is_routed, traits_of
 from fnmodels.models.common.registry import family_of, stack_configs, text_config
+from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.layer import check_range
 from params.axes import EMBED, POSITION
 from train.batch import Entries
@@ -166,8 +167,8 @@ def _numbers(config: Any) -> Mapping[str, Numbers]:
     if not hasattr(family, "towers"):
         return _of_text(text_config(config))
     towers = family.towers(config)
-    text, images = _of_text(towers["text"]), _of_text(towers["vision"])
-    if not hasattr(family, "with_images"):  # its labels are not of a text
+    text, images = _of_text(towers["text"]), _of_text(towers["vision"]) if "vision" in towers else {}
+    if text_config(config) is config:  # its labels are not of a text
         text.pop("labels", None)
     return text | ({"patch_positions": images["positions"]} if "positions" in images else {})
 
@@ -177,10 +178,11 @@ def _labels(found: Mapping[str, Numbers]) -> dict[str, Numbers]:
 
 
 def _of_text(config: Any) -> dict[str, Numbers]:
-    """Of one stack or tower: its vocabulary, token types, and learned positions."""
+    """The bounds of integers of one stack or tower: of its vocabulary, token types, and learned positions."""
     found: dict[str, Numbers] = {}
     if size := getattr(config, "vocab_size", 0):
-        found |= {"tokens": Numbers(size), "next_tokens": Numbers(size, -1)}
+        ids = _rows_of_table(config, size)
+        found |= {"tokens": Numbers(ids), "next_tokens": Numbers(ids, -1)}
         if field_of(config, "head") in _VOCABULARY_HEADS:
             found |= dict.fromkeys(("labels", "next_labels"), Numbers(size, targets_of="vocabulary"))
     if types := getattr(config, "type_vocab_size", 0):
@@ -191,6 +193,12 @@ def _of_text(config: Any) -> dict[str, Numbers]:
     if table is not None and table.axes == ("axis", POSITION, EMBED):  # rows and columns of patches
         found["positions"] = Numbers(table.shape[1], axes=2)
     return found
+
+
+def _rows_of_table(config: Any, size: int) -> int:
+    """The ids that a token may have: the embedding's rows, which can be more than the logits, `size`."""
+    table = family_of(config).spec(config).get("embed_tokens")
+    return max(size, table.shape[0]) if isinstance(table, Leaf) else size
 
 
 @functools.lru_cache(maxsize=64)

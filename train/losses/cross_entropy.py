@@ -12,6 +12,7 @@ from torch import Tensor
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.inputs.values import has_values
 from fnmodels.ops.dtypes import upcast
+from fnmodels.ops.torch_internals import traced
 
 from .vocab_parallel import Part
 
@@ -116,7 +117,7 @@ def check_targets(labels: Tensor, size: int | None, name: str = "labels", of: st
     """
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"{name} must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
-    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+    if torch.compiler.is_compiling() or traced() or labels.device.type != "cpu":
         return
     known = torch.func.debug_unwrap(labels)  # of vmap too
     if not has_values(known) or not known.numel():

@@ -30,7 +30,9 @@ def pair_loss(
     Args:
         params: The parameters of both stacks.
         batch: tokens, positions and segment_ids [B, K] of the encoder; decoder_tokens, which are labels shifted by one,
-            decoder_positions, decoder_segment_ids and labels [B, S], -100 ignored. `fnmodels.pair_batch` makes it.
+            decoder_positions, decoder_segment_ids and labels [B, S], -100 ignored. `fnmodels.pair_batch` makes it. rng
+            [B, K] and decoder_rng [B, S], the keys of dropout, are optional: `fnmodels.inputs.noise_keys` of two
+            seeds.
         config: The model's config.
         label_smoothing: The share of the target that is spread uniformly over the vocabulary.
         z_loss: The coefficient of log(sum(exp(logits)))^2.
@@ -46,6 +48,7 @@ def pair_loss(
     check_labels(batch["labels"], batch["decoder_tokens"].shape, "decoder_tokens")
     check_targets(batch["labels"], config.vocab_size)
     given = {name: batch[name] for name in (*_SOURCE[1:], *_TARGET[1:])}
+    given |= {name: batch[name] for name in ("rng", "decoder_rng") if name in batch}
     prepared = fnmodels.prepare_pair(config, batch["tokens"], batch["decoder_tokens"], **given)
     logits = fnmodels.forward(params, *prepared, config=config, **options)
     return cross_entropy(logits, batch["labels"], label_smoothing=label_smoothing, z_loss=z_loss)

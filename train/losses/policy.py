@@ -131,14 +131,14 @@ def policy_loss(
     return total, valid.sum(), {name: torch.where(valid, m.detach(), 0).sum() for name, m in metrics.items()}
 
 
-def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped_gain(ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor) -> tuple[Tensor, Tensor]:
     """(min(ratio advantages, ratio.clamp(low, high) advantages), where the clip stops the gradient).
 
     A ratio that is `low` or `high` has its gradient, as at the old policy with a clip of 0: the gradient of clamp there
     is 1 or 0, by the release of torch.
     """
     beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-    return torch.where(beyond, ratio.clamp(low, high), ratio) * advantages, beyond
+    return torch.where(beyond, ratio.clamp(low, high), ratio) * advantages, beyond  # type: ignore[arg-type]
 
 
 def group_advantages(rewards: Tensor, *, normalize: bool = True) -> Tensor:

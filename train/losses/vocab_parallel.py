@@ -55,7 +55,7 @@ class Vocab:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Embeddings [B, S, D] of ids [B, S], for all positions. IndexError for an id outside the global vocabulary."""
-        if _outside(ids, self.shape[0]):
+        if are_outside(ids, self.shape[0]):
             raise IndexError("index out of range")
         local, own = self.part.local(ids)
         rows = F.embedding(local, self.weight)
@@ -99,7 +99,7 @@ class Part:
         return of_all.logsumexp(0), at.sum(0).where(known, torch.nan), total.sum(0) / self.vocabulary
 
 
-def _outside(ids: Tensor, size: int) -> bool:
+def are_outside(ids: Tensor, size: int) -> bool:
     """Whether any id is outside 0..size-1; False where reading values would wait for a device."""
     if ids.device.type != "cpu" or not ids.numel() or not readable(ids):
         return False

@@ -5,26 +5,27 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_numbers, remaker, with_traits
+from .base import Number, Optimizer, Rate, check_numbers, is_unknown_or, remaker, weight_for, with_traits
 from .per_leaf import LeafState, leafwise, zeros
 
 
 def adafactor(
     lr: Rate = 1e-2,
     *,
-    beta2_decay: float = -0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
-    clip: float = 1.0,
-    weight_decay: float = 0.0,
+    beta2_decay: Number = -0.8,
+    eps: tuple[Number | None, Number] = (None, 1e-3),
+    clip: Number = 1.0,
+    weight_decay: Number = 0.0,
     spec: Tree | None = None,
 ) -> Optimizer:
     """Adafactor (arXiv 1804.04235), equal to torch.optim.Adafactor, whose `d` is `clip` here.
 
-    Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not.
+    Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not. Hyperparameters
+    may be 0-d tensors, as in `adamw`.
 
     Args:
-        lr: An upper bound, a float or a function from the number of the update; the rate is min(lr, 1/sqrt(step)) x the
-            parameter's root mean square.
+        lr: An upper bound, a float, a 0-d tensor or a function from the number of the update; the rate is
+            min(lr, 1/sqrt(step)) x the parameter's root mean square.
         beta2_decay: The share of the new square at step n is n^beta2_decay; at most 0.
         eps: The least root mean square that a gradient is divided by (None: the dtype's machine epsilon), and the least
             root mean square of a parameter.
@@ -38,9 +39,9 @@ def adafactor(
     Raises:
         ValueError: A hyperparameter is out of range.
     """
-    if not beta2_decay <= 0:
+    if not is_unknown_or(beta2_decay, lambda x: x <= 0):
         raise ValueError(f"beta2_decay is {beta2_decay}; it must be at most 0.")
-    if not clip > 0:
+    if not is_unknown_or(clip, lambda x: x > 0):
         raise ValueError(f"clip is {clip}; it must be above 0.")
     least, of_param = eps
     check_numbers(**({} if least is None else {"eps[0]": least}), **{"eps[1]": of_param})
@@ -51,13 +52,11 @@ def adafactor(
         *stack, rows, columns = param.shape
         return {"row": param.new_zeros(*stack, rows, 1), "column": param.new_zeros(*stack, 1, columns)}
 
-    def rule(
-        grad: Tensor, state: LeafState, param: Tensor, step: Tensor, rate: float | Tensor
-    ) -> tuple[Tensor, LeafState]:
+    def rule(grad: Tensor, state: LeafState, param: Tensor, step: Tensor, rate: Number) -> tuple[Tensor, LeafState]:
         if not param.numel():  # means over nothing would be NaN
             return grad, state
         floor = torch.finfo(param.dtype).eps if least is None else least
-        share = step.to(grad.dtype) ** beta2_decay
+        share = weight_for(step.to(grad.dtype) ** beta2_decay, grad)
         if "variance" in state:
             new = {"variance": state["variance"].lerp(grad.square(), share)}
             variance = new["variance"]

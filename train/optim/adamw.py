@@ -14,7 +14,20 @@ from torch.optim.sgd import sgd as fused_sgd
 from fnmodels.ops.torch_internals import fused_adamw_
 from fnmodels.tree import Tree
 
-from .base import InPlace, Optimizer, Rate, check_betas, check_numbers, count_up_, next_rate, remaker, with_traits
+from .base import (
+    InPlace,
+    Number,
+    Optimizer,
+    Rate,
+    acts,
+    check_betas,
+    check_numbers,
+    count_up_,
+    next_rate,
+    remaker,
+    weight_for,
+    with_traits,
+)
 from .per_leaf import LeafState, TrainableLeaf, leafwise, leaves_of, zeros
 
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
@@ -23,17 +36,19 @@ Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and eac
 def adamw(
     lr: Rate,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.01,
     spec: Tree | None = None,
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
 
-    The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
+    The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}. Each
+    hyperparameter may be a 0-d tensor, such as one that vmap maps or grad differentiates; torch's fused kernel then
+    does not run.
 
     Args:
-        lr: A float, or a function from the number of the update (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
+        lr: A float or 0-d tensor, or a function from the number of the update (a 0-d int64 tensor, from 1) to one.
         betas: The decay of the mean and of the mean square of the gradient per update.
         eps: Added to the root of the mean square, in units of the gradient.
         weight_decay: The decay per update is lr x this x the parameter.
@@ -48,38 +63,63 @@ def adamw(
     """
     check_numbers(eps=eps)
     beta1, beta2 = check_betas(betas)
-    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    logs = [_log(beta) for beta in betas]
 
-    def rule(grad: Tensor, state: LeafState, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
-        first = state["exp_avg"].lerp(grad, 1 - beta1)
+    def rule(grad: Tensor, state: LeafState, _: Tensor, step: Tensor, rate: Number) -> tuple[Tensor, LeafState]:
+        first = state["exp_avg"].lerp(grad, weight_for(1 - beta1, grad))
         second = state["exp_avg_sq"] * beta2 + (1 - beta2) * grad * grad
-        # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
-        correction1, correction2 = (-torch.expm1(step.to(grad.dtype) * log) for log in logs)
-        change = -rate * (first / correction1) / ((second / correction2).sqrt() + eps)
+        correction1, correction2 = (_one_minus_power(step.to(grad.dtype) * log) for log in logs)
+        change = -rate * (first / correction1) / (_root(second / correction2) + eps)
         return change, {"exp_avg": first, "exp_avg_sq": second}
 
     def kernel(lists: Lists, step: Tensor, **options: Any) -> None:
         count = (step + 1).to(lists[0][0].device, torch.float32)
-        fused_adamw_(lists, count, beta1=beta1, beta2=beta2, eps=eps, **options)
+        fused_adamw_(lists, count, beta1=beta1, beta2=beta2, eps=eps, **options)  # type: ignore[arg-type]
 
     def init(param: Tensor) -> LeafState:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
     again = remaker(adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, spec=spec)
-    made = replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
+    made = pure if _tensors(eps, weight_decay, *betas) else replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
     return with_traits(made, elementwise=True, remake=again)
 
 
+def _root(square: Tensor) -> Tensor:
+    """The square root with a derivative of 0 at 0, where that of `sqrt` is infinite: an embedding that no token reads
+    would turn the gradient of beta2 into NaN. The first moment is 0 there, and so is what the root's derivative times
+    it contributes."""
+    empty = square == 0
+    return square.masked_fill(empty, 1).sqrt().masked_fill(empty, 0)
+
+
+def _one_minus_power(x: Tensor) -> Tensor:
+    """1 - exp(x) without the subtraction, which in fp32 would cost beta2 = 0.999 four digits at the first steps.
+
+    It is -expm1(x) = -tanh(x / 2) (exp(x) + 1): Inductor keeps a number that is made by `exp` and read again, but would
+    compute `expm1` in the innermost loop of every leaf.
+    """
+    return -torch.tanh(x / 2) * (torch.exp(x) + 1)
+
+
+def _log(beta: Number) -> Number:
+    return beta.log() if isinstance(beta, Tensor) else math.log(beta) if beta else -math.inf
+
+
+def _tensors(*hyperparameters: Number) -> bool:
+    """Whether one is a tensor, which fused kernels do not take."""
+    return any(isinstance(number, Tensor) for number in hyperparameters)
+
+
 def sgd(
-    lr: Rate, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, spec: Tree | None = None
+    lr: Rate, *, momentum: Number = 0.0, nesterov: bool = False, weight_decay: Number = 0.0, spec: Tree | None = None
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, equal to torch.optim.SGD.
 
-    State: {step, momentum}; without momentum only {step}.
+    State: {step, momentum}; without momentum only {step}. Hyperparameters may be 0-d tensors, as in `adamw`.
 
     Args:
-        lr: A float, or a function from the number of the update (from 1) to a float or 0-d tensor.
+        lr: A float or 0-d tensor, or a function from the number of the update (from 1) to one.
         momentum: The share of the previous direction that is added to the gradient; 0: no momentum.
         nesterov: Whether the gradient is read one momentum step ahead.
         weight_decay: This times the parameter is added to the gradient.
@@ -92,11 +132,11 @@ def sgd(
         ValueError: A hyperparameter is out of range, or nesterov has no momentum.
     """
     check_numbers(momentum=momentum)
-    if nesterov and not momentum:
+    if nesterov and not acts(momentum):
         raise ValueError("nesterov=True needs a momentum above 0.")
 
-    def rule(grad: Tensor, state: LeafState, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
-        if not momentum:
+    def rule(grad: Tensor, state: LeafState, _: Tensor, __: Tensor, rate: Number) -> tuple[Tensor, LeafState]:
+        if not acts(momentum):
             return -rate * grad, {}
         buffer = momentum * state["momentum"] + grad
         return -rate * (grad + momentum * buffer if nesterov else buffer), {"momentum": buffer}
@@ -108,16 +148,16 @@ def sgd(
             fused_sgd(params, grads, moments, fused=True, **rule, **options)
 
     def init(param: Tensor) -> LeafState:
-        return {"momentum": zeros(param)} if momentum else {}
+        return {"momentum": zeros(param)} if acts(momentum) else {}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
     again = remaker(sgd, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, spec=spec)
-    made = replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
+    made = pure if _tensors(momentum, weight_decay) else replace(pure, bind=_fused(kernel, lr, weight_decay, spec))
     return with_traits(made, elementwise=True, remake=again)
 
 
 def _fused(
-    kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None
+    kernel: Callable[..., None], lr: Rate, weight_decay: Number, spec: Tree | None
 ) -> Callable[[Tree, Tree], InPlace]:
     """`Optimizer.bind` by a fused kernel: kernel(lists of params, gradients and states, step, **options)."""
 
@@ -152,7 +192,7 @@ class _Group:
 
     device: torch.device
     dtype: torch.dtype
-    decay: float
+    decay: Number
     indices: list[int]
     tensors: tuple[list[Tensor], ...]
     contiguous: bool
@@ -160,7 +200,12 @@ class _Group:
     def lists(self, grads: Sequence[Tensor | None]) -> tuple[Lists, list[tuple[Tensor, Tensor]]]:
         """((parameters, gradients, each state) of the leaves that have a gradient, [(tensor, the copy of it)])."""
         given = [grads[index] for index in self.indices]
-        present = [self._like_params(grad) for grad in given if grad is not None]
+        dtype = self.dtype
+        present = [
+            grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
+            for grad in given
+            if grad is not None
+        ]
         params, *states = self.tensors
         if len(present) == len(given) and self.contiguous:
             return (params, present, *states), []
@@ -169,9 +214,6 @@ class _Group:
         passed = zip(chosen, (params, *states), strict=True)
         pairs = [pair for row, copies in passed for pair in zip(row, copies, strict=True) if pair[0] is not pair[1]]
         return (params, present, *states), pairs
-
-    def _like_params(self, grad: Tensor) -> Tensor:
-        return grad if grad.dtype == self.dtype and grad.is_contiguous() else grad.to(self.dtype).contiguous()
 
 
 def _groups(leaves: list[TrainableLeaf]) -> list[_Group]:

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.values import has_values
 from fnmodels.ops.torch_internals import vector_norms
 from fnmodels.tree import Tree
 
-Rate = float | Callable[[Tensor], "float | Tensor"]
+Number = float | Tensor  # a tensor is 0-d, as of a caller that differentiates the update or maps it
+Rate = Number | Callable[[Tensor], Number]
 # on_full(path, function, x): x is a shard of the matrices [.., out, in] of the leaf at `path`; returns the same shard
 # of function(full matrices)
 OnFull = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -33,7 +35,7 @@ InPlace = Callable[[Sequence[Tensor | None], Tensor | None], None]  # (gradients
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What a train step may know of an optimizer beside its functions; `combine` makes those of a wrapper.
+    """Properties of an optimizer, beside its functions, that a train step reads; `combine` makes those of a wrapper.
 
     lr(opt_state) -> the rate of the next update, for the metrics.
     rates(opt_state) -> {name: rate} of its groups, if it has several.
@@ -198,7 +200,7 @@ def supports_shards(optimizer: Optimizer) -> bool:
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
-    """Which leaves of a tree an optimizer trains: floating ones that `trainable` does not exclude.
+    """The mask of the leaves that an optimizer trains: floating ones that `trainable` does not exclude.
 
     It matches by path: `params` may lack leaves of `trainable`, as one group of a partition does.
 
@@ -273,7 +275,7 @@ def clip_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
+def clip_by_global_norm(grads: Tree, limit: float | Tensor) -> tuple[Tree, Tensor]:
     """Scales gradients down so that their global norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
 
     Args:
@@ -286,7 +288,7 @@ def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
     Raises:
         ValueError: The limit is not above 0.
     """
-    if not limit > 0:
+    if not is_unknown_or(limit, lambda x: x > 0):
         raise ValueError(f"limit is {limit}; it must be above 0.")
     norm = global_norm(grads)
     factor = clip_factor(norm, limit)
@@ -300,36 +302,61 @@ def from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
 
 
 def check_rate(lr: Rate) -> None:
-    if isinstance(lr, Tensor):
-        return  # an argument of a caller that differentiates or vmaps the update: its value must not be read
-    if not callable(lr) and not (isinstance(lr, Real) and lr >= 0):
+    if not callable(lr) and not _is_number("lr", lr, lambda x: x >= 0):
         raise ValueError(f"lr is {lr!r}; it must be a number, at least 0, or a function of the update's number.")
 
 
-def check_betas(betas: tuple[float, float]) -> tuple[float, float]:
+def is_unknown_or(number: Any, holds: Callable[[Any], Any]) -> bool:
+    """Whether `holds(number)`; True for a tensor without a value to read, such as that of a transform."""
+    if isinstance(number, Tensor) and (torch.compiler.is_compiling() or not has_values(number)):
+        return True
+    return bool(holds(number))
+
+
+def _is_number(name: str, number: Any, holds: Callable[[Any], Any]) -> bool:
+    """Whether it is a number or a tensor for which `holds`, as far as its value can be read.
+
+    ValueError for a tensor of several numbers, which would be broadcast over parameters.
+    """
+    if isinstance(number, Tensor) and number.ndim:
+        raise ValueError(f"{name} is a tensor {list(number.shape)}; it must be 0-d: torch.func.vmap maps over several.")
+    return isinstance(number, (Real, Tensor)) and is_unknown_or(number, holds)
+
+
+def check_betas(betas: tuple[Number, Number]) -> tuple[Number, Number]:
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not pair or not all(isinstance(beta, Real) and 0.0 <= beta < 1.0 for beta in betas):
+    if not pair or not all(_is_number("a beta", beta, lambda x: 0.0 <= x < 1.0) for beta in betas):
         raise ValueError(f"betas are {betas!r}; they must be two numbers, at least 0 and below 1.")
     return betas
 
 
-def check_numbers(**numbers: float) -> None:
+def check_numbers(**numbers: Number) -> None:
     for name, number in numbers.items():
-        if not (isinstance(number, Real) and number >= 0):
+        if not _is_number(name, number, lambda x: x >= 0):
             raise ValueError(f"{name} is {number!r}; it must be a number, at least 0.")
 
 
-def check_below_1(**numbers: float) -> None:
+def check_below_1(**numbers: Number) -> None:
     for name, number in numbers.items():
-        if not (isinstance(number, Real) and 0.0 <= number < 1.0):
+        if not _is_number(name, number, lambda x: 0.0 <= x < 1.0):
             raise ValueError(f"{name} is {number!r}; it must be a number, at least 0 and below 1.")
 
 
-def rate_of(lr: Rate, step: Tensor) -> float | Tensor:
+def acts(number: Number) -> bool:
+    """Whether a term with this factor is to be computed: always for a tensor, which a transform may vary."""
+    return isinstance(number, Tensor) or bool(number)
+
+
+def weight_for(number: Number, tensor: Tensor) -> Number:
+    """The number as `tensor.lerp` takes it, which promotes nothing."""
+    return number.to(tensor) if isinstance(number, Tensor) else number
+
+
+def rate_of(lr: Rate, step: Tensor) -> Number:
     return lr(step) if callable(lr) else lr
 
 
-def next_rate(lr: Rate, step: Tensor) -> float | Tensor:
+def next_rate(lr: Rate, step: Tensor) -> Number:
     """The rate of the update after `step` updates."""
     return lr(step + 1) if callable(lr) else lr
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_below_1, check_numbers, remaker, with_traits
+from .base import Number, Optimizer, Rate, check_below_1, check_numbers, remaker, weight_for, with_traits
 from .per_leaf import LeafState, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
@@ -16,11 +16,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for
 def muon(
     lr: Rate,
     *,
-    momentum: float = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.1,
+    weight_decay: Number = 0.1,
     steps: int = 5,
-    eps: float = 1e-7,
+    eps: Number = 1e-7,
     match_adamw: bool = False,
     spec: Tree | None = None,
 ) -> Optimizer:
@@ -30,7 +30,8 @@ def muon(
     shards matrices, each is gathered in bf16 by every process that has a shard of it.
 
     Args:
-        lr: A float, or a function from the number of the update to a float or 0-d tensor.
+        lr: A float or 0-d tensor, or a function from the number of the update to one; `momentum`, `weight_decay` and
+            `eps` may be 0-d tensors too.
         momentum: The decay of the gradient's running sum per update.
         nesterov: Whether the gradient is read one momentum step ahead.
         weight_decay: The decay per update is lr x this x the parameter.
@@ -59,11 +60,9 @@ def muon(
             )
         return {"momentum": zeros(param)}
 
-    def rule(
-        grad: Tensor, state: LeafState, param: Tensor, _: Tensor, rate: float | Tensor
-    ) -> tuple[Tensor, LeafState]:
-        moment = state["momentum"].lerp(grad, 1 - momentum)
-        direction = grad.lerp(moment, momentum) if nesterov else moment
+    def rule(grad: Tensor, state: LeafState, param: Tensor, _: Tensor, rate: Number) -> tuple[Tensor, LeafState]:
+        moment = state["momentum"].lerp(grad, weight_for(1 - momentum, grad))
+        direction = grad.lerp(moment, weight_for(momentum, grad)) if nesterov else moment
         return direction.to(torch.bfloat16), {"momentum": moment}
 
     def scaled(direction: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def muon(
     return with_traits(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled), remake=again)
 
 
-def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
+def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: Number = 1e-7) -> Tensor:
     """Approximates the (semi-)orthogonal matrices nearest to `matrix` [..., out, in]: singular values about 0.7..1.2.
 
     Newton-Schulz iteration in bf16, which is accurate enough, with the smaller dimension first to keep products small.

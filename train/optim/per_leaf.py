@@ -12,11 +12,11 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from . import base
-from .base import InPlace, OnFull, Optimizer, OptimizerTraits, Rate
+from .base import InPlace, Number, OnFull, Optimizer, OptimizerTraits, Rate, acts
 
 LeafState = dict[str, Tensor]  # the optimizer state of one leaf
 # (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
-LeafRule = Callable[[Tensor, LeafState, Tensor, Tensor, "float | Tensor"], tuple[Tensor, LeafState]]
+LeafRule = Callable[[Tensor, LeafState, Tensor, Tensor, Number], tuple[Tensor, LeafState]]
 
 
 class TrainableLeaf(NamedTuple):
@@ -26,10 +26,10 @@ class TrainableLeaf(NamedTuple):
     path: str
     param: Tensor
     state: LeafState
-    decay: float
+    decay: Number
 
 
-def leaves_of(opt_state: Tree, params: Tree, weight_decay: float, spec: Tree | None) -> list[TrainableLeaf]:
+def leaves_of(opt_state: Tree, params: Tree, weight_decay: Number, spec: Tree | None) -> list[TrainableLeaf]:
     """The trainable parameters, in the order of `params`, with their entries of every state but "step"."""
     states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
     trainable, decays = base.from_spec(spec)
@@ -49,7 +49,7 @@ def leafwise(
     rule: LeafRule,
     lr: Rate,
     *,
-    weight_decay: float,
+    weight_decay: Number,
     spec: Tree | None,
     decoupled: bool = True,
     of_matrix: Callable[[Tensor], Tensor] | None = None,
@@ -73,20 +73,22 @@ def leafwise(
         leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
         return {"step": base.first_step(params), **_by_name(leaves, params)}
 
-    def changed(leaf: TrainableLeaf, grad: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, LeafState]:
+    def changed(leaf: TrainableLeaf, grad: Tensor, step: Tensor, rate: Number) -> tuple[Tensor, LeafState]:
         """(what is added to the parameter, the new state)."""
         wide = base.wide_dtype(leaf.param.dtype)
         param, grad = leaf.param.to(wide), grad.to(wide)
-        if leaf.decay and not decoupled:
+        if acts(leaf.decay) and not decoupled:
             grad = grad + leaf.decay * param
         change, new = rule(grad, {name: s.to(wide) for name, s in leaf.state.items()}, param, step, rate)
         if of_matrix is not None:
             change = -rate * on_full(leaf.path, of_matrix, change).to(wide)
-        if leaf.decay and decoupled:
+        if acts(leaf.decay) and decoupled:
             change = change - rate * leaf.decay * param
         return change, new
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        if params is None:  # which optax takes: there would be no leaf to update
+            raise TypeError("An optimizer's update takes (grads, opt_state, params), and params is None.")
         updates: dict[str, Tensor] = {}
         states: dict[str, dict[str, Tensor]] = {name: {} for name in opt_state if name != "step"}
         step, given = opt_state["step"] + 1, tree.flatten(grads)

@@ -87,7 +87,7 @@ def with_small_state(optimizer: Optimizer, *, bits: int = 8, seed: int = 0) -> O
 
 @dataclass(frozen=True)
 class _Form:
-    """How states are kept: in `bits` bits, rounded by random numbers of this seed."""
+    """The form of kept states: `bits` bits, rounded by random numbers of this seed."""
 
     bits: int
     seed: int
@@ -97,6 +97,11 @@ class _Form:
 
     def write(self, name: str, wide: Tensor, key: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a part of the state `name` in `bits` bits, its scales); key, index: as in `noise`."""
+        if wide.requires_grad:
+            raise ValueError(
+                "with_small_state keeps states as rounded codes, which have no derivative: where a gradient goes "
+                "through an update, take the optimizer inside of it."
+            )
         value = wide.sqrt() if name.endswith("_sq") else wide
         random = noise(key, index)
         return (stochastic_round(value, random), None) if self.bits == 16 else to_blocks(value, random)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.ops.torch_internals import traced_as_constant
+from fnmodels.ops.torch_internals import traced_as_constant, transformed
 from fnmodels.tree import Tree
 
 from .base import InPlace, Optimizer, apply_updates, count_up_, first_step, with_paths, with_traits
@@ -31,6 +31,8 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
     global generator is touched. State: {inner, step}. The pure update is as in `with_master`. In place, fp32 parameters
     exist temporarily.
 
+    The derivative of the pure update is that without rounding, as the mean is: rounding itself has none.
+
     Args:
         optimizer: The optimizer that computes the updates, in fp32.
         seed: Of the rounding.
@@ -50,7 +52,7 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
         def rounded(path: str, change: Tensor) -> Tensor:
             if old[path].dtype != torch.bfloat16:
                 return change
-            return stochastic_round(new[path], draw(seed, step, path, new[path])).float() - old[path].float()
+            return _rounded(new[path], draw(seed, step, path, new[path])) - old[path].float()
 
         return with_paths(rounded, changes), {"inner": inner, "step": step}
 
@@ -77,6 +79,12 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
     made = around(optimizer, init, update, bind, lambda inner: with_stochastic_rounding(inner, seed=seed))
     # random numbers depend on the index within the full leaf, which a shard does not know
     return with_traits(made, elementwise=False, for_shards=None)
+
+
+def _rounded(wide: Tensor, bits: Tensor) -> Tensor:
+    """`stochastic_round` as fp32, with the derivative of `wide` where one may be taken."""
+    rounded = stochastic_round(wide, bits).float()
+    return rounded + (wide - wide.detach()) if transformed() or wide.requires_grad else rounded
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
@@ -117,7 +125,7 @@ def key_of(seed: int, step: Tensor, path: str) -> Tensor:
 
 @traced_as_constant
 def _hash_of_leaf(seed: int, path: str) -> int:
-    """Of both together: if the seed were added to the step, the next seed would repeat draws a step later."""
+    """A hash of seed and path: if the seed were added to the step, the next seed would repeat draws a step later."""
     return zlib.crc32(f"{seed} {path}".encode())
 
 

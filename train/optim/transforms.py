@@ -9,7 +9,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import is_stage_share
 
-from .base import InPlace, Optimizer, clip_by_global_norm, combine, with_paths, with_traits
+from .base import InPlace, Optimizer, clip_by_global_norm, combine, is_unknown_or, with_paths, with_traits
 from .patterns import check_used, first_match, patterns_of
 
 
@@ -70,7 +70,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     return Optimizer(init, update, None if last.bind is None else bind, traits)
 
 
-def clip_norm(limit: float) -> Optimizer:
+def clip_norm(limit: float | Tensor) -> Optimizer:
     """A transform that scales gradients down so that their norm over all leaves is at most `limit`. It has no state.
 
     `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a single group. It is not
@@ -86,7 +86,7 @@ def clip_norm(limit: float) -> Optimizer:
     Raises:
         ValueError: The limit is not above 0.
     """
-    if not limit > 0:
+    if not is_unknown_or(limit, lambda x: x > 0):
         raise ValueError(f"limit is {limit}; it must be above 0.")
     return Optimizer(lambda params: {}, lambda grads, state, params: (clip_by_global_norm(grads, limit)[0], state))
 

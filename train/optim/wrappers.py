@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import transformed
 from fnmodels.tree import Tree
 from params.sharding import is_stage_share
 
@@ -125,7 +126,7 @@ def _parts(values: Tree, patterns: Iterable[str], assigned: dict[str, str]) -> d
     }
 
 
-def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
+def with_ema(optimizer: Optimizer, decay: base.Number) -> Optimizer:
     """Keeps an exponential moving average (EMA) of the trainable weights: opt_state["ema"], fp32 at least.
 
     ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have an
@@ -133,7 +134,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
     Args:
         optimizer: The optimizer that computes the updates.
-        decay: The share of the old average, at least 0 and below 1.
+        decay: The share of the old average, at least 0 and below 1; a 0-d tensor may be mapped or differentiated.
 
     Returns:
         The optimizer around the other.
@@ -153,7 +154,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, inner = optimizer.update(grads, opt_state["inner"], params)
         new = tree.flatten(base.apply_updates(params, updates))
-        ema = with_paths(lambda path, e: e.lerp(new[path].to(e.dtype), 1 - decay), opt_state["ema"])
+        ema = with_paths(lambda path, e: e.lerp(new[path].to(e.dtype), base.weight_for(1 - decay, e)), opt_state["ema"])
         return updates, {"inner": inner, "ema": ema}
 
     def bind(opt_state: Tree, params: Tree) -> InPlace:
@@ -164,7 +165,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
         def run(grads: Sequence[Tensor | None], skip: Tensor | None) -> None:
             run_inner(grads, skip)
             for e, param in pairs:
-                after = e.lerp(param.to(e.dtype), 1 - decay)
+                after = e.lerp(param.to(e.dtype), base.weight_for(1 - decay, e))
                 e.copy_(after if skip is None else torch.where(skip, e, after))  # a lerp by 0 would turn -0 into 0
 
         return run
@@ -260,7 +261,7 @@ def _bound(optimizer: Optimizer, opt_state: Tree, params: Tree) -> InPlace:
 
 
 def _wide_copy(param: Tensor) -> Tensor:
-    return param.detach().to(_wide(param), copy=True)
+    return (param if transformed() else param.detach()).to(_wide(param), copy=True)
 
 
 def widened(tensor: Tensor) -> Tensor:

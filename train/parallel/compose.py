@@ -17,7 +17,7 @@ from torch import Tensor
 import params as P
 from fnmodels import family_of
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.family import function_of, traits_of
+from fnmodels.models.common.family import field_of, shares_rows
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree
@@ -36,12 +36,18 @@ from .placement import Placed, rules_of
 T = TypeVar("T")
 
 
+def full_width(size: int, axis: str) -> int:
+    """The entries of an axis that a rank has where nothing shards it."""
+    return size
+
+
 @dataclass(frozen=True)
 class Composed:
     """options: `RunOptions` of a loss over the mesh. params: maps `local_tree(params)` to the params of the loss.
 
     full_states: gathers hidden states [B, S, D] that `sequence` shards, for the next stage; None: they are full
     already. remat: whether layers are recomputed in backward. key_heads: how many of a layer's key heads a rank has.
+    width: how many of the (entries, along an axis) it has.
     """
 
     options: RunOptions
@@ -49,6 +55,7 @@ class Composed:
     full_states: Callable[[Tensor], Tensor] | None
     remat: bool
     key_heads: Callable[[int], int] = int
+    width: Callable[[int, str], int] = full_width
 
     def loss(self, function: Callable[..., Any]) -> ModelLoss:
         """function(params, batch) as a `ModelLoss` of this rank's shards of both."""
@@ -94,7 +101,7 @@ def compose(
     options = RunOptions(around, ranks, reports=reports)
     if tensor is None:
         return Composed(options, params, None, remat != "none")
-    return Composed(options, params, tensor.region.join, remat != "none", tensor.key_heads)
+    return Composed(options, params, tensor.region.join, remat != "none", tensor.key_heads, tensor.width)
 
 
 def _over_ranks(placed: Placed, mesh: Mesh, *, sequence: bool) -> Ranks:
@@ -125,7 +132,7 @@ def check_family(config: Any, mesh: Mesh, *, sequence: bool) -> None:
             f"A {config.model_type} has two stacks of layers with rows of different lengths, so the mesh {mesh} must "
             "not have cp above 1, nor sequence=True; fsdp, dp, tp and, of an encoder with its decoder, pp work."
         )
-    of_rows = function_of(family, "shared") is not None and not traits_of(family).reads_ids
+    of_rows = shares_rows(family)
     if of_rows and (mesh.cp > 1 or sequence):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, such as the "
@@ -142,6 +149,11 @@ def check_pipelined(config: Any, size: int) -> None:
             f"A {config.model_type} has towers ({' and '.join(family.towers(config))}) that run beside each other, and "
             "the stages of a pipeline run one after the other: shard it over fsdp, dp and tp, with remat where memory "
             "is short, and leave pp out."
+        )
+    if size > 1 and field_of(config, "passes"):
+        raise ValueError(
+            f"A {config.model_type} runs its layers several times, and a stage of a pipeline holds the layers that it "
+            "runs once: shard it over fsdp, dp and tp, with remat where memory is short, and leave pp out."
         )
 
 

@@ -30,6 +30,7 @@ from train.loss import ModelLoss, as_loss
 from train.optim.base import wide_dtype, with_paths
 
 from .mesh import DATA
+from .ngram_tables import ShardedTable, is_sharded_table, sharded_table
 from .tensor.leaf_roles import path_in_layer
 
 Watch = Callable[[str, Tensor], None]  # (path, parameter)
@@ -39,13 +40,14 @@ Watch = Callable[[str, Tensor], None]  # (path, parameter)
 class ParamShard:
     """This rank's shard of a parameter, its sharding, and the dtype in which the model sees the parameter.
 
-    gathered: is called with the parameter each time that it was gathered.
+    gathered: is called with the parameter each time that it was gathered. in_place: it is a table that stays sharded.
     """
 
     local: Tensor
     sharding: Sharding
     dtype: torch.dtype
     gathered: Callable[[Tensor], None] | None = None
+    in_place: bool = False
 
     def to(self, dtype: torch.dtype) -> ParamShard:
         """The parameter in another dtype, for a loss that casts its params."""
@@ -130,6 +132,8 @@ def sharded_params(
 ) -> Callable[[Tree], Tree]:
     """params(held) -> the params of a loss: layers as `ParamShard`s, for `gather_layers`, all else gathered.
 
+    Tables of n-grams stay sharded, see `ngram_tables`.
+
     held: `local_tree` of params with the shardings `shards`, or of a pipeline stage's share of them. Blocks of MTP
     heads count as layers. dtype: in which floating-point parameters are gathered and used, None for their own. trains:
     a tree of bools; parameters without a gradient (a router's bias) keep their own dtype. watch: is called with each
@@ -140,13 +144,14 @@ def sharded_params(
 
     def shard(path: str, x: Tensor) -> ParamShard:
         wanted = dtype if dtype and chosen[path] and x.is_floating_point() else x.dtype
-        return ParamShard(x, places[path], wanted, None if watch is None else functools.partial(watch, path))
+        seen = None if watch is None else functools.partial(watch, path)
+        return ParamShard(x, places[path], wanted, seen, is_sharded_table(path, places[path]))
 
     def params(held: Tree) -> Tree:
         made = with_paths(shard, held)
         outside = {path: x for path, x in tree.flatten(made).items() if path_in_layer(path) is None}
-        gathered = dict(zip(outside, gather(list(outside.values())), strict=True))
-        return with_paths(lambda path, x: gathered.get(path, x), made)
+        whole = dict(zip(outside, usable(list(outside.values())), strict=True))
+        return with_paths(lambda path, x: whole.get(path, x), made)
 
     return params
 
@@ -161,7 +166,20 @@ def gathering(function: Callable[..., Any], shards: Tree) -> ModelLoss:
     return replace(loss, params=sharded_params(shards))
 
 
+def usable(shards: Sequence[ParamShard]) -> list[Any]:
+    """The parameters that a loss computes with: gathered, and tables of n-grams as `ShardedTable`s."""
+    whole = iter(gather([shard for shard in shards if not shard.in_place]))
+    return [_table(shard) if shard.in_place else next(whole) for shard in shards]
+
+
+def _table(shard: ParamShard) -> ShardedTable:
+    table = sharded_table(shard.local, shard.sharding, shard.dtype)
+    if shard.gathered is not None:
+        shard.gathered(table.weight)
+    return table
+
+
 def _gathered(values: Tree) -> Tree:
     leaves = tree.leaves(values)
-    found = iter(gather([leaf for leaf in leaves if isinstance(leaf, ParamShard)]))
+    found = iter(usable([leaf for leaf in leaves if isinstance(leaf, ParamShard)]))
     return tree.map(lambda leaf: next(found) if isinstance(leaf, ParamShard) else leaf, values)

@@ -137,7 +137,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the ranks of a mesh share the work, where there is a choice.
+    """Choices of how the ranks of a mesh share the work.
 
     Args:
         gather_dtype: The dtype in which parameters are all-gathered and used (bf16: half the bytes); None: that of the
@@ -187,7 +187,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Which rows of the global batch this rank computes: those of `rank` among `size` (dp x fsdp x ep).
+    """The rows of the global batch that this rank computes: shard `rank` of `size` (dp x fsdp x ep).
 
     Args:
         rank: The index of its shard of the rows.

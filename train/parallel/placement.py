@@ -13,12 +13,13 @@ from params.sharding import Rules, Sharding, sharding_of
 from train.comm.dtensor import local_tree
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy, mesh_of
+from train.parallel.ngram_tables import is_table
 from train.parallel.tensor.api import tensor_axes
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the parameters of this rank lie (`shards`), and which of them are trainable (`trains`)."""
+    """The shardings of a model's parameters over a mesh (`shards`), and which of them are trainable (`trains`)."""
 
     config: Any
     devices: DeviceMesh
@@ -80,7 +81,7 @@ def _sharding(path: str, leaf: Any) -> Sharding:
     for dim in range(leaf.ndim):
         names = [name for (name, size), d in zip(made.sizes, made.dims, strict=True) if d == dim and size > 1]
         parts = math.prod(dict(made.sizes)[name] for name in names)
-        if leaf.shape[dim] % parts:
+        if leaf.shape[dim] % parts and not (dim == 0 and is_table(path)):
             raise ValueError(
                 f"{path}: dimension {dim} of {list(leaf.shape)} is not a multiple of the {parts} parts in which "
                 f"{' and '.join(names)} shard it; params.plan makes none such."

@@ -1,4 +1,4 @@
-"""Which trainable parameters a loss depends on over a mesh, where what is gathered together has a gradient together.
+"""Trainable parameters that a loss depends on over a mesh, where those gathered together have gradients together.
 
 A gathered parameter that the loss does not use has a gradient of zeros, so weight decay would silently shrink it. Hooks
 on the gathered tensors tell the two apart. They are set, and ranks exchange what they saw, until a call has reached

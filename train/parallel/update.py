@@ -162,6 +162,11 @@ def _on_matrices(shards: Tree) -> OnFull:
     def run(path: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         how: Sharding = placed[path]
         assert how.mesh is not None
+        if any(dim is not None and how.shape[dim] % size for (_, size), dim in zip(how.sizes, how.dims, strict=True)):
+            raise ValueError(
+                f"{path} is a table whose shards differ in size, and this optimizer gathers matrices: give the table "
+                "to another one by train.partition."
+            )
         together = x
         for index in reversed(range(len(how.dims))):  # the innermost mesh dimension shards last
             dim = how.dims[index]

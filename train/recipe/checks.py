@@ -1,4 +1,4 @@
-"""What the commands of a recipe would refuse at their start, found before the first stage runs.
+"""Checks of a recipe before its first stage runs: the errors that its commands would raise at their start.
 
 A checkpoint that an earlier stage makes is not there yet: what depends on its content is left to its stage.
 """

@@ -123,7 +123,7 @@ def run_process(command: Sequence[str], stdout: int | None) -> tuple[int, str]:
 
 
 def environment() -> dict[str, str]:
-    """That of a stage, whose output appears line by line."""
+    """The environment of a stage, whose output appears line by line."""
     return os.environ | {"PYTHONUNBUFFERED": "1"}
 
 

@@ -1,39 +1,72 @@
 """python -m train.rl --run DIR --init CHECKPOINT --data PROMPTS --checker NAME: reinforcement learning of a chat model.
 
-PROMPTS has lines of JSON with `messages` and the `answer` that the checker compares with. The run folder becomes a
-checkpoint; metrics.jsonl has the mean reward of each update.
+PROMPTS has lines of JSON with `messages` and the `answer` that the checker compares with. With --environment NAME in
+place of these two, conversations have many turns. The run folder becomes a checkpoint; metrics.jsonl has the mean
+reward of each update, and reward.png its curve.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, open_append
+from fnmodels.tree import Tree
 from params.checkpoint.hub import local_folder
 from params.checkpoint.save import save_pretrained
-from params.imported import add_family_flag, imported_family
+from params.imported import imported_family
 from params.io.files import plain_file
 from train.command_line import Parser, program_name, run_command
 from train.data.chat import read_template
 from train.engine import Engine
 from train.eval import pretrained
+from train.generation.routing import expert_layers
 from train.imported import FunctionFailed, absolute, is_import_path, located
 from train.job import metrics_log, run_folder
 from train.job.processes.signals import stop_requests
 from train.job.settings import flag
-from train.job.settings.types import NUMBER, integer
 from train.job.watch.failures import kept
 from train.optim.adamw import adamw
 from train.optim.schedules import warmup_stable_decay
 
-from .loop import PASSES, Setup, judged, update
-from .prompts import CHECKERS, Checker, Prompts, checker_of, read_prompts
+from .conversation import Limits
+from .environment import MakeEnvironment, environment_of
+from .flags import SAME, SAME_ANSWERS, SAME_TURNS, check_flags, make_parser
+from .loop import PASSES, OneTurn, Setup
+from .many_turns import Groups, ManyTurns
+from .prompts import Checker, Prompts, checker_of, read_prompts
+from .rollouts import Scene, check_scene
+from .tasks import ENVIRONMENTS
+from .turns import turns_of
 
 NEEDS = ("tokenizers", "jinja2")
 SAMPLES = 8  # answers in summary.json
+PICTURE = "reward.png"
+
+
+class Judged(NamedTuple):
+    """Prompts, and the checker of the answers to them."""
+
+    checker: Checker
+    prompts: Prompts
+
+
+class Learner(Protocol):
+    """GRPO of one turn or of many."""
+
+    def update(self, engine: Engine, number: int) -> dict[str, Any]: ...
+
+    def judged(self, params: Tree) -> tuple[float, list[dict[str, Any]]]: ...
+
+    def saved(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+MakeLearner = Callable[[Mapping[str, Any]], Learner]  # of what a saved run had made ahead
 
 
 def _name() -> str:
@@ -41,73 +74,69 @@ def _name() -> str:
 
 
 def parser() -> Parser:
-    flags = Parser(
-        prog=_name(), description="Reinforcement learning of a chat model from answers that a checker judges."
-    )
-    flags.add_argument(
-        "--run", type=Path, required=True, metavar="DIR", help="the run folder: new, or with --resume one"
-    )
-    flags.add_argument("--init", type=Path, required=True, metavar="CHECKPOINT", help="a folder with a chat template")
-    flags.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSON lines of `messages` and `answer`")
-    flags.add_argument(
-        "--checker",
-        required=True,
-        metavar="NAME",
-        help=f"{', '.join(CHECKERS)}, or your f(answer, record) as module:name",
-    )
-    add_family_flag(flags)
-    flags.add_argument("--resume", action="store_true", help="continue from the last saved update")
-    numbers = {
-        "updates": (30, "updates in total"),
-        "prompts": (16, "prompts of an update"),
-        "answers": (8, "answers to each prompt"),
-        "tokens": (32, "tokens of an answer, at most"),
-        "save_every": (10, "updates between saves"),
-    }
-    for name, (default, text) in numbers.items():
-        help = f"{text} (default {default})"
-        flags.add_argument(flag(name), type=integer(1).parse, default=default, metavar="N", help=help)
-    flags.add_argument("--seed", type=integer(0).parse, default=0, metavar="N", help="of all draws (default 0)")
-    rate = "peak learning rate (default 0.0003)"
-    flags.add_argument("--learning-rate", type=NUMBER.parse, default=3e-4, metavar="X", help=rate)
-    return flags
+    return make_parser(_name())
 
 
 def reinforce(arguments: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 130 where it was stopped and saved."""
-    if is_import_path(arguments.checker):
-        arguments.checker = absolute(arguments.checker, Path())
+    for name in ("checker", "environment"):
+        if is_import_path(getattr(arguments, name)):
+            setattr(arguments, name, absolute(getattr(arguments, name), Path()))
     family = None if arguments.family is None else imported_family(arguments.family)
-    checker, prompts = checked(arguments)
+    source = checked(arguments)
     arguments.init = local_folder(arguments.init)
     with run_folder.locked(arguments.run):
         run_folder.check_contents(arguments.run, resume=arguments.resume)
-        identity = recorded(arguments, prompts)
         config, params = pretrained.load_model(arguments.init, merge=True, copy=True, family=family)
-        tokenizer = pretrained.load_tokenizer(arguments.init)
-        ends = pretrained.answer_end_ids(arguments.init, tokenizer)
-        shape = {name: getattr(arguments, name) for name in ("prompts", "answers", "tokens", "seed")}
-        setup = Setup(config, tokenizer, read_template(arguments.init), ends, checker, **shape)
+        make_learner = learner_of(arguments, source, config)
+        recorded(arguments, source)
         total = PASSES * arguments.updates
         engine = Engine(
             config, params, adamw(_rate(arguments.learning_rate, total), weight_decay=0.0), clip=1.0, copy=False
         )
         try:
-            return learn(arguments, identity, setup, engine, prompts)
+            return learn(arguments, make_learner, engine)
         except FunctionFailed as failed:
             raise kept(arguments.run, failed) from failed
 
 
-def checked(arguments: argparse.Namespace) -> tuple[Checker, Prompts]:
-    """(the checker, the prompts) of the flags. UserError where there is none, or a line is no prompt."""
-    return checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker)
+def checked(arguments: argparse.Namespace) -> Judged | MakeEnvironment:
+    """The prompts and their checker, or the environment. UserError where flags, a line or a name are wrong."""
+    check_flags(arguments)
+    if arguments.environment is not None:
+        return environment_of(arguments.environment, ENVIRONMENTS)
+    return Judged(checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker))
 
 
-def recorded(arguments: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
+def learner_of(arguments: argparse.Namespace, source: Judged | MakeEnvironment, config: Any) -> MakeLearner:
+    """A function that makes the learner. UserError where the model or its template do not suit the conversations."""
+    tokenizer, template = pretrained.load_tokenizer(arguments.init), read_template(arguments.init)
+    ends = pretrained.answer_end_ids(arguments.init, tokenizer)
+    if isinstance(source, Judged):
+        if arguments.replay_routing and not expert_layers(config):
+            raise UserError(f"--replay-routing is for models with experts; a {config.model_type} has none")
+        shape = {name: getattr(arguments, name) for name in ("prompts", "answers", "tokens", "seed", "replay_routing")}
+        one = OneTurn(Setup(config, tokenizer, template, ends, source.checker, **shape), source.prompts)
+        print(f"{len(source.prompts.train)} prompts, and {len(source.prompts.heldout)} held out", flush=True)
+        return lambda _: one
+    limits = Limits(arguments.turns, arguments.tokens, arguments.context)
+    turns = turns_of(tokenizer, template, ends, arguments.role)
+    scene = Scene(config, template, turns, source, limits, arguments.workers)
+    check_scene(scene)
+    groups = Groups(arguments.prompts, arguments.answers, arguments.seed)
+    ages = {"updates": arguments.updates, "staleness": arguments.staleness}
+    return lambda pending: ManyTurns(scene, groups, pending=pending, **ages)
+
+
+def recorded(arguments: argparse.Namespace, source: Judged | MakeEnvironment) -> dict[str, Any]:
     """run.json of the run: written, or on resume compared. UserError where they differ."""
-    kept = ("init", "checker", "updates", "prompts", "answers", "tokens", "seed", "learning_rate")
-    identity = {name: getattr(arguments, name) for name in kept} | {"data": prompts.fingerprint}
+    kept = (*SAME, *(SAME_ANSWERS if isinstance(source, Judged) else SAME_TURNS))
+    identity = {name: getattr(arguments, name) for name in kept}
+    if isinstance(source, Judged):
+        identity["data"] = source.prompts.fingerprint
     identity["init"] = str(arguments.init.resolve())
+    if arguments.replay_routing:
+        identity["replay_routing"] = True
     if arguments.family is not None:
         identity["family"] = arguments.family
     before = run_folder.read_json(arguments.run / run_folder.RUN)
@@ -118,54 +147,60 @@ def recorded(arguments: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
     return identity
 
 
-def learn(
-    arguments: argparse.Namespace, identity: dict[str, Any], setup: Setup, engine: Engine, prompts: Prompts
-) -> int:
-    """The updates, from the last saved one on, then the checkpoint and summary.json."""
+def learn(arguments: argparse.Namespace, make_learner: MakeLearner, engine: Engine) -> int:
+    """The updates, from the last saved one on, then the checkpoint, the curve and summary.json."""
     run, steps = arguments.run, arguments.run / run_folder.STEPS
     try:
         progress = engine.load(steps)
     except FileNotFoundError:
-        progress = {"updates": 0, "before": judged(setup, engine.params, prompts.heldout)[0]}
-    first, metrics = int(progress["updates"]), run / run_folder.METRICS
-    rows = metrics_log.truncate_after(metrics, first, needed=first > 0)
-    print(
-        f"{len(prompts.train)} prompts, and {len(prompts.heldout)} held out: reward {progress['before']:.2f}",
-        flush=True,
-    )
-    with stop_requests() as stop_requested:
-        for number in range(first, arguments.updates):
-            with located(f"at update {number + 1}"):
-                row = {"step": number + 1} | update(setup, engine, prompts.train, number)
-            rows.append(row)
-            with open_append(metrics) as file:
-                file.write(metrics_log.json_line(row))
-            print(f"update {number + 1}/{arguments.updates}  reward {row['reward']:.2f}", flush=True)
-            stopping, last = stop_requested(), number + 1 == arguments.updates
-            if stopping or last or (number + 1) % arguments.save_every == 0:
-                engine.save(steps, progress | {"updates": number + 1}, keep=2)
-            if stopping and not last:
-                print(f"stopped at update {number + 1}, saved; continue with --resume")
-                return 130
-    after, answers = judged(setup, engine.params, prompts.heldout)
-    shown = zip(prompts.heldout[:SAMPLES], answers, strict=False)
-    write_checkpoint(arguments.init, run, setup, engine)
+        progress = {"updates": 0}
+    learner = make_learner(progress.pop("ahead", {}))
+    try:
+        if "before" not in progress:
+            progress["before"] = learner.judged(engine.params)[0]
+        first, metrics = int(progress["updates"]), run / run_folder.METRICS
+        rows = metrics_log.truncate_after(metrics, first, needed=first > 0)
+        print(f"reward of the likeliest answers to what is held out: {progress['before']:.2f}", flush=True)
+        with stop_requests() as stop_requested:
+            for number in range(first, arguments.updates):
+                with located(f"at update {number + 1}"):
+                    row = {"step": number + 1} | learner.update(engine, number)
+                rows.append(row)
+                with open_append(metrics) as file:
+                    file.write(metrics_log.json_line(row))
+                print(f"update {number + 1}/{arguments.updates}  reward {row['reward']:.2f}", flush=True)
+                stopping, last = stop_requested(), number + 1 == arguments.updates
+                if stopping or last or (number + 1) % arguments.save_every == 0:
+                    ahead = {"ahead": made} if (made := learner.saved()) else {}
+                    engine.save(steps, progress | {"updates": number + 1} | ahead, keep=2)
+                if stopping and not last:
+                    print(f"stopped at update {number + 1}, saved; continue with --resume")
+                    return 130
+        after, samples = learner.judged(engine.params)
+    finally:
+        learner.close()
+    write_checkpoint(arguments.init, run, engine)
     summary = {
         "updates": arguments.updates,
-        "heldout_prompts": len(prompts.heldout),
+        "heldout_prompts": len(samples),
         "heldout_reward_before": progress["before"],
         "heldout_reward": after,
-        "samples": [{"messages": record["messages"], "answer": answer} for record, answer in shown],
+        "samples": samples[:SAMPLES],
     }
     run_folder.write_json(run / run_folder.SUMMARY, summary)
+    if find_spec("matplotlib") is not None:
+        from train.job.pictures import draw_losses
+
+        draw_losses(run / PICTURE, {run.name: run})
+        print(f"curve: {run / PICTURE}")
     print(f"reward of the likeliest answers to held-out prompts: {progress['before']:.2f} -> {after:.2f}")
     print(f"checkpoint: {run}")
     return 0
 
 
-def write_checkpoint(source: Path, run: Path, setup: Setup, engine: Engine) -> None:
+def write_checkpoint(source: Path, run: Path, engine: Engine) -> None:
     """The run folder as a checkpoint, with the tokenizer and the chat template of its source."""
-    save_pretrained(run, setup.config, engine.params)
+    save_pretrained(run, engine.config, engine.params)
     copy_file(plain_file(source, "tokenizer.json"), run / "tokenizer.json")
     pretrained.copy_companions(source, run)
 

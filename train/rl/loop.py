@@ -18,11 +18,12 @@ from train.data.token_budget import token_budget
 from train.engine import Engine
 from train.generation.loops import generate
 from train.generation.requests import Generations
+from train.generation.routing import replayable
 from train.generation.sampling import Sampling
 from train.losses.logprobs import token_logprobs
 from train.losses.policy import group_advantages, policy_loss
 
-from .prompts import Checker, Record
+from .prompts import Checker, Prompts, Record
 
 BUDGET = 8192  # tokens of a microbatch at most
 PASSES = 2  # updates on the same answers; the second is off-policy, which is what the clip is for
@@ -30,7 +31,7 @@ PASSES = 2  # updates on the same answers; the second is off-policy, which is wh
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change during a run.
+    """The constants of a run.
 
     Attributes:
         config: Of the model.
@@ -42,6 +43,7 @@ class Setup:
         answers: Answers to each.
         tokens: Tokens of an answer, at most.
         seed: Of all draws.
+        replay_routing: Whether training replays the experts that computed the answers, of a model with experts.
     """
 
     config: Any
@@ -53,6 +55,36 @@ class Setup:
     answers: int
     tokens: int
     seed: int
+    replay_routing: bool = False
+
+
+class OneTurn:
+    """GRPO of a run whose conversations end with the first answer.
+
+    Args:
+        setup: Its constants.
+        prompts: What is answered.
+    """
+
+    def __init__(self, setup: Setup, prompts: Prompts) -> None:
+        self._setup, self._prompts = setup, prompts
+
+    def update(self, engine: Engine, number: int) -> dict[str, Any]:
+        """Update `number`, from 0; returns its row of metrics."""
+        return update(self._setup, engine, self._prompts.train, number)
+
+    def judged(self, params: Tree) -> tuple[float, list[dict[str, Any]]]:
+        """(mean reward, samples) of the likeliest answers to the held-out prompts."""
+        reward, answers = judged(self._setup, params, self._prompts.heldout)
+        shown = zip(self._prompts.heldout, answers, strict=True)
+        return reward, [{"messages": record["messages"], "answer": answer} for record, answer in shown]
+
+    def saved(self) -> dict[str, Any]:
+        """What a resumed run needs beside the engine's state: nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is under way between updates."""
 
 
 def update(setup: Setup, engine: Engine, records: Sequence[Record], number: int) -> dict[str, Any]:
@@ -60,10 +92,12 @@ def update(setup: Setup, engine: Engine, records: Sequence[Record], number: int)
     places = sample_rows([len(records)], [1], setup.seed, number, setup.prompts)
     chosen = [records[row] for _, row, _ in places for _ in range(setup.answers)]
     prompts = prompt_ids(setup, chosen)
-    found = draw(setup, engine.params, prompts, seed=setup.seed * 1_000_003 + number)
+    found = draw(
+        setup, engine.params, prompts, seed=setup.seed * 1_000_003 + number, record_routing=setup.replay_routing
+    )
     rewards = torch.tensor(rewards_of(setup, chosen, found))
     gains = group_advantages(rewards.reshape(setup.prompts, setup.answers)).flatten()
-    batches = microbatches(prompts, found.tokens, gains)
+    batches = microbatches(prompts, found.tokens, gains, found.routing)
     old = engine.infer(batches, functools.partial(token_logprobs, config=setup.config))
     batches = [batch | {"old_logp": logp} for batch, (logp, _, _) in zip(batches, old, strict=True)]
     loss_fn = functools.partial(loss, config=setup.config)
@@ -90,10 +124,17 @@ def prompt_ids(setup: Setup, records: Sequence[Record]) -> list[list[int]]:
 
 
 def draw(
-    setup: Setup, params: Tree, prompts: Sequence[Sequence[int]], *, seed: int, greedy: bool = False
+    setup: Setup,
+    params: Tree,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    greedy: bool = False,
+    record_routing: bool = False,
 ) -> Generations:
     """Answers to the prompts, at temperature 1 or the likeliest."""
     options: dict[str, Any] = {"tokenizer": setup.tokenizer, "stop_ids": setup.ends, "max_new": setup.tokens}
+    options["record_routing"] = record_routing
     sampling = Sampling(temperature=0.0) if greedy else Sampling()
     return generate(
         params, setup.config, prompts, seeds=seed, slots=min(len(prompts), 128), sampling=sampling, **options
@@ -105,9 +146,15 @@ def rewards_of(setup: Setup, records: Sequence[Record], found: Generations) -> l
 
 
 def microbatches(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], gains: Tensor
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    gains: Tensor,
+    routing: Sequence[Tensor] = (),
 ) -> list[dict[str, Tensor]]:
-    """Packed rows under a token budget, with the advantage of each token that the policy chose."""
+    """Packed rows under a token budget, with the advantage of each token that the policy chose.
+
+    routing: the experts of each prompt and answer, see `Generations`, which the losses replay; empty for none.
+    """
     tokens = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
     drawn = [torch.arange(1, len(row) + 1) for row in tokens]  # the place of each label, which is the next token
     learnt = [
@@ -115,7 +162,10 @@ def microbatches(
         for places, prompt, row in zip(drawn, prompts, tokens, strict=True)
     ]
     advantages = [gain * chosen for gain, chosen in zip(gains, learnt, strict=True)]
-    (rows,) = token_budget({"tokens": tokens, "learnt": learnt, "advantages": advantages}, BUDGET)
+    entries = {"tokens": tokens, "learnt": learnt, "advantages": advantages}
+    if routing:
+        entries["routing"] = [replayable(own, len(row)) for own, row in zip(routing, tokens, strict=True)]
+    (rows,) = token_budget(entries, BUDGET)
     return [row.batch for row in rows]
 
 

@@ -71,7 +71,7 @@ def gathered_bytes(group: Iterable[LocalLeaf], kept: Container[str] | None = Non
 
 @dataclass(frozen=True)
 class Transfer:
-    """How leaves are communicated. dtype: in use. replicated, gathered: over these mesh dimensions."""
+    """The communication of leaves. dtype: in use. replicated, gathered: over these mesh dimensions."""
 
     dtype: torch.dtype
     trainable: bool

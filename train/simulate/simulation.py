@@ -63,6 +63,8 @@ def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
         raise ValueError("Layers that read embeddings of the token ids are not simulated.")
     if function_of(fnmodels.family_of(config), "shared") is not None:
         raise ValueError("Layers that read tensors of the full model beside the residual stream are not simulated.")
+    if field_of(config, "passes"):
+        raise ValueError("Layers that run several times are not simulated.")
     if field_of(config, "residual_streams"):
         raise ValueError("Residual streams of several rows are not simulated.")
     layer_fn(work.remat, "none")  # for its checks

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fnmodels.tree import Tree
 from train.batch import Batches, microbatches
 from train.gradients import LossFn, Metrics, metrics_of, totals
 from train.loss import caller
 from train.parallel.eval_steps import make_eval_over, make_forward_over
 from train.parallel.mesh import Mesh, Parallelism, Strategy
+from train.state import without_gradients
 
 
 def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
@@ -21,7 +20,7 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 def make_eval_step(
     loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batches], Metrics]:
-    """Makes eval_step(params, batch) -> metrics, which computes a loss without gradients.
+    """Makes eval_step(params, batch) -> metrics, which computes a loss without gradients, but those of a transform.
 
     Args:
         loss_fn: (params, batch) -> (sum, count) or (sum, count, aux), as for `make_step`.
@@ -42,9 +41,9 @@ def make_eval_step(
         return make_eval_over(Parallelism(mesh, strategy or Strategy()), loss_fn, compile)
     call = caller(loss_fn, compile=compile)
 
-    @torch.no_grad()
     def eval_step(params: Tree, batch: Batches) -> Metrics:
-        return metrics_of(*totals(call, params, microbatches(batch)))
+        with without_gradients():
+            return metrics_of(*totals(call, params, microbatches(batch)))
 
     return eval_step
 
@@ -52,7 +51,7 @@ def make_eval_step(
 def make_forward_only(
     function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batches], Any]:
-    """Makes run(params, batch) -> function(params, batch), which computes without gradients.
+    """Makes run(params, batch) -> function(params, batch), which computes without gradients, but those of a transform.
 
     Args:
         function: `token_logprobs`, a loss, or another function of (params, batch) that runs the model as a loss does.
@@ -73,9 +72,9 @@ def make_forward_only(
         return make_forward_over(Parallelism(mesh, strategy or Strategy()), function, compile)
     call = caller(function, compile=compile)
 
-    @torch.no_grad()
     def run(params: Tree, batch: Batches) -> Any:
-        found = [call(params, part) for part in microbatches(batch)]
+        with without_gradients():
+            found = [call(params, part) for part in microbatches(batch)]
         return found if isinstance(batch, (list, tuple)) else found[0]
 
     return run

@@ -23,7 +23,15 @@ from train.gradients import LossFn, Metrics, Sums, checked_loss, fresh, gradient
 from train.loss import ModelLoss, caller, layout_of
 from train.optim.base import Optimizer, global_norm, trainable_mask
 from train.state import State, consume
-from train.update import StepFunction, StepOptions, UpdatePlan, check_reached, check_state, update
+from train.update import (
+    StepFunction,
+    StepOptions,
+    UpdatePlan,
+    check_reached,
+    check_state,
+    refuse_transforms,
+    update,
+)
 
 Layouts = tuple[Layout | None, ...]  # of each microbatch
 Graph = Callable[[Tree, Tree, Tensor, list[Entries]], tuple[State | None, Metrics]]
@@ -51,6 +59,7 @@ def make_step_graph(loss_fn: LossFn, optimizer: Optimizer, options: StepOptions)
 
     def step(state: State, batch: Batches) -> tuple[State, Metrics]:
         nonlocal last
+        refuse_transforms()
         if last is None or last() is not state:
             check_state(optimizer, state)
         parts = microbatches(batch, options.accumulate)

@@ -13,7 +13,7 @@ from train.parallel.mesh import Mesh, Parallelism, Strategy, in_dtype
 from train.parallel.step import make_step_over
 from train.remat_budget import budget_of
 from train.state import State
-from train.update import Plans, StepOptions, update
+from train.update import Plans, StepOptions, refuse_transforms, update
 
 from .evaluation import check_strategy
 from .graph import make_step_graph
@@ -106,6 +106,7 @@ def make_step(
     plans = Plans(optimizer)
 
     def step(state: State, batch: Batches) -> tuple[State, Metrics]:
+        refuse_transforms()
         plan = plans.of(state)
         sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
         after, metrics = update(

@@ -16,7 +16,7 @@ from train.update import StepFunction
 
 @dataclass(frozen=True)
 class Step:
-    """What `train.make_step` returns: step(state, batch) -> (state, metrics).
+    """The train step that `train.make_step` returns: step(state, batch) -> (state, metrics).
 
     alike: what `many` runs in from the second step on, if all batches have the sizes of the first.
     """
@@ -38,8 +38,9 @@ class Step:
             (the State after the last step, metrics whose tensors [k, ...] are those of all steps).
 
         Raises:
-            ValueError: for no batch, and for stacked entries that differ in k. A batch that raises leaves the State of
-                an in-place step used up, unless it is the first.
+            ValueError: for no batch, for stacked entries that differ in k, and for metrics that have other shapes than
+                those of the first step. A batch that raises leaves the State of an in-place step used up, unless it is
+                the first.
         """
         first, *rest = _each(batches)
         state, of_first = self.one(state, first)
@@ -47,8 +48,20 @@ class Step:
         with self.alike() if isinstance(batches, Mapping) else nullcontext():
             for batch in rest:
                 state, of_step = self.one(state, batch)
+                _check_alike(of_first, of_step, len(metrics))
                 metrics.append(of_step)
         return state, tree.map(lambda *values: torch.stack(values), *metrics)
+
+
+def _check_alike(first: Metrics, other: Metrics, number: int) -> None:
+    """ValueError for metrics of step `number`, from 0, that cannot be stacked with those of the first."""
+    wanted, found = ({path: list(t.shape) for path, t in tree.flatten(m).items()} for m in (first, other))
+    for path in [*wanted, *found]:
+        if wanted.get(path) != found.get(path):
+            raise ValueError(
+                f"step.many stacks the metrics of its steps, and {path!r} is {found.get(path)} in step {number} but "
+                f"{wanted.get(path)} in the first: return aux of one shape for all batches, or call step for each."
+            )
 
 
 def _each(batches: Entries | Sequence[Batches]) -> Sequence[Batches]:

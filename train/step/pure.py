@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # else a compiler that traces `pure_step` evaluates those of `step`
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def pure_step(
     Args:
         loss_fn: (params, batch) -> (sum, count) or (sum, count, aux), as for `make_step`. Second derivatives and jvp
             need a loss whose operations have them, such as train.next_token_loss with kernel="math".
-        optimizer: A `train.Optimizer`, of which `update` is used. Hyperparameters may be tensors, of a transform too.
+        optimizer: A `train.Optimizer`, of which `update` is used. Its rate may be a tensor, of a transform too.
         clip: The largest global norm of the gradient, a number or a 0-d tensor; None: no clipping.
 
     Returns:
@@ -45,6 +45,8 @@ def pure_step(
     StepOptions(clip=clip)
 
     def step(state: State, batch: Entries) -> tuple[State, Metrics]:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"A pure step takes one batch, a dict, not a {type(batch).__name__}: join microbatches.")
         flat = tree.flatten(state.params)
         trains = tree.flatten(trainable_mask(state.params, optimizer.traits.trainable))
 

@@ -32,7 +32,7 @@ from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.storage import Stored, StoredNames, renamed
 from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.encoder_decoder import transformer, whisper
-from fnmodels.models.vision.common.two_towers import with_prefix
+from fnmodels.models.vision.common.two_towers import kinds, towers, towers_spec, with_prefix  # noqa: F401
 from fnmodels.models.vision_language.common import vision_language
 from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
@@ -42,7 +42,7 @@ from fnmodels.tree import Tree
 
 @dataclass(frozen=True)
 class _Type:
-    """What a model type fixes. projector: the names of its layers on disk. biases: it may have some."""
+    """Constants of a model type. projector: the names of its layers on disk. biases: whether it may have some."""
 
     architecture: str
     text: str
@@ -135,25 +135,25 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
-        own = _TYPES[model_type]
+        variant = _TYPES[model_type]
         outer.expect("projector_hidden_act", "gelu")
         for name in ("vocab_size", "hidden_size"):  # compared below
             outer.take(name, None)
         rope = (values.get("text_config") or {}).get("rope_parameters")
         defaults = {name: value for name, value in _VOXTRAL.items() if name != "rope_theta" or not rope}
-        text = vision_language.text_config(outer, own.text, defaults if model_type == "voxtral" else {})
+        text = vision_language.text_config(outer, variant.text, defaults if model_type == "voxtral" else {})
         for name in ("vocab_size", "hidden_size"):
             outer.expect(name, getattr(text, name))
-        audio = _encoder(Fields(outer.take("audio_config", {}), f"{outer.where}, audio_config"), own)
+        audio = _encoder(Fields(outer.take("audio_config", {}), f"{outer.where}, audio_config"), variant)
         joined = model_type == "voxtral"
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, text.tie_word_embeddings)),
             audio=audio,
-            audio_token=outer.integer(*own.token, low=0),
-            group=audio.intermediate_size // audio.hidden_size if joined else own.group,
+            audio_token=outer.integer(*variant.token, low=0),
+            group=audio.intermediate_size // audio.hidden_size if joined else variant.group,
             joined=joined,
-            deep=len(own.projector) > 1,
-            projector_bias=outer.boolean("projector_bias", True) if own.biases else False,
+            deep=len(variant.projector) > 1,
+            projector_bias=outer.boolean("projector_bias", True) if variant.biases else False,
             model_type=model_type,
         )
         object.__setattr__(config, "extra", vision_language.kept(outer))
@@ -161,31 +161,31 @@ class Config:
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own = _TYPES[self.model_type]
+        variant = _TYPES[self.model_type]
         text = {name: value for name, value in self.text.to_hf().items() if name != "architectures"}
-        audio = _encoder_to_hf(self.audio, own)
+        audio = _encoder_to_hf(self.audio, variant)
         out = {name: json.loads(value) for name, value in self.extra} | {"model_type": self.model_type}
-        out |= {"architectures": [own.architecture], "text_config": text, "audio_config": audio}
-        out |= {own.token[0]: self.audio_token, "tie_word_embeddings": self.text.tie_word_embeddings}
+        out |= {"architectures": [variant.architecture], "text_config": text, "audio_config": audio}
+        out |= {variant.token[0]: self.audio_token, "tie_word_embeddings": self.text.tie_word_embeddings}
         if self.deep:
             out["projector_hidden_act"] = "gelu"
-        if self.deep and own.biases:
+        if self.deep and variant.biases:
             out["projector_bias"] = self.projector_bias
         return expressible(self, out)
 
 
-def _encoder(fields: Fields, own: _Type) -> whisper.Config:
+def _encoder(fields: Fields, variant: _Type) -> whisper.Config:
     """Whisper's encoder from `audio_config`."""
-    fields.choice("model_type", (own.encoder,), own.encoder)
+    fields.choice("model_type", (variant.encoder,), variant.encoder)
     fields.expect("scale_embedding", False)
     fields.expect("is_encoder_decoder", False)
     for name in ("vocab_size", "tie_word_embeddings", "num_hidden_layers"):  # an encoder has no tokens
-        if own.short or name != "num_hidden_layers":
+        if variant.short or name != "num_hidden_layers":
             fields.take(name, None)
     sizes: dict[str, Any] = {}
     for name, (short, usual, default) in _SIZES.items():
         deep = {"high": LAYERS_LIMIT} if name == "num_hidden_layers" else {}
-        sizes[name] = fields.integer(short if own.short else usual, default, **deep)
+        sizes[name] = fields.integer(short if variant.short else usual, default, **deep)
     act = fields.choice("activation_function", ("gelu",), "gelu")
     std = fields.number("initializer_range", fields.number("init_std", 0.02, above=-1e-9), above=-1e-9)
     config = whisper.Config(vocab_size=1, **sizes, stack="encoder", hidden_act=act, initializer_range=std)
@@ -193,20 +193,10 @@ def _encoder(fields: Fields, own: _Type) -> whisper.Config:
     return config
 
 
-def _encoder_to_hf(config: whisper.Config, own: _Type) -> ConfigJson:
-    sizes = {(short if own.short else usual): getattr(config, name) for name, (short, usual, _) in _SIZES.items()}
-    own_fields = {"model_type": own.encoder, "activation_function": config.hidden_act}
+def _encoder_to_hf(config: whisper.Config, variant: _Type) -> ConfigJson:
+    sizes = {(short if variant.short else usual): getattr(config, name) for name, (short, usual, _) in _SIZES.items()}
+    own_fields = {"model_type": variant.encoder, "activation_function": config.hidden_act}
     return sizes | own_fields | {"initializer_range": config.initializer_range}
-
-
-def towers(config: Config) -> dict[str, Any]:
-    """{key of the parameters: Config of the part}."""
-    return {"text": config.text, "audio": config.audio}
-
-
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kinds of the text's layers, then of the encoder's."""
-    return tuple(kind for inner in towers(config).values() for kind in family_of(inner).kinds(inner))
 
 
 def spec(config: Config) -> Tree:
@@ -218,7 +208,7 @@ def spec(config: Config) -> Tree:
     else:
         projector = {"out": weight((wide, narrow), ("projection", "embed"), std)}
         projector |= {"out_bias": bias(wide, "projection")} if biases else {}
-    parts = {name: family_of(inner).spec(inner) for name, inner in towers(config).items()}
+    parts = towers_spec(config)
     return parts | {"projector": projector}
 
 
@@ -229,8 +219,10 @@ def hf_names(config: Config) -> StoredNames:
     names: dict[str, Stored] = text | with_prefix(audio, "audio", "audio_tower.")
     layers = dict(zip(("up", "out") if config.deep else ("out",), _TYPES[config.model_type].projector, strict=True))
     for path, name in layers.items():
-        own = weight_and_bias(f"projector.{path}", f"multi_modal_projector.{name}")
-        names |= {leaf: name for leaf, name in own.items() if config.projector_bias or not leaf.endswith("_bias")}
+        layer_names = weight_and_bias(f"projector.{path}", f"multi_modal_projector.{name}")
+        names |= {
+            leaf: name for leaf, name in layer_names.items() if config.projector_bias or not leaf.endswith("_bias")
+        }
     return names
 
 

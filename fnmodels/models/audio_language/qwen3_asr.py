@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.audio import chunk_rows, chunk_tokens
+from fnmodels.inputs.audio import chunk_rows, chunk_tokens, groups  # noqa: F401
 from fnmodels.inputs.image_places import gather_cells, image_places  # noqa: F401
 from fnmodels.models.audio import qwen3_asr_encoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
@@ -26,7 +26,7 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.storage import StoredNames, renamed
 from fnmodels.models.common.vision import weight_and_bias
-from fnmodels.models.vision.common.two_towers import with_prefix
+from fnmodels.models.vision.common.two_towers import kinds, towers, towers_spec, with_prefix  # noqa: F401
 from fnmodels.models.vision_language.common import vision_language
 from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
@@ -89,20 +89,10 @@ class Config:
         return expressible(self, out | {"tie_word_embeddings": self.text.tie_word_embeddings})
 
 
-def towers(config: Config) -> dict[str, Any]:
-    """{key of the parameters: Config of the part}."""
-    return {"text": config.text, "audio": config.audio}
-
-
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kinds of the text's layers, then of the encoder's."""
-    return tuple(kind for inner in towers(config).values() for kind in family_of(inner).kinds(inner))
-
-
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, and the projector's weights [out, in]."""
     narrow, wide, std = config.audio.hidden_size, config.text.hidden_size, config.text.initializer_range
-    parts: Tree = {name: family_of(inner).spec(inner) for name, inner in towers(config).items()}
+    parts: Tree = towers_spec(config)
     projector = {"up": weight((narrow, narrow), ("projection", "embed"), std), "up_bias": bias(narrow, "projection")}
     projector |= {"out": weight((wide, narrow), ("embed", "projection"), std), "out_bias": bias(wide, "embed")}
     return parts | {"projector": projector}
@@ -112,7 +102,7 @@ def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     text = family_of(config.text).hf_names(config.text)
     text = {path: renamed(name, r"^model\.", "model.language_model.") for path, name in text.items()}
-    names: dict[str, Any] = with_prefix(text, "text", "")
+    names: StoredNames = with_prefix(text, "text", "")
     names |= with_prefix(qwen3_asr_encoder.hf_names(config.audio), "audio", "model.audio_tower.")
     for path, name in (("up", "linear_1"), ("out", "linear_2")):
         names |= weight_and_bias(f"projector.{path}", f"model.multi_modal_projector.{name}")

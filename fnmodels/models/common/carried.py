@@ -4,7 +4,7 @@
 
     chosen    int64 [B, S, k], the last choice of keys, for layers without an indexer; see `fnmodels.ops.indexer`
     kv        {kind: {"k", "v"}}, each [B, S, heads, H], which layers of another kind borrow from the last of this one
-    left      [B, S, D], what a layer leaves for the next one, which adds it to the residual stream
+    left      [B, S, D], what a layer leaves for the next one, which adds it to the residual stream or passes it on
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def borrowed(kinds: Sequence[str], index: int) -> list[str]:
 
 
 def joins(kinds: Sequence[str], index: int) -> bool:
-    """Whether layer `index` adds what the layer before it has left."""
+    """Whether layer `index` reads what the layer before it has left."""
     return index < len(kinds) and LayerKind.parse(kinds[index]).joins
 
 

@@ -87,8 +87,8 @@ _COMMON_PARTS = """
 _GENERIC_WORDS = "config hidden is language layer layers model num size text type use vision"
 # Dropout rates that a saved checkpoint keeps for training elsewhere, under every published name.
 _DROPOUTS = """
-    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop embed_dropout
-    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_dropout resid_pdrop
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout emb_pdrop embd_pdrop
+    embed_dropout embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout qa_dropout resid_dropout resid_pdrop
     residual_dropout seq_classif_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
@@ -106,6 +106,10 @@ _SAMPLING, _TOP_K = ("do_sample", "temperature", "top_p"), 50
 IGNORED_FIELDS = "_ignored_fields"
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = (*SPECIAL_TOKENS, "max_length", "tokenizer_class", *DROPOUTS)
+# Noise of training that `prepare(..., rng=)` refuses where the family does not act on it.
+_NOISE = "activation_dropout dropout_rate layerdrop encoder_layerdrop decoder_layerdrop input_jitter_noise"
+NOISE = tuple(_NOISE.split())
+KEPT += NOISE
 KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
 
 # The depth of the deepest published transformer. A larger number is probably a mistake, and `spec` lists every layer.
@@ -128,9 +132,9 @@ def shown(value: Any) -> str:
 def strict_json(value: Any) -> Any:
     """The JSON value with infinity, which JSON does not have, in the form in which transformers writes it."""
     if isinstance(value, dict):
-        return {name: strict_json(one) for name, one in value.items()}
+        return {name: strict_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [strict_json(one) for one in value]
+        return [strict_json(entry) for entry in value]
     return {"__float__": "Infinity"} if value == math.inf else value
 
 
@@ -218,7 +222,7 @@ class Fields:
     def expect(self, name: str, *allowed: Any) -> None:
         """Requires a field that would change the maths to be absent or one of `allowed`; else UnsupportedError."""
         value = self.take(name, allowed[0])
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
             expected = " or ".join(shown(a) for a in allowed)
             raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {expected} is supported here.")
 
@@ -274,9 +278,9 @@ class Fields:
 
     def _parts_off(self) -> set[str]:
         """The switches that are off, of parts that neither every model has nor this family; their settings."""
-        own = {word for name in self.read for word in name.split("_")} - _GENERIC
+        known_words = {word for name in self.read for word in name.split("_")} - _GENERIC
         off = {n for n, value in self.values.items() if value is False and not any(piece in n for piece in _COMMON)}
-        off = {name for name in off if name in self.read or not _share(own, name)}
+        off = {name for name in off if name in self.read or not _share(known_words, name)}
         used = [name.split("_") for name in off if name.startswith("use_") and not is_bookkeeping(name, False)]
         parts = {word for words in used for word in words} - _GENERIC
         return off | {name for name in self.values if parts & set(name.split("_"))}
@@ -299,7 +303,7 @@ def is_bookkeeping(name: str, value: Any) -> bool:
     if _measures(words, value):
         return False
     ids = value if isinstance(value, list) else [value or 0]  # a token's switch that is off is harmless
-    is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(one, bool | float) for one in ids)
+    is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(token_id, bool | float) for token_id in ids)
     is_token = is_token and not _NUMBERED & set(words)
     return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or "." in name or is_token
 
@@ -307,13 +311,13 @@ def is_bookkeeping(name: str, value: Any) -> bool:
 def _measures(words: list[str], value: Any) -> bool:
     """Whether a field whose name has these words scales or counts a part of a model."""
     numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(isinstance(one, bool | int | float | str) for one in numbers) or _LIKE_RUNS & set(words):
+    if not numbers or not all(isinstance(n, bool | int | float | str) for n in numbers) or _LIKE_RUNS & set(words):
         return False
     of_model, training = [], False
     for word in words:
         training = word in _LIKE_INITIAL or (training and word in _SCALING)
         of_model += [] if training else [word]
-    return bool(set(of_model) & (_SCALING if any(isinstance(one, bool | str) for one in numbers) else _MEASURES))
+    return bool(set(of_model) & (_SCALING if any(isinstance(number, bool | str) for number in numbers) else _MEASURES))
 
 
 def _alike(value: Any, other: Any) -> bool:

@@ -24,36 +24,22 @@ import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdits
-from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.alibi import places_of, with_alibi
-from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
-from fnmodels.ops.indexer import (
-    Indexer,
-    all_visible,
-    choose,
-    chosen,
-    chosen_places,
-    index_keys,
-    keys_of,
-    keys_of_ranks,
-    reads_choices,
-)
-from fnmodels.ops.invariant.attention import plan_tiles
+from fnmodels.ops.indexer import Indexer, keys_of_ranks
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.mla import (
     Rotate,
     Widths,
     absorbed,
-    can_absorb,
     expanded,
     latent_keys,
     latent_queries,
     pays_to_absorb,
-    query_latent,
+    pays_to_gather,
 )
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.choice import choose_experts
@@ -64,16 +50,17 @@ from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
-from fnmodels.options import Block, ForwardOptions, Tap, untapped
+from fnmodels.options import Block, ForwardOptions, Tap, is_invariant, untapped
 from fnmodels.tree import Tree, flatten
+
+from .chosen_keys import chosen_keys
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
 STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
-_ADDED = ("attention", "mlp")  # taps of what a layer adds to the residual stream
+# {tap: the rate of dropout of its value}
+_DROPPED = {"attention": "attention", "cross_attention": "attention", "mlp": "mlp", "mlp.neurons": "neurons"}
 PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where attention is written out
-
-
-_USE, _NO_DROPOUT = SlotUse(), Dropout()
+_USE, _NO_DROPOUT, _USUAL = SlotUse(), Dropout(), ForwardOptions()
 
 
 class Context:
@@ -84,19 +71,22 @@ class Context:
     beside x.
     """
 
+    use = _USE
+    dropout = _NO_DROPOUT  # of the config, where the call has keys of noise
+    edits: Mapping[str, Any] = {}
+
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
         self.options, self.taps, self.tensors = options, taps, tensors
-        self.use, self.dropout = _USE, _NO_DROPOUT  # dropout: of the config, where the call has keys of noise
-        self.edits: dict[str, Any] = {}
         self.aux: dict[str, Any] = {}
 
     def tap(self, name: str, value: Tensor) -> Tensor:
         """`value`, edited if there is an edit of `name`, and then recorded if `name` is in `taps`.
 
-        Where the call has keys of noise, "attention" and "mlp", what is added to the residual stream, is dropped first.
+        Where the call has keys of noise, what a layer adds to the residual stream and "mlp.neurons" are dropped first.
         """
-        if name in _ADDED and (rate := getattr(self.dropout, name)):
-            value = dropped(value, self.tensors["noise"].tokens, rate, name)
+        if name in _DROPPED and (rate := getattr(self.dropout, _DROPPED[name])):
+            noise: Noise = self.tensors["noise"]
+            value = dropped(value, noise.tokens, rate, name, shard=noise.mlp_shard if "neurons" in name else 0)
         if name in self.edits:
             value = self.edits[name](value, self.tensors["edit_tensors"].get(name, {}))
             self.aux["edited"] = (*self.aux.get("edited", ()), name)
@@ -107,7 +97,7 @@ class Context:
     @property
     def shown(self) -> Tap:
         """`tap`, or `untapped` where no tap or edit is asked for: then an operation may reuse the memory of values."""
-        return self.tap if self.taps or self.edits else untapped
+        return self.tap if self.taps or self.edits or self.dropout.neurons else untapped
 
     def wants(self, name: str) -> bool:
         """Whether a tap or an edit is of this name."""
@@ -150,19 +140,21 @@ class Context:
         alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.attention.alibi`; a
         cache keeps the places of the keys.
         """
-        q, k, v = self._tapped(q, k, v)
-        read = {"k": k, "v": v}
-        if alibi is not None:
-            read["places"] = places_of(alibi["positions"], k.dtype)
-        if "cache" in self.tensors:
-            read = self.extend(read)
-            k, v = read["k"], read["v"]
-        if alibi is not None:
-            q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
+        if watched := type(self) is not _Unwatched:
+            q, k, v = self._tapped(q, k, v)
+        if alibi is not None or "cache" in self.tensors:
+            read = {"k": k, "v": v}
+            if alibi is not None:
+                read["places"] = places_of(alibi["positions"], k.dtype)
+            if "cache" in self.tensors:
+                read = self.extend(read)
+                k, v = read["k"], read["v"]
+            if alibi is not None:
+                q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
         z = self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, bias=bias)
-        return self.tap("attention.z", z)
+        return self.tap("attention.z", z) if watched else z
 
     def shared(self, name: str) -> Any:
         """The entry of this name that the family's `shared` made for the layers of this call; None: there is none."""
@@ -186,7 +178,7 @@ class Context:
         self.aux["left"] = value
 
     def left(self) -> Tensor:
-        """What the layer before has left for this one: [B, S, D]."""
+        """The tensor [B, S, D] that the layer before has left for this one."""
         value: Tensor = self.tensors["left"]
         return value
 
@@ -205,41 +197,31 @@ class Context:
         widths: Widths,
         rotate: Rotate,
         scale: float,
-        temperature: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> Tensor:
-        """Multi-head latent attention of x [B, S, D]: [B, S, N, Hv]; see `fnmodels.ops.mla`.
+        """Multi-head latent attention of x [B, S, D], with "sinks" [N] if `weights` have them: [B, S, N, Hv].
 
-        temperature: fp32 [B, S], which multiplies the queries.
-
-        A cache holds the latents. Few queries that meet many of them have the projection of keys and values applied to
-        queries and results instead (no taps q, k and v then).
+        See `fnmodels.ops.mla`. queries: [B, S, N, P + R], where they are not those of `latent_queries`. A cache holds
+        the latents. Few queries that meet many of them have the projection of keys and values applied to queries and
+        results instead (no taps q, k and v then).
         """
-        q = latent_queries(weights, x, freqs, widths=widths, rotate=rotate)
-        q = q if temperature is None else q * temperature[..., None, None].to(q.dtype)
+        q = latent_queries(weights, x, freqs, widths=widths, rotate=rotate) if queries is None else queries
         latent, rope = latent_keys(weights, x, freqs, widths=widths, rotate=rotate)
-        cached = "cache" in self.tensors
-        gathers = isinstance(mask, Choice) and self._gathers_latents(weights["kv_b_proj"], mask, q.shape[2], widths)
+        cached, sinks = "cache" in self.tensors, weights.get("sinks")
+        unseen = not (self.dropout.weights or self.wants_any((*ATTENTION_TAPS, *PATTERN_TAPS)))
+        gathers = unseen and pays_to_gather(weights["kv_b_proj"], mask, q.shape[2], widths, self.options.kernel)
         if not (cached or gathers):
-            return self.attend(q, *expanded(weights, latent, rope, widths=widths), mask, scale=scale)
+            return self.attend(q, *expanded(weights, latent, rope, widths=widths), mask, scale=scale, sinks=sinks)
         if cached:
-            read = self.extend({"latent": latent, "rope": rope})
-            latent, rope = read["latent"], read["rope"]
+            read = self.extend({"latent": latent} | ({"rope": rope} if widths.rope else {}))
+            latent, rope = read["latent"], read.get("rope", read["latent"][..., :0])
         absorbs = gathers or pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
         if absorbs and not self.options.invariant and not self.wants_any(ATTENTION_TAPS):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
-            return out(self._attention(q, k, v, mask, scale=scale))
+            return out(self._attention(q, k, v, mask, scale=scale, sinks=sinks))
         k, v = expanded(weights, latent, rope, widths=widths)
         q, k, v = self._tapped(q, k, v)
-        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
-
-    def _gathers_latents(self, weight: object, choice: Choice, heads: int, widths: Widths) -> bool:
-        """Whether chosen latents are gathered, which all heads share, instead of the wider keys of every head."""
-        kernel = self.options.kernel
-        if not can_absorb(weight) or self.dropout.weights or self.wants_any((*ATTENTION_TAPS, *PATTERN_TAPS)):
-            return False
-        rank = weight.shape[1]
-        cost = (2 * rank + widths.rope) / (widths.nope + widths.rope + widths.value)
-        return kernel != "auto" or choice.pays(heads, 1, cost=cost)
+        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, sinks=sinks))
 
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
@@ -252,41 +234,7 @@ class Context:
         """
         with torch.no_grad():  # no decorator, which dynamo cannot read on a method
             # Another tensor than x: what a wrapper of weights keeps of it here has no gradient.
-            return self._chosen(weights, x.detach(), freqs, mask, indexer)
-
-    def _chosen(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer) -> Any:
-        own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
-        ranks = keys_of_ranks(kernel)
-        whole = mask if ranks is None else ranks.mask(mask)
-        everything, cached = given is None and shape_of(whole)[-1] <= indexer.count, "cache" in self.tensors
-        k: Tensor | None = None
-        if own is not None and (cached or (given is None and not everything)):
-            k = index_keys(own, x, freqs, indexer)
-            k = self.extend({"index": k})["index"] if cached else k
-            k = k if ranks is None or everything else ranks.gather(k)
-        if everything:
-            if own is not None and self.wants("choices"):
-                self.aux["choices"] = all_visible(keys_of(whole)).expand(x.shape[0], -1, -1)
-            return mask
-        if kernel in ("blocks", "varlen"):
-            raise ValueError(
-                f'kernel="{kernel}" reads rules, and here each query sees {indexer.count} keys that the layer chose: '
-                '"auto", "sdpa" and kernel="math" take any mask.'
-            )
-        keys = keys_of(whole)
-        if given is None:
-            if own is None or k is None:
-                raise ValueError(
-                    "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer "
-                    "that has an indexer, or pass `choices` or `carried`."
-                )
-            given = choose(own, x, query_latent(weights, x), k, freqs, keys, indexer)
-        if own is not None:
-            given = self.aux["chosen"] = self.tap("choices", given)
-        if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():
-            return chosen_places(keys, given)
-        allowed = chosen(keys, given)
-        return plan_tiles(mask, allowed) if self.options.invariant else allowed
+            return chosen_keys(self, weights, x.detach(), freqs, mask, indexer)
 
     def _attention(
         self,
@@ -373,7 +321,7 @@ class Context:
         x: Tensor | tuple[Tensor, Tensor],
         route: Route,
         *,
-        act: str | Act,
+        act: str | Act | tuple[Act, Act],
         dtypes: RouterDtypes,
         input_weighted: bool = False,
         identities: int = 0,
@@ -381,8 +329,9 @@ class Context:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
         x: may be a pair, what the router reads and what the experts do.
-        act: a function (gate, up) -> inner, or the name of an activation for `glu`. input_weighted: scale the experts'
-        inputs, not their outputs. identities: so many of the router's experts, the last ones, return their input.
+        act: a function (gate, up) -> inner, the name of an activation for `glu`, or a pair of functions, that of the
+        experts and that of the shared one. input_weighted: scale the experts' inputs, not their outputs. identities: so
+        many of the router's experts, the last ones, return their input.
         Token counts and router logits are always in aux; the chosen experts and their weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
@@ -401,7 +350,12 @@ class Context:
         return y
 
 
-_USUAL = ForwardOptions()
+class _Unwatched(Context):
+    """The Context of a call without taps, edits and dropout, in which values pass as they are."""
+
+    def tap(self, name: str, value: Tensor) -> Tensor:
+        """`value`."""
+        return value
 
 
 def with_context(block: Callable[..., Tensor]) -> Block:
@@ -428,15 +382,16 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         use: SlotUse | None = None,
         **tensors: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        ctx = (options.context or Context)(options, taps, tensors)
-        if edits:
-            ctx.edits = {edit.tap: edit for edit in edits}
+        watched = taps or edits or options.context is not None or "noise" in tensors
+        ctx = (options.context or Context)(options, taps, tensors) if watched else _Unwatched(options, taps, tensors)
         if use is not None:
             ctx.use = use
+        if not (watched or is_invariant(options.kernel)):  # no scope is needed
+            return block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx), ctx.aux
+        if edits:
+            ctx.edits = {edit.tap: edit for edit in edits}
         if "noise" in tensors:
             ctx.dropout = config.dropout
-        if not (taps or edits or options.invariant or options.context):  # no scope is needed
-            return block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx), ctx.aux
         with invariant_rows(options.invariant), ctx.norms(layer):
             x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 from fnmodels.errors import ConfigError
 from fnmodels.ops.dropout import Dropout
 
-from .config_json import DROPOUTS, Fields
+from .config_json import DROPOUTS, NOISE, Fields
 from .family import Traits, traits_of
 
 C = TypeVar("C")
 # Rates of heads, which are trained without dropout here.
-_RATES = (*DROPOUTS, "dropout_rate")  # the last: T5's
 _OF_HEADS = ("classifier_dropout", "qa_dropout", "seq_classif_dropout")
 
 
@@ -24,9 +23,9 @@ def with_dropout(config: C, fields: Fields) -> C:
     if "dropout" not in getattr(type(config), "__dataclass_fields__", ()):
         return config
     rates: dict[str, float] = {}
-    traits = _traits(config)
-    for name, places in traits.dropout.items():
-        rate = fields.number(name, traits.dropout_defaults.get(name, 0.0), above=-1e-9, high=1.0)
+    defaults = _traits(config).dropout_defaults
+    for name, places in dropout_table(config).items():
+        rate = fields.number(name, defaults.get(name, 0.0), above=-1e-9, high=1.0)
         if rate == 1:
             raise ConfigError(f"{fields.where}: {name!r} is 1, and dropout of everything trains nothing.")
         rates |= dict.fromkeys(places, rate)
@@ -38,9 +37,15 @@ def dropout_to_hf(config: Any, saved: Mapping[str, Any]) -> dict[str, float]:
     """The fields of config.json that `with_dropout` reads: those saved before, and others than the defaults."""
     if not hasattr(config, "dropout"):
         return {}
-    table, defaults = _traits(config).dropout, _traits(config).dropout_defaults
+    table, defaults = dropout_table(config), _traits(config).dropout_defaults
     rates = {name: getattr(config.dropout, places[0]) for name, places in table.items() if places}
     return {name: rate for name, rate in rates.items() if rate != defaults.get(name, 0.0) or name in saved}
+
+
+def dropout_table(config: Any) -> dict[str, tuple[str, ...]]:
+    """{dropout rate in the config.json of this model type: the fields of `Dropout` that it sets}."""
+    names = _traits(config).dropout_names.get(config.model_type, {})
+    return {names.get(name, name): places for name, places in _traits(config).dropout.items()}
 
 
 def _traits(config: Any) -> Traits:
@@ -48,11 +53,11 @@ def _traits(config: Any) -> Traits:
 
 
 def check_dropout(config: Any) -> None:
-    """ValueError for a config whose file states a rate above 0 that no family here acts on."""
-    known = _traits(config).dropout
-    for name, value in getattr(config, "extra", ()):
-        if name in _RATES and name not in known and name not in _OF_HEADS and json.loads(value):
+    """ValueError for a config whose file states a rate above 0 that its family does not act on."""
+    known = dropout_table(config) if hasattr(config, "dropout") else {}
+    for name, value in (*getattr(config, "extra", ()), *getattr(config, "file", ())):
+        if name in (*DROPOUTS, *NOISE) and name not in known and name not in _OF_HEADS and json.loads(value):
             raise ValueError(
                 f"rng is for dropout, and the config states {name!r} = {value}, which a {config.model_type} here does "
-                "not act on: leave rng out to train without dropout."
+                "not act on: leave rng out to train without dropout, or set that rate to 0 in config.json."
             )

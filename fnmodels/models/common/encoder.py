@@ -1,10 +1,9 @@
 """BERT and its relatives: an encoder with a norm after or before each sublayer, learned positions, and its heads."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,16 +13,15 @@ from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Everything
 from fnmodels.models.common.config_json import ConfigJson
-from fnmodels.models.common.storage import StoredNames
 from fnmodels.ops.attention.disentangled import DistanceEmbeddings
-from fnmodels.ops.dropout import Dropout
+from fnmodels.ops.dropout import Dropout, dropped
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary, no_rotation
-from fnmodels.tree import Tree, flatten
+from fnmodels.ops.rotary import apply_rotary, apply_rotary_interleaved, no_rotation
+from fnmodels.tree import Tree
 
 from . import decoder
 from .config_json import LAYERS_LIMIT, Fields
@@ -33,7 +31,6 @@ from .family import field_of, model_types
 from .heads import check_problem, head_fields, head_to_hf, label_names
 from .registry import family_of
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
-from .storage import fuse
 
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
 C = TypeVar("C")
@@ -77,6 +74,12 @@ class EncoderConfig:
     # kept for saving only
     model_type: str = field(default="", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    rotary_interleaved: ClassVar[bool] = False  # whether a rotary embedding turns pairs of neighbors, not of halves
+
+    @property
+    def turns_values(self) -> bool:
+        """Whether values are turned as queries and keys are."""
+        return False
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -100,7 +103,7 @@ class EncoderConfig:
 
     @property
     def score_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor of the products of queries and keys."""
         return float(self.head_dim**-0.5)
 
     def to_hf(self) -> ConfigJson:
@@ -240,82 +243,6 @@ def head_leaves(config: Any) -> Tree:
     return {"head": dense | score if config.head == "classification" else score}
 
 
-ROBERTA_HEADS: dict[str, dict[str, str]] = {
-    "masked_lm": {
-        "head.dense": "lm_head.dense",
-        "head.norm": "lm_head.layer_norm",
-        "lm_head": "lm_head.decoder",
-        "lm_head_bias": "lm_head.bias",
-    },
-    "classification": {"head.dense": "classifier.dense", "head.score": "classifier.out_proj"},
-    "tokens": {"head.score": "classifier"},
-    "question_answering": {"head.score": "qa_outputs"},
-    "none": {},
-}
-
-
-def roberta_leftovers(prefix: str, config: Any) -> tuple[str, ...]:
-    """Patterns of buffers of older files, of the pooler, which the heads do not read, and of the head's bias again.
-
-    prefix: of the model in files of one with a head, such as "roberta.".
-    """
-    prefix = re.escape(prefix)
-    buffers = (rf"({prefix})?embeddings\.position_ids",)
-    unread = (rf"{prefix}pooler\.dense\.(weight|bias)", r"lm_head\.decoder\.bias")
-    return buffers if config.head == "none" else (*buffers, *unread)
-
-
-def bert_names(prefix: str) -> dict[str, str]:
-    """The names, as for `encoder_names`, of everything but the heads in files of BERT, with the prefix of its model."""
-    layer = f"{prefix}encoder.layer.{{}}."
-    return {
-        "embed_tokens": f"{prefix}embeddings.word_embeddings",
-        "embed_positions": f"{prefix}embeddings.position_embeddings",
-        "embed_types": f"{prefix}embeddings.token_type_embeddings",
-        "embed_norm": f"{prefix}embeddings.LayerNorm",
-        "attention.q": f"{layer}attention.self.query",
-        "attention.k": f"{layer}attention.self.key",
-        "attention.v": f"{layer}attention.self.value",
-        "attention.o": f"{layer}attention.output.dense",
-        "post_attention_layernorm": f"{layer}attention.output.LayerNorm",
-        "mlp.up": f"{layer}intermediate.dense",
-        "mlp.down": f"{layer}output.dense",
-        "post_feedforward_layernorm": f"{layer}output.LayerNorm",
-        "embed_projection.weight": f"{prefix}embeddings_project.weight",
-        "embed_projection.bias": f"{prefix}embeddings_project.bias",
-        "pooler.dense": f"{prefix}pooler.dense",
-    }
-
-
-def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """{path of a parameter: its name on disk}.
-
-    names: {path within a layer, or outside: the name on disk, with {} for the layer}. "attention.q" stands for q_proj
-    and q_bias, another path for a parameter and its bias; without .weight or .bias at its end, a name gets one.
-    """
-    names_on_disk = {}
-    for path in flatten(family_of(config).spec(config)):
-        parts = path.split(".")
-        layer, inner = (parts[1], ".".join(parts[2:])) if parts[0] == "layers" else ("", path)
-        stem = inner.removesuffix("_proj").removesuffix("_bias")
-        name = names[inner] if inner in names else names[stem]
-        if not name.endswith((".weight", ".bias")):
-            name += ".bias" if inner.endswith("_bias") else ".weight"
-        names_on_disk[path] = name.format(layer)
-    return names_on_disk
-
-
-def fused_names(config: Any, names: Mapping[str, str]) -> StoredNames:
-    """As `encoder_names`, where parameters of one name are rows of one tensor, in their order."""
-    names_on_disk: dict[str, Any] = dict(encoder_names(config, names))
-    rows: dict[str, dict[str, int]] = {}
-    for path, leaf in flatten(family_of(config).spec(config)).items():
-        rows.setdefault(names_on_disk[path], {})[path] = leaf.shape[0]
-    for name, parts in rows.items():
-        names_on_disk |= fuse(name, parts) if len(parts) > 1 else {}
-    return names_on_disk
-
-
 def kinds(config: Any) -> tuple[str, ...]:
     """The kind of each layer, the keys of masks and freqs_cis."""
     return ("full",) * config.num_hidden_layers
@@ -369,6 +296,8 @@ def embed_types(params: Tree, x: Tensor, inputs: Mapping[str, Tensor], config: A
     if "embed_norm" in params:
         x = layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
     if projection := params.get("embed_projection"):
+        if "rng" in inputs and (rate := config.dropout.embedding):
+            x = dropped(x, inputs["rng"], rate, "embed")
         x = linear(x, projection["weight"], projection["bias"])
     return x
 
@@ -393,7 +322,9 @@ def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Co
         return layer_norm(x, layer[name], layer[f"{name}_bias"], eps=config.layer_norm_eps)
 
     q, k, v = project_qkv(weights, norm(first, x, before=True), head_dim=config.head_dim)
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    rotate = apply_rotary_interleaved if config.rotary_interleaved else apply_rotary
+    q, k = rotate(q, freqs), rotate(k, freqs)
+    v = rotate(v, freqs) if config.turns_values else v
     scale, bias = config.score_scale, ctx.shared("bias")
     if isinstance(bias, DistanceEmbeddings):
         bias = bias.of_layer(weights, q, k, scale=scale)

@@ -1,4 +1,4 @@
-"""What a family and a Config are: their protocols, the traits that a family declares, and the kinds of its layers."""
+"""Protocols of a family and of its Config, the traits that a family declares, and the kinds of its layers."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,6 +96,7 @@ class TwoRopesConfig(UsualConfig, Protocol):
 CONFIG_DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "attention_softcap": None,
+    "num_key_value_heads": 0,  # 0: as many as query heads
     "num_experts_per_tok": 0,
     "num_nextn_predict_layers": 0,
     "mrope_section": (),  # how many rotary frequencies read time, height and width
@@ -106,10 +107,14 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads
     "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
+    # heads of keys that each make a choice of their own, one after the other in the layer's; 0: one choice for all
+    "choice_heads": 0,
     "dropout": Dropout(),
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
     "ngram_size": 0,  # tokens of the longest n-gram that `embed` reads, inputs["preceding"]; 0: it reads none
+    "memory_size": 0,  # the width of what a decoder's encoder returns; 0: that of the decoder
     "residual_streams": 0,  # rows of the residual stream between layers, [B, S, n, D]; 0: it is [B, S, D]
+    "passes": (),  # of a stack with loops, the index in params["layers"] of each pass, see `stored_layers`
 }
 
 
@@ -140,7 +145,7 @@ class Family(Protocol):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the name of a kind of layers says. Its words are joined by "_": "sliding_nope_moe", "indexed_shared".
+    """A kind of layers, read from its name, whose words are joined by "_": "sliding_nope_moe", "indexed_shared".
 
     The names are the keys of masks and freqs_cis; nothing but `parse` reads them.
     """
@@ -152,7 +157,7 @@ class LayerKind:
     first: bool = False  # "first": no norm before attention (ModernBERT)
     source: str | None = None  # "reuse": the kind whose keys and values its layers read
     shares_choice: bool = False  # "indexed_shared": the keys that the last indexer before it has chosen
-    joins: bool = False  # "joins": adds what the layer before has left for it (`Context.leave`)
+    joins: bool = False  # "joins": reads what the layer before has left for it (`Context.leave`)
 
     @property
     def slides(self) -> bool:
@@ -206,7 +211,7 @@ def own_choices(kinds: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a family declares about its models: `TRAITS = Traits(...)` in its file.
+    """Properties of its models that a family declares: `TRAITS = Traits(...)` in its file.
 
     A file that has the names of traits in capitals as constants of their own (`CAUSAL = False`) is read too.
     """
@@ -222,9 +227,15 @@ class Traits:
     biased: bool = False  # whether its attention has a `RelativeBias`
     # whether its function `shared` reads token ids, inputs["token_ids"], and returns a tensor [B, S, ...] of each token
     reads_ids: bool = False
-    # {dropout rate in config.json: the fields of `Dropout` that it sets}; and {rate: its value where a file has none}
+    # whether `shared` returns tables [B, S, ...] of these tokens' positions, which attention reads, and nothing else
+    shares_tables: bool = False
+    left_axis: str = "embed"  # of what a layer leaves for the next, [B, S, D], its last dimension (`Context.leave`)
+    # {dropout rate in config.json: the fields of `Dropout` that it sets}; {rate: its value where a file has none}; and
+    # {model type: {rate: its name in files of that type}}
     dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
     dropout_defaults: Mapping[str, float] = field(default_factory=dict)
+    dropout_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    copies_saved: bool = True  # whether a save writes the names of `hf_copies` too, because other programs read them
     weights: str = "model"  # how the names of its files of tensors begin
     # {key of params that files may lack, such as MTP heads: the Config field with its length}
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -267,9 +278,10 @@ class Traits:
 _VALUES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
     **dict.fromkeys(
-        ("dropout", "dropout_defaults", "optional", "unread", "resaved", "in_memory", "classes"), (Mapping, "a dict")
+        ("dropout", "dropout_defaults", "dropout_names", "optional", "unread", "resaved", "in_memory", "classes"),
+        (Mapping, "a dict"),
     ),
-    **dict.fromkeys(("inputs", "weights"), (str, "a string")),
+    **dict.fromkeys(("inputs", "weights", "left_axis"), (str, "a string")),
     "router": (RouterDtypes | None, "a RouterDtypes, or None"),
 }
 _PLAIN = Traits()
@@ -291,7 +303,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
-    | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory"]
+    | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory", "stream_norm"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -316,6 +328,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "token_inputs": lambda config, tokens, segment_ids: {},
     "hf_copies": lambda config: {},  # (config) -> {name on disk: path of the parameter that it duplicates}
     "in_memory": lambda config: {},  # (config) -> patterns beside `Traits.in_memory`, which depend on the config
+    # (x, weight, eps=) -> x: the norm around MTP heads, see `fnmodels.mtp`; None: `ops.norm.rms_norm`
+    "stream_norm": None,
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }
 
@@ -329,6 +343,12 @@ def model_types(family: Any) -> tuple[str, ...]:
     """The model types of config.json that a family's module says it reads."""
     types: tuple[str, ...] = getattr(family, "MODEL_TYPES", ())
     return types
+
+
+def shares_rows(family: Any) -> bool:
+    """Whether its layers read tensors of full rows, by its function `shared`, of which a piece of a row has others."""
+    traits = traits_of(family)
+    return hasattr(family, "shared") and not (traits.reads_ids or traits.shares_tables)
 
 
 def parsed(kinds: Iterable[str]) -> list[LayerKind]:
@@ -351,3 +371,12 @@ def stream_shape(config: Any, index: int) -> tuple[int, ...]:
     streams = field_of(config, "residual_streams")
     inside = streams and 0 < index < config.num_hidden_layers
     return (streams, config.hidden_size) if inside else (config.hidden_size,)
+
+
+def stored_layers(config: Any, kinds: Sequence[str]) -> tuple[int, ...]:
+    """The index in params["layers"] of each layer that runs. kinds: those of `Family.kinds`, one of each.
+
+    A stack that runs some layers several times has the Config field `passes`, this tuple. Then a pass is what a layer
+    is elsewhere: it has a kind, taps, edits, keys of dropout and an entry of a cache of its own, by its index.
+    """
+    return field_of(config, "passes") or tuple(range(len(kinds)))

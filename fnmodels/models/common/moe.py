@@ -5,7 +5,7 @@ shared expert and group-limited routing.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from .config_json import Fields
 from .context import Context
 from .decoder import BaseConfig, check_sizes, decoder_name, sliding_layers
 from .family import LayerKind
-from .spec import gated_mlp_leaves, moe_leaves
-from .storage import Stack, Stored, TensorSlice
+from .spec import Leaf, gated_mlp_leaves, moe_leaves
+from .storage import Stack, Stored, TensorSlice, fuse, renamed_parts
 
 HEADS_LIMIT = 16  # MTP heads: published models have one to three
 
@@ -51,27 +51,27 @@ def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> t
     """
     high = experts_limit(layers)
     names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
-    found = {fields.integer(name, experts, high=high) for name in names or ["num_experts"]}
-    if len(found) > 1:
+    counts = {fields.integer(name, experts, high=high) for name in names or ["num_experts"]}
+    if len(counts) > 1:
         raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
-    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=high)
+    return counts.pop(), fields.integer("num_experts_per_tok", chosen, high=high)
 
 
 def sparse_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers are MoE layers: every `decoder_sparse_step`th one, except those in `mlp_only_layers`."""
+    """Whether each layer is an MoE layer: every `decoder_sparse_step`th one is, except those in `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
     return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
 
 
 def routed_layers(fields: Fields, layers: int, dense: int = 1) -> list[bool]:
-    """Which layers are MoE layers: from `mlp_layer_types`, or all after the first `first_k_dense_replace`.
+    """Whether each layer is an MoE layer: from `mlp_layer_types`, or all after the first `first_k_dense_replace`.
 
     dense: the family's default of the latter. transformers ignores it beside a list, and so does this function.
     """
     first = fields.integer("first_k_dense_replace", dense, low=0)
     dense_ones = sliding_layers(fields, [i < first for i in range(layers)], "dense", "sparse", name="mlp_layer_types")
-    return [not one for one in dense_ones]
+    return [not dense_layer for dense_layer in dense_ones]
 
 
 def mlp_types(kinds: Iterable[LayerKind]) -> list[str]:
@@ -141,8 +141,8 @@ def block_sparse_names(paths: Iterable[str], experts: int) -> dict[str, Stored]:
         if head.endswith("experts"):
             number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[last]
             return expert_names(where, experts, f"{number}.weight")
-        own = {"router": "gate.weight", "selection_bias": "e_score_correction_bias"}
-        return f"{where}.{own[last]}" if last in own else decoder_name(path)
+        moe_names = {"router": "gate.weight", "selection_bias": "e_score_correction_bias"}
+        return f"{where}.{moe_names[last]}" if last in moe_names else decoder_name(path)
 
     return {path: name(path) for path in paths}
 
@@ -248,6 +248,27 @@ def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
         return moe_name(path, config.n_routed_experts)
 
     return {path: name(path) for path in paths}
+
+
+# Parts of names in files of Ling and of Sarvam, which are those of their code.
+_OF_LING = {
+    "embed_tokens": "word_embeddings",
+    "self_attn": "attention",
+    "o_proj": "dense",
+    "q_norm": "query_layernorm",
+    "k_norm": "key_layernorm",
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def names_of_ling(names: dict[str, Stored], flat: Mapping[str, Leaf]) -> dict[str, Stored]:
+    """The names on disk of the parameters `flat` as Ling's, where q, k and v are one tensor."""
+    for where in sorted({path.rpartition(".")[0] for path in flat if path.endswith(".q_proj")}):
+        for last, name in (("proj", "weight"), ("bias", "bias")):
+            rows = {path: flat[path].shape[0] for n in "qkv" if (path := f"{where}.{n}_{last}") in flat}
+            there = f"model.{where.replace('.attention', '.self_attn')}"
+            names = names | (fuse(f"{there}.query_key_value.{name}", rows) if rows else {})
+    return {path: renamed_parts(name, _OF_LING) for path, name in names.items()}
 
 
 def grouped_leaves(config: Any, kind: LayerKind, *, selection_bias: bool, wide_router: bool = False) -> Tree:

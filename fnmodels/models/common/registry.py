@@ -5,6 +5,7 @@ that defines a Config and the functions of `Family`.
 """
 
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,9 +73,14 @@ def stack_configs(config: Any) -> dict[str, Any]:
     return stacks
 
 
+# The functions of families that give a text images or sounds in another way than in place of tokens.
+BESIDE_TOKENS = ("image_memory", "with_sound")
+
+
 def text_config(config: Any) -> Any:
-    """The Config of the text of a model that reads images among its tokens; of other models the config itself."""
-    return config.text if hasattr(family_of(config), "with_images") else config
+    """The Config of the text of a model that reads images or sounds too; of other models the config itself."""
+    family = family_of(config)
+    return config.text if any(hasattr(family, name) for name in ("with_images", *BESIDE_TOKENS)) else config
 
 
 def check_fields(config: Any) -> None:
@@ -206,9 +212,37 @@ def every_model(naming: str = "") -> dict[str, str]:
     return towers(naming) | families(naming) | encoder_decoders(naming) | diffusion_models(naming)
 
 
+def is_read(model_type: Any) -> bool:
+    """Whether a model of this type is read, whatever it reads."""
+    packages = (*_TEXT, *_TOWERS, *_ENCODER_DECODERS, *_DIFFUSION)
+    return bool(_named_after(model_type, packages)) or model_type in every_model(str(model_type))
+
+
 def model_type_of(values: Mapping[str, Any]) -> Any:
     """The model type of a config.json, which diffusers calls `_class_name`; None: it has none."""
     return values.get("model_type", values.get("_class_name"))
+
+
+def _named_after(model_type: Any, packages: Sequence[str]) -> dict[str, str]:
+    """{model type: module} of the module that is called as the type and claims it, else {}.
+
+    It spares the search of all sources, which took a tenth of a first loading. That no other module claims the type is
+    what `families` and its kin check.
+    """
+    last = str(model_type).replace("-", "_")
+    if not last.isidentifier():
+        return {}
+    for package in packages:
+        name = f"{package}.{last}"
+        if name not in sys.modules and not _is_file(package, f"{last}.py"):
+            continue
+        if model_type in model_types(importlib.import_module(name)):
+            return {model_type: name}
+    return {}
+
+
+def _is_file(package: str, file: str) -> bool:
+    return any(os.path.isfile(f"{folder}/{file}") for folder in importlib.import_module(package).__path__)
 
 
 def _claimed_in(packages: Sequence[str], naming: str) -> dict[str, str]:
@@ -253,8 +287,10 @@ def family_reading(values: Mapping[str, Any], part: str | None = None) -> Family
     """The family that reads a config.json: with `vision_config` that with the tower, unless `part` is "text"."""
     model_type = model_type_of(values)
     has_tower = part != "text" and values.get("vision_config") is not None
-    if has_tower and (with_tower := towers(str(model_type)).get(model_type)):
-        return cast(Family, importlib.import_module(with_tower))
+    if has_tower:
+        known = _named_after(model_type, _TOWERS) or towers(str(model_type))
+        if model_type in known:
+            return cast(Family, importlib.import_module(known[model_type]))
     return family_for(model_type)
 
 
@@ -272,7 +308,8 @@ def family_for(model_type: str) -> Family:
         UnsupportedError: No family reads it; the error lists the supported types.
     """
     naming = str(model_type)
-    if model_type not in (known := families(naming)):  # models with a tower name the family of their text as well
+    known = _named_after(model_type, _TEXT) or families(naming)
+    if model_type not in known:  # models with a tower name the family of their text as well
         known = every_model(naming)
     if model_type not in known and model_type not in (known := every_model()):
         raise UnsupportedError(

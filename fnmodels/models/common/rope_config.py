@@ -55,7 +55,7 @@ def rope_values(fields: Fields, partial: float = 1.0) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What the older `rope_scaling` says of a rope object: all but what stands beside it in the older dialect."""
+    """A rope object as the older `rope_scaling`: without the fields that have keys of their own in that dialect."""
     named = {"rope_type" if name == "type" else name: value for name, value in rope.items()}
     return {name: value for name, value in named.items() if name not in ("rope_theta", "partial_rotary_factor")}
 

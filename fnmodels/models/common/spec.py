@@ -33,8 +33,23 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Fills equal parts of a vector, one after the other, with one value each."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class LogUniform:
     """Draws the logarithm of a number uniform between low and high: rates of decay."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Draws uniform between low and high."""
 
     low: float
     high: float
@@ -63,7 +78,7 @@ class Leaf:
         dtype: The default dtype; initialization and loading can choose another.
         axes: A logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
             to mesh dimensions.
-        init: `Normal`, `Constant`, `LogUniform`, `Sinusoids` or `InTurn`.
+        init: `Normal`, `Constant`, `Parts`, `Uniform`, `LogUniform`, `Sinusoids` or `InTurn`.
         trainable: False for checkpoint state without a gradient (a router's selection bias).
         decay: Whether weight decay applies (not to norms, biases and embeddings).
         keep_dtype: Whether the parameter is in `dtype` at least, whatever the model is cast to or loaded in.
@@ -73,7 +88,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[str, ...]
-    init: Normal | Constant | LogUniform | Sinusoids | InTurn
+    init: Normal | Constant | Parts | Uniform | LogUniform | Sinusoids | InTurn
     trainable: bool = True
     decay: bool = True
     keep_dtype: bool = False

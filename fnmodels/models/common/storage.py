@@ -3,7 +3,7 @@
 A family's `hf_names` maps every parameter path to the name of the tensor that holds it, or to a `TensorSlice` of one:
 fused projections are split on loading and joined on saving. Slicing a mapped file copies nothing where the rows are
 contiguous or the tensor is transposed. Experts are one parameter [E, ...]; on disk they are slices of one tensor that
-holds all of them, or a `Stack` of one tensor per expert.
+holds all of them, or a `Stack` of one tensor per expert. A `Stack` may also be of a large table's rows.
 """
 
 import itertools
@@ -52,13 +52,34 @@ Single = str | TensorSlice
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one shape and dtype (or slices of them) that, stacked in this order, form the parameter [E, ...]."""
+    """Tensors of one dtype (or slices of them) that, stacked in this order, form the parameter [E, ...].
+
+    rows: the numbers of rows of tensors that are concatenated instead; (): the tensors have one shape and are stacked.
+    """
 
     tensors: tuple[Single, ...]
+    rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ValueError("A Stack needs at least one tensor.")
+        if self.rows and len(self.rows) != len(self.tensors):
+            raise ValueError(f"A Stack of {len(self.tensors)} tensors has {len(self.rows)} numbers of rows.")
+
+    @property
+    def entries(self) -> int:
+        """The size of the parameter's first dimension."""
+        return sum(self.rows) if self.rows else len(self.tensors)
+
+    def places(self, box: slice) -> list[tuple[Single, slice, slice]]:
+        """(tensor, its entries, where they go in the box) of each tensor in the entries `box` of the parameter."""
+        found, start = [], 0
+        for single, count in zip(self.tensors, self.rows or (1,) * len(self.tensors), strict=True):
+            low, high = max(box.start, start), min(box.stop, start + count)
+            if low < high:
+                found.append((single, slice(low - start, high - start), slice(low - box.start, high - box.start)))
+            start += count
+        return found
 
 
 Stored = Single | Stack
@@ -72,14 +93,14 @@ def disk_name(stored: Single) -> str:
 def renamed(stored: Stored, pattern: str, new: str) -> Stored:
     """The same with names in which the part that matches `pattern` is `new`."""
     if isinstance(stored, Stack):
-        return Stack(tuple(_renamed(single, pattern, new) for single in stored.tensors))
+        return replace(stored, tensors=tuple(_renamed(single, pattern, new) for single in stored.tensors))
     return _renamed(stored, pattern, new)
 
 
 def renamed_parts(stored: Stored, parts: Mapping[str, str]) -> Stored:
     """The same with names whose parts between dots are replaced: {part: new part}."""
     if isinstance(stored, Stack):
-        return Stack(tuple(_with_parts(single, parts) for single in stored.tensors))
+        return replace(stored, tensors=tuple(_with_parts(single, parts) for single in stored.tensors))
     return _with_parts(stored, parts)
 
 
@@ -139,7 +160,7 @@ def extract_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> 
 
 @dataclass(frozen=True)
 class DiskRegion:
-    """Where a shard of a parameter lies within the tensor in the file.
+    """The region of a tensor in a file that holds a shard of a parameter.
 
     box: slices of that tensor to read. stored: how the shard lies in the values read (the name alone: it is all of
     them). skip: rows to skip before the shard, where it begins inside a group.
@@ -191,9 +212,10 @@ def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
 
 
 def extract_parameter(stored: Stored, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The parameter, from all tensors of the files by name: `extract`, for a Stack of each, then stacked (a copy)."""
+    """The parameter, from all tensors of the files by name: `extract`, for a Stack of each, then joined (a copy)."""
     if isinstance(stored, Stack):
-        return torch.stack([extract(single, tensors[disk_name(single)]) for single in stored.tensors])
+        values = [extract(single, tensors[disk_name(single)]) for single in stored.tensors]
+        return torch.cat(values) if stored.rows else torch.stack(values)
     return extract(stored, tensors[disk_name(stored)])
 
 

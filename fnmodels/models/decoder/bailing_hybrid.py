@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import Segments
-from fnmodels.models.common import decoder, delta, mla
+from fnmodels.models.common import decoder, mla
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.layers import delta
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import (
     Leaf,

@@ -11,8 +11,7 @@ as in transformers.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,12 +19,13 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.layers import indexed
 from fnmodels.models.common.rope_config import rope_from_hf
-from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves, layer_norm_leaves, weight
+from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.indexer import Indexer
@@ -41,35 +41,15 @@ TRAITS = Traits(
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
 )
 
-_ATTENTION = {"indexed_attention": "", "deepseek_sparse_attention": ""}
-_INDEXER = {"full": "indexed", "shared": "indexed_shared"}
-_MLP = {"dense": "", "sparse": "_moe"}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config(mixture.GroupedConfig):
+class Config(indexed.IndexedConfig):
     """Sizes and switches."""
 
-    num_key_value_heads: int = field(init=False)  # as many as query heads
-    head_dim: int = field(init=False)  # the rotary dimensions of a head
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int  # keys of a query
     index_rope_interleave: bool = False
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False  # of the projections that read x, and of o
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
         super().__post_init__()
-        if self.index_head_dim < self.qk_rope_head_dim:
-            raise ConfigError(f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.head_dim}.")
         if "shared" in self.layer_kinds[0]:
             raise ConfigError("The first layer must have an indexer: no layer before it makes a choice of keys.")
 
@@ -92,11 +72,15 @@ class Config(mixture.GroupedConfig):
         del sizes["rope_interleave"]
         experts = mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
         dense = experts.pop("layer_kinds").count("full")
-        _per_layer(fields, "layer_types", _ATTENTION, ["indexed_attention"] * layers)
+        indexed.per_layer(fields, "layer_types", indexed.ATTENTION, ["indexed_attention"] * layers)
         indexers = ["indexed"] * layers
         if glm:
-            indexers = _per_layer(fields, "indexer_types", _INDEXER, _indexers(fields, layers))
-        mlps = _per_layer(fields, "mlp_layer_types", _MLP, ["dense"] * dense + ["sparse"] * (layers - dense))
+            indexers = indexed.per_layer(
+                fields, "indexer_types", indexed.INDEXERS, indexed.indexer_types(fields, layers)
+            )
+        mlps = indexed.per_layer(
+            fields, "mlp_layer_types", indexed.MLP, ["dense"] * dense + ["sparse"] * (layers - dense)
+        )
         sizes |= {
             "q_lora_rank": fields.integer("q_lora_rank", rank),
             "rms_norm_eps": fields.number("rms_norm_eps", eps),
@@ -126,31 +110,10 @@ class Config(mixture.GroupedConfig):
         return decoder.decoder_to_hf(self, architecture, *names, **own)
 
 
-def _per_layer(fields: Fields, name: str, known: Mapping[str, str], default: Sequence[str]) -> list[str]:
-    """The value in `known` of each layer's entry in the list of field `name`; ConfigError if it is not such a list."""
-    given = fields.take(name, default)
-    if not isinstance(given, list) or len(given) != len(default) or any(one not in list(known) for one in given):
-        wanted = f"a list of {len(default)} entries, each {' or '.join(map(repr, known))}"
-        raise ConfigError(f"{fields.where}: {name!r} is {shown(given)}, but must be {wanted}.")
-    return [known[one] for one in given]
-
-
-def _indexers(fields: Fields, layers: int) -> list[str]:
-    """GLM-5's `indexer_types` by its older fields: a pattern of letters, or one indexer in `index_topk_freq` layers."""
-    every, offset = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, low=0)
-    pattern = fields.take("index_topk_pattern", None)
-    if pattern is None:
-        return ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
-    letters = {"F": "full", "S": "shared"}
-    if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - set(letters):
-        raise ConfigError(f"{fields.where}: 'index_topk_pattern' is {shown(pattern)}, but must be {layers} of F and S.")
-    return [letters[letter] for letter in pattern]
-
-
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     attention = latent_attention_leaves(config)
-    own = attention | {"indexer": _indexer_leaves(config)}
+    own = attention | {"indexer": indexed.indexer_leaves(config)}
 
     def layer(kind: LayerKind, attention: Tree) -> Tree:
         mlp = mixture.grouped_leaves(config, kind, selection_bias=True)
@@ -160,25 +123,9 @@ def spec(config: Config) -> Tree:
     return decoder_leaves(config, layers) | mtp.heads(config, layer(LayerKind.parse(config.layer_kinds[-1]), own))
 
 
-def _indexer_leaves(config: Config) -> Tree:
-    """Parameters of `fnmodels.ops.indexer`; every process of tensor parallelism has all heads, to choose alike."""
-    width, heads, std = config.index_head_dim, config.index_n_heads, config.initializer_range
-    leaves = {
-        "q_b_proj": weight((heads * width, config.q_lora_rank), ("latent", "latent"), std),
-        "k_proj": weight((width, config.hidden_size), ("latent", "embed"), std),
-        **layer_norm_leaves("k_norm", width, "latent"),
-        "weights_proj": weight((heads, config.hidden_size), ("latent", "embed"), std),
-    }
-    return {name: replace(leaf, trainable=False) for name, leaf in leaves.items()}
-
-
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
-    names = mla.latent_names(mixture.grouped_names(config, flatten(spec(config))))
-    for path, name in names.items():
-        if isinstance(name, str) and ".indexer." in name:
-            names[path] = name.replace(".q_b_proj.", ".wq_b.").replace(".k_proj.", ".wk.")
-    return names
+    return indexed.indexer_names(mla.latent_names(mixture.grouped_names(config, flatten(spec(config)))))
 
 
 hf_copies = mtp.copies

@@ -57,7 +57,7 @@ from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu
 from fnmodels.ops.moe.router import RouterDtypes, sqrt_softplus_top_k
-from fnmodels.ops.rotary import Rotation, table_of
+from fnmodels.ops.rotary import Rotation, apply_rotary_last, table_of
 from fnmodels.ops.streams import hyper
 from fnmodels.ops.streams.hyper import HyperConnection
 from fnmodels.tree import Tree, flatten
@@ -253,9 +253,7 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor | Rotation) -> Tensor:
     """x [B, S, N, H] with pairs (2i, 2i + 1) of its last R dimensions rotated; table [B or 1, S, R/2, 2]."""
-    plain = table_of(table)
-    still, turned = x.split((x.shape[-1] - 2 * plain.shape[-2], 2 * plain.shape[-2]), -1)
-    return torch.cat((still, apply_rotary_interleaved(turned, plain)), -1)
+    return apply_rotary_last(x, table, apply_rotary_interleaved)
 
 
 @with_context

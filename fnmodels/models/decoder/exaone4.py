@@ -54,7 +54,7 @@ class Config(decoder.BaseConfig):
 
 
 def _sliding_layers(fields: Fields, window: int | None, layers: int) -> list[bool]:
-    """Which layers have a sliding window: `layer_types`, or all but every nth by `sliding_window_pattern`.
+    """Whether each layer has a sliding window: by `layer_types`, or all but every nth by `sliding_window_pattern`.
 
     The pattern is not compared with the list: transformers writes its default 4 beside any list and ignores it.
     """

@@ -1,16 +1,16 @@
 """K-EXAONE (LG, 236B-A23B) and Hy3 (Tencent): pre-norm decoders with per-head query and key norms, and experts.
 
 Experts are chosen by sigmoid scores and a selection bias without a gradient, beside a shared expert, as in DeepSeek V3.
-K-EXAONE has sliding-window layers; where it has any, full layers have no rotary embedding. The MTP parts of the files
-are not read.
+K-EXAONE has sliding-window layers; where it has any, full layers have no rotary embedding. Hy3 has MTP heads:
+`fnmodels.mtp`; those of K-EXAONE's files are not read.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.config_json import renamed as renamed_fields
@@ -29,6 +29,7 @@ TRAITS = Traits(
     kinds=("full_moe", "full", "sliding_moe", "sliding", "full_nope_moe", "full_nope"),
     routed=True,
     router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     leftovers=(r"mtp\..*",),
     classes={"exaone_moe": "ExaoneMoEForCausalLM"},
     in_memory={
@@ -50,7 +51,6 @@ class Config(mixture.GroupedConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     sliding_window: int | None = None
-    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -65,11 +65,13 @@ class Config(mixture.GroupedConfig):
         layers = usual["num_hidden_layers"]
         usual |= mixture.shared_from_hf(fields, layers, dense=1, scale=2.826 if hy else 2.5)
         routed = mixture.routed_layers(fields, layers)
+        heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT) if hy else 0
         window, attends = (None, ["full"] * layers) if hy else _attention(fields, layers)
         config = Config(
             **usual | {"layer_kinds": tuple(a + "_moe" * r for a, r in zip(attends, routed, strict=True))},
             **fields.plain(rms_norm_eps=1e-5, attention_bias=False, n_group=1, topk_group=1, norm_topk_prob=True),
             sliding_window=window,
+            num_nextn_predict_layers=heads,
         )
         fields.expect("mlp_bias", False)
         if hy:
@@ -77,15 +79,17 @@ class Config(mixture.GroupedConfig):
                 fields.expect(name, value)
         else:
             fields.expect("attention_bias", False)
-        # a sum in fp32 that is rounded has the bits of the sum in a lower precision; MTP parts are not read
-        ignored = ("enable_moe_fp32_combine", "num_nextn_predict_layers", "sliding_window_pattern")
+        # a sum in fp32 that is rounded has the bits of the sum in a lower precision; K-EXAONE's head is not read
+        ignored = ("enable_moe_fp32_combine", "sliding_window_pattern", *["num_nextn_predict_layers"] * (not hy))
         return decoder.finished(config, fields, ignored)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         hy, found = self.model_type == "hy_v3", parsed(self.layer_kinds)
         own = {name: getattr(self, name) for name in mixture.GROUPED} | {"mlp_layer_types": mixture.mlp_types(found)}
-        if not hy:
+        if hy:
+            own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
+        else:
             own |= {
                 "sliding_window": self.sliding_window,
                 "layer_types": decoder.layer_types([k.slides for k in found]),
@@ -107,8 +111,12 @@ def _attention(fields: Fields, layers: int) -> tuple[int, list[str]]:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Hy3's MTP layer stands after the last one."""
-    return (rf"model\.layers\.{config.num_hidden_layers}\..*",)
+    """Patterns of the tensors after the last layer: MTP heads that config.json does not count, or copies of others."""
+    first = config.num_hidden_layers
+    if not config.num_nextn_predict_layers:
+        return (rf"model\.layers\.{first}\..*",)
+    heads = "|".join(str(first + k) for k in range(config.num_nextn_predict_layers))
+    return (rf"model\.layers\.({heads})\.(embed_tokens|shared_head\.head)\.weight",)
 
 
 def spec(config: Config) -> Tree:
@@ -117,7 +125,8 @@ def spec(config: Config) -> Tree:
     attention = usual_attention(config, qkv_bias=biased, o_bias=biased) | head_norms(config)
     flags = {"selection_bias": True, "wide_router": True}
     mlps = [mixture.grouped_leaves(config, kind, **flags) for kind in parsed(config.layer_kinds)]
-    return decoder_leaves(config, [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps])
+    layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
+    return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -125,7 +134,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     changes = [(r"\.gate\.e_score_correction_bias$", ".e_score_correction_bias")]
     if config.model_type == "hy_v3":
         changes = [(r"\.gate\.e_score_correction_bias$", ".expert_bias"), (r"\.gate\.weight$", ".router.gate.weight")]
-        changes.append((r"\.shared_experts\.", ".shared_mlp."))
+        changes += [(r"\.shared_experts\.", ".shared_mlp."), (r"\.shared_head\.norm\.", ".final_layernorm.")]
     names = mixture.grouped_names(config, flatten(spec(config)))
     for pattern, new in changes:
         names = {path: renamed(name, pattern, new) for path, name in names.items()}

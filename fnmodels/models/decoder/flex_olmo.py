@@ -11,8 +11,8 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
+from fnmodels.models.common.layers.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.moe import check_experts, experts_from_hf, moe_name
-from fnmodels.models.common.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.spec import decoder_leaves, moe_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k

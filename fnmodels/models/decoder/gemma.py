@@ -9,7 +9,6 @@ bidirectional. VaultGemma (arXiv 2510.15001) is Gemma 2 without the norms after 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
@@ -19,11 +18,11 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.decoder import kinds  # noqa: F401
+from fnmodels.models.common.decoder import unembed_zero_centered as unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, project_qkv
-from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
 
@@ -179,10 +178,3 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     if config.sandwich:
         fed = rms_norm_zero_centered(fed, layer["post_feedforward_layernorm"], eps=eps)
     return x + ctx.tap("mlp", fed)
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
-    normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
-    logits, cap = decoder.project(params, normed, config), config.final_softcap
-    return cap * elementwise(torch.tanh, logits / cap) if cap is not None and decoder.is_lm(config) else logits

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.mask import Create, MaskLike
-from fnmodels.models.common import decoder, per_layer
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
-from fnmodels.models.common.deepseek_v4.streams import with_ends
+from fnmodels.models.common.deepseek_v4.streams import by_ends, with_ends
 from fnmodels.models.common.family import LayerKind, Traits, parsed
-from fnmodels.models.common.per_layer import layer_inputs  # noqa: F401
+from fnmodels.models.common.layers import per_layer
+from fnmodels.models.common.layers.per_layer import layer_inputs  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp, weight
 from fnmodels.models.common.storage import Stack, Stored, renamed
@@ -251,13 +252,13 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}, causal, with a window for sliding layers; positions and segment_ids [B, S]."""
     masks = decoder.attention_masks(config, positions, segment_ids, create=create)
-    return {kind: masks[inner] for kind, inner in zip(kinds(config), config.layer_kinds, strict=True)}
+    return by_ends(config.layer_kinds, masks)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 table [B, S, H/2, 2]}, one for full and one for sliding layers."""
     tables = decoder.freqs_cis_by_window(config, positions, length=length)
-    return {kind: tables[inner] for kind, inner in zip(kinds(config), config.layer_kinds, strict=True)}
+    return by_ends(config.layer_kinds, tables)
 
 
 @with_context
@@ -317,7 +318,7 @@ def _sparse_mlp(weights: Tree, x: Tensor, config: Config, ctx: Context) -> Tenso
 
 @traced_as_constant
 def _deviations(share: float) -> float:
-    """How many standard deviations above the mean of a normal distribution are above this share of it."""
+    """The quantile of the standard normal distribution at this share."""
     return statistics.NormalDist().inv_cdf(share)
 
 

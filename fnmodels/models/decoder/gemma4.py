@@ -1,9 +1,9 @@
-"""Gemma 4, the text models (Google, 2026): E2B and E4B, 31B, and 26B-A4B with a mixture of experts.
+"""Gemma 4, the text models (Google, 2026): E2B and E4B, 12B, 31B, and 26B-A4B with a mixture of experts.
 
 As in Gemma 3, norms before and after each sublayer, and sliding layers between full ones; the full ones have wider,
 fewer heads, and may use their keys before norm and rotation as values. Values are normalized without a weight. The
 last layers may read the keys and values of earlier ones (kinds with "_reuse"), and each layer an embedding of the token
-of its own. Experts (kinds that end in "_moe") run beside the MLP. Other towers of a gemma4 checkpoint are not read.
+of its own. Experts (kinds that end in "_moe") run beside the MLP. Other parts of a checkpoint are not read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder, per_layer
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.layers import per_layer
+from fnmodels.models.common.layers.per_layer import layer_inputs  # noqa: F401
 from fnmodels.models.common.moe import check_experts, stacked_experts
-from fnmodels.models.common.per_layer import layer_inputs  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf
 from fnmodels.models.common.spec import (
     attention_leaves,
@@ -41,7 +42,8 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("gemma4_text", "gemma4")
+_CLASSES = {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"}  # the second is 12B, without embeddings per layer
+MODEL_TYPES = (*(f"{wrapper}_text" for wrapper in _CLASSES), *_CLASSES)
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
 TRAITS = Traits(
     kinds=tuple(see + reuse + moe for moe in ("", "_moe") for reuse in ("", "_reuse") for see in ("full", "sliding")),
@@ -53,6 +55,7 @@ _ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_SPARSE = ("enable_moe_block", "top_k_experts")
 _OTHERS = (  # of the towers and their tokens
     *("vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id"),
     *("boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image"),
@@ -97,14 +100,16 @@ class Config(decoder.BaseConfig):
     def from_hf(values: ConfigJson) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name.
 
-        For model type gemma4 only `text_config` is used.
+        For model types of whole models only `text_config` is used.
         """
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        if model_type == "gemma4":
+        if model_type in _CLASSES:
             tied = Fields({"tie_word_embeddings": True, **values}, fields.where)
-            fields = decoder.text_part(tied, "gemma4_text", ignored=_OTHERS)
-        sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=True, kv_heads=4, head_dim=256)
+            fields = decoder.text_part(tied, f"{model_type}_text", ignored=_OTHERS)
+        unified = model_type.startswith("gemma4_unified")
+        positions, window = (262144, 1024) if unified else (131072, 512)
+        sizes = decoder.decoder_sizes(fields, max_positions=positions, tied=True, kv_heads=4, head_dim=256)
         layers = sizes["num_hidden_layers"]
         slides = decoder.sliding_layers(fields, [(i + 1) % 6 != 0 and i + 1 < layers for i in range(layers)])
         if slides[-1]:
@@ -127,13 +132,13 @@ class Config(decoder.BaseConfig):
             **fields.plain(
                 rms_norm_eps=1e-6,
                 attention_bias=False,
-                sliding_window=512,
+                sliding_window=window,
                 vocab_size_per_layer_input=262144,
                 use_double_wide_mlp=False,
             ),
             hidden_act=fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
             final_softcap=fields.number("final_logit_softcapping") if capped else None,
-            hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 256, low=0),
+            hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 0 if unified else 256, low=0),
             layer_kinds=tuple(
                 ("sliding" if near else "full") + "_reuse" * (i >= first) + "_moe" * sparse
                 for i, near in enumerate(slides)
@@ -144,14 +149,17 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the published form; for model type gemma4 with `text_config` but no other tower."""
-        if self.model_type == "gemma4":
-            text = replace(self, model_type="gemma4_text")
+        unified = self.model_type.startswith("gemma4_unified")
+        classes = _CLASSES["gemma4_unified" if unified else "gemma4"]
+        if self.model_type in _CLASSES:
+            text = replace(self, model_type=f"{self.model_type}_text")
             object.__setattr__(text, "extra", self.extra)
-            outer: ConfigJson = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+            outer: ConfigJson = {"architectures": [f"{classes}ForConditionalGeneration"], "model_type": self.model_type}
             outer |= {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
             return decoder.expressible(self, outer)
         names = ["global_head_dim", "attention_k_eq_v", "rms_norm_eps", "attention_bias", "sliding_window"]
-        names += ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp"]
+        names += ["use_double_wide_mlp"]
+        names += [] if unified else ["hidden_size_per_layer_input", "vocab_size_per_layer_input"]
         if sparse := LayerKind.parse(self.layer_kinds[0]).routed:
             names += ["num_experts", "moe_intermediate_size"]
         own: ConfigJson = {
@@ -164,7 +172,8 @@ class Config(decoder.BaseConfig):
             "layer_types": decoder.layer_types([kind.slides for kind in parsed(self.layer_kinds)]),
         }
         ropes = {"full_attention": rope_to_hf(self.rope), "sliding_attention": rope_to_hf(self.local_rope)}
-        return decoder.decoder_to_hf(self, "Gemma4ForCausalLM", *names, rope_parameters=ropes, **own)
+        own = {name: value for name, value in own.items() if not (unified and name in _SPARSE)}
+        return decoder.decoder_to_hf(self, f"{classes}ForCausalLM", *names, rope_parameters=ropes, **own)
 
 
 def _full_heads(fields: Fields, full: list[int], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -227,14 +236,14 @@ def _layer(config: Config, kind: LayerKind) -> Tree:
 
 
 def _prefix(config: Config) -> str:
-    return "model.language_model." if config.model_type == "gemma4" else "model."
+    return "model.language_model." if config.model_type in _CLASSES else "model."
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
     """Other towers, and the keys and values of layers that read those of others, which files may hold."""
     borrowing = "|".join(str(index) for index, kind in enumerate(parsed(config.layer_kinds)) if kind.source)
     unused = rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)"
-    return unused, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
+    return unused, r"model\.(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*"
 
 
 _NAMES = {".mlp.router": ".router.proj.weight", ".mlp.router_scale": ".router.scale"}

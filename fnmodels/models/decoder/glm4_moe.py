@@ -19,7 +19,7 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.family import Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, sections_to_hf, split_sections
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
-from fnmodels.models.common.storage import Stored, fuse, renamed_parts
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, rms_norm
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.tree import Tree, flatten
@@ -52,15 +52,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _ARCHITECTURES = {"dots1": "Dots1", "solar_open": "SolarOpen"}
 _SARVAM = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 _SARVAM |= {"use_qkv_bias": "attention_bias", "num_mtp_layers": "num_nextn_predict_layers"}
-# Parts of names in Sarvam's files, which are those of its code; q, k and v are one tensor.
-_SARVAM_NAMES = {
-    "embed_tokens": "word_embeddings",
-    "self_attn": "attention",
-    "o_proj": "dense",
-    "q_norm": "query_layernorm",
-    "k_norm": "key_layernorm",
-    "e_score_correction_bias": "expert_bias",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +138,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     flat = flatten(spec(config))
     names = mixture.grouped_names(config, flat)
-    if config.model_type != "sarvam_moe":
-        return names
-    for where in sorted({path.rpartition(".")[0] for path in flat if path.endswith(".q_proj")}):
-        for last, name in (("proj", "weight"), ("bias", "bias")):
-            rows = {path: flat[path].shape[0] for n in "qkv" if (path := f"{where}.{n}_{last}") in flat}
-            there = f"model.{where.replace('.attention', '.self_attn')}"
-            names |= fuse(f"{there}.query_key_value.{name}", rows) if rows else {}
-    return {path: renamed_parts(name, _SARVAM_NAMES) for path, name in names.items()}
+    return mixture.names_of_ling(names, flat) if config.model_type == "sarvam_moe" else names
 
 
 hf_copies = mtp.copies

@@ -63,8 +63,9 @@ class Config(older.PlacedConfig):
             values, MODEL_TYPES, _NAMES, positions=2048, tied=True, activation="gelu_new"
         )
         types = fields.take("attention_types", [[["global", "local"], 12]])
+        most = usual["num_hidden_layers"] + 1  # a file may repeat them for ever
         try:
-            listed = [kind for names, count in types for _ in range(count) for kind in names]
+            listed = [kind for names, count in types for _ in range(min(count, most)) for kind in names]
             layer_kinds = tuple(_KINDS[kind] for kind in listed)
         except (TypeError, ValueError, KeyError):
             layer_kinds = ()

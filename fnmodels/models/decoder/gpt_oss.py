@@ -9,7 +9,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
@@ -22,7 +21,7 @@ from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm_fp32_weight
-from fnmodels.ops.invariant.rows import elementwise
+from fnmodels.ops.mlp import clamped_swiglu
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree
 
@@ -116,12 +115,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 unembed = decoder.unembed_fp32_weight
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """gate * sigmoid(alpha gate) * (up + 1), with gate clamped to at most `limit` and up to [-limit, limit]."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * elementwise(torch.sigmoid, alpha * gate) * (up + 1)
 
 
 @with_context

@@ -15,7 +15,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, older  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
-from fnmodels.models.common.storage import Stored, TensorSlice
+from fnmodels.models.common.storage import Stored, StoredNames, TensorSlice
 from fnmodels.ops import Rope, apply_rotary_interleaved, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree, flatten
 
@@ -78,7 +78,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its rows in each block of qkv_proj}."""
-    names: dict[str, Any] = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    names: StoredNames = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}
     if "lm_head_bias" in names:

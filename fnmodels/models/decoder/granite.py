@@ -12,7 +12,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.granite import (  # noqa: F401
+from fnmodels.models.common.layers.granite import (  # noqa: F401
     MultipliedConfig,
     attend,
     embed,

@@ -16,7 +16,7 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
-from fnmodels.models.common.granite import (  # noqa: F401
+from fnmodels.models.common.layers.granite import (  # noqa: F401
     IN_MEMORY,
     MultipliedConfig,
     attend,

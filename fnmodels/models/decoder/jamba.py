@@ -91,7 +91,7 @@ class Config(decoder.BaseConfig):
 
 
 def _pattern(fields: Fields, name: str, period: int, offset: int, layers: int) -> list[bool]:
-    """Which layers are the `offset`th of each `period`."""
+    """Whether each layer is the `offset`th of its period, by the fields of `name`; period, offset: their defaults."""
     period = fields.integer(f"{name}_period", period)
     offset = fields.integer(f"{name}_offset", offset, low=0, high=period - 1)
     return [i % period == offset for i in range(layers)]

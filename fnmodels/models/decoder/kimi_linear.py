@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments
-from fnmodels.models.common import decoder, delta, mla
+from fnmodels.models.common import decoder, mla
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, merged, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.layers import delta
 from fnmodels.models.common.spec import (
     Leaf,
     decoder_leaves,
@@ -146,7 +147,7 @@ def _types(inner: Fields, full: Any, linear: Any) -> list[str]:
 
 
 def _dense_layers(fields: Fields, first: tuple[str, ...]) -> list[bool]:
-    """Which layers have no experts: from `mlp_layer_types`, or `first`, the kinds by `first_k_dense_replace`."""
+    """Whether each layer is dense: from `mlp_layer_types`, or `first`, the kinds by `first_k_dense_replace`."""
     rule = [kind == "full" for kind in first]
     dense = decoder.sliding_layers(fields, rule, "dense", "sparse", name="mlp_layer_types")
     if dense != rule and fields.values.get("first_k_dense_replace") is not None:

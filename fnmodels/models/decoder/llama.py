@@ -84,7 +84,7 @@ class Config(decoder.BaseConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    # rotary frequencies of time, height and width, which are one for text: of the text models of Qwen's VL models
+    # rotary frequencies of time, height and width, one for text: of the texts of Qwen's VL models and PaddleOCR-VL
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = True
 
@@ -102,7 +102,7 @@ class Config(decoder.BaseConfig):
             rest = {name: value for name, value in fields.values.items() if name != "residual_dropout"}
             fields = Fields(rest, fields.where)
         sections, interleaved = tuple[int, ...](), True
-        if model_type in ("qwen2", "qwen3"):
+        if model_type in ("llama", "qwen2", "qwen3"):
             fields, sections, interleaved = split_sections(fields, interleaved=model_type == "qwen3")
         usual = decoder.base_fields(
             fields,

@@ -40,7 +40,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.embedding import NgramHash, add_ngrams, ngram_rows
-from fnmodels.ops.mla import Widths
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -105,7 +104,7 @@ class Config(decoder.BaseConfig):
 
     @property
     def ngrams(self) -> NgramHash:
-        """How n-grams become rows of tables."""
+        """The hash that maps n-grams to rows of tables."""
         rows = int(self.ngram_ratio * self.vocab_size)
         return NgramHash(self.ngram_size, self.ngram_heads, rows, self.vocab_size, self.ngram_end)
 
@@ -249,12 +248,7 @@ def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     tokens = inputs["tokens"] if isinstance(inputs, Mapping) else inputs
     if not config.ngram_size or tokens.is_floating_point():
         return x
-    if not isinstance(inputs, Mapping) or "preceding" not in inputs:
-        raise ValueError(
-            "This model embeds n-grams of tokens: pass the inputs of fnmodels.prepare, which hold the tokens before "
-            'each one in its document, "preceding".'
-        )
-    rows = ngram_rows(tokens.long(), inputs["preceding"], config.ngrams)
+    rows = ngram_rows(*decoder.ngram_inputs(inputs), config.ngrams)
     return add_ngrams(x, params["ngrams"]["tables"], params["ngrams"]["projections"], rows)
 
 
@@ -274,15 +268,14 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def _attend(weights: Mapping[str, Tensor], x: Tensor, mask: Any, freqs: Tensor, config: Config, ctx: Context) -> Tensor:
-    nope, rope, value, _ = mla.latent_widths(config)
-    widths = Widths(nope, rope, value, (config.hidden_size / config.kv_lora_rank) ** 0.5)
-    scale = latent_scale(config.rope, nope + rope) * (config.hidden_size / config.q_lora_rank) ** 0.5
+    widths = mla.latent_widths(config)._replace(latent_factor=(config.hidden_size / config.kv_lora_rank) ** 0.5)
+    scale = latent_scale(config.rope, widths.nope + widths.rope) * (config.hidden_size / config.q_lora_rank) ** 0.5
     mixed = ctx.attend_latent(weights, x, freqs, mask, widths=widths, rotate=apply_rotary_interleaved, scale=scale)
     return project_out(weights, mixed)
 
 
 def _experts(mlp: Tree, x: Tensor, config: Config, ctx: Context) -> Tensor:
-    """What the mixture leaves for the other half: [B, S, D]."""
+    """The output [B, S, D] of the experts, which is left for the other half of the layer."""
     k, scale = config.num_experts_per_tok, config.routed_scaling_factor
     route = functools.partial(softmax_top_k, k=k, bias=mlp["selection_bias"], scale=scale)
     routed = {name: leaf for name, leaf in mlp.items() if name != "shared_expert"}

@@ -27,6 +27,7 @@ from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_valu
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
+from fnmodels.ops.mla import latent_queries
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -127,10 +128,11 @@ def block(
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     widths = mla.latent_widths(config)
-    scale, temperature = latent_scale(config.rope, widths.nope + widths.rope), freqs["temperature"]
-    mixed = ctx.attend_latent(
-        weights, normed, freqs["table"], mask, widths=widths, rotate=rotate, scale=scale, temperature=temperature
-    )
+    how: Any = {"widths": widths, "rotate": rotate}
+    q = latent_queries(weights, normed, freqs["table"], **how)
+    q = q * freqs["temperature"][..., None, None].to(q.dtype)
+    scale = latent_scale(config.rope, widths.nope + widths.rope)
+    mixed = ctx.attend_latent(weights, normed, freqs["table"], mask, **how, scale=scale, queries=q)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":

@@ -15,7 +15,7 @@ from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import Leaf, bias, decoder_leaves, norm, usual_attention, usual_mlp, weight
-from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.models.common.storage import Stored, StoredNames, fuse
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, embed_tokens, gated_mlp, layer_norm, project_out, project_qkv
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
@@ -141,7 +141,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its rows of Wi}."""
     flat = flatten(spec(config))
-    names: dict[str, Any] = {path: decoder.decoder_name(path) for path in flat}
+    names: StoredNames = {path: decoder.decoder_name(path) for path in flat}
     names |= {"head.dense_bias": "lm_head.dense.bias", "lm_head_bias": "decoder.bias"}
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}

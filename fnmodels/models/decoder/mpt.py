@@ -3,7 +3,7 @@
 Queries, keys and values may be clipped. On disk they are fused.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,9 @@ from fnmodels.models.common.decoder import attention_masks, embed, kinds, older 
 from fnmodels.models.common.decoder.older import alibi_tables as freqs_cis  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
-from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.models.common.storage import Stored, StoredNames, fuse
 from fnmodels.ops import layer_norm, plain_mlp, project_out, project_qkv
+from fnmodels.ops.dropout import Dropout
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mpt",)
@@ -61,12 +62,16 @@ class Config(older.PlacedConfig):
             name: None if inner.take(name, None) is None else inner.number(name)
             for name in ("clip_qkv", "softmax_scale")
         }
-        inner.finish(("attn_impl", "attn_pdrop", "attn_uses_sequence_id"))
-        return decoder.finished(Config(**usual, **chosen), fields, _UNUSED)
+        rate = inner.number("attn_pdrop", 0.0, above=-1e-9)
+        inner.finish(("attn_impl", "attn_uses_sequence_id"))
+        config = decoder.finished(Config(**usual, **chosen), fields, _UNUSED)
+        return replace(config, dropout=Dropout(weights=rate, attention=rate, mlp=rate))  # one rate, as transformers has
 
     def to_hf(self) -> ConfigJson:
         """A config.json under the names of published files."""
         attention = _ATTENTION | {"clip_qkv": self.clip_qkv, "softmax_scale": self.softmax_scale}
+        rate = self.dropout.weights
+        attention |= {"attn_pdrop": int(rate) if rate == int(rate) else rate}  # transformers takes whole numbers alone
         own: ConfigJson = dict.fromkeys(("intermediate_size", "hidden_act")) | {"attn_config": attention}
         return older.older_to_hf(self, "MptForCausalLM", _NAMES, **own)
 
@@ -89,7 +94,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its rows of Wqkv}."""
-    names: dict[str, Any] = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    names: StoredNames = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}
     for i in range(config.num_hidden_layers):

@@ -14,7 +14,7 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.post_norm import post_norm_layer, post_norm_leaves
+from fnmodels.models.common.layers.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves
 from fnmodels.ops import ACTIVATIONS, Rope

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
-from fnmodels.models.common import decoder, delta
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.post_norm import post_norm_layer, post_norm_leaves
+from fnmodels.models.common.layers import delta
+from fnmodels.models.common.layers.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_mlp
 from fnmodels.models.common.storage import Stored

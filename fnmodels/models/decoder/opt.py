@@ -35,7 +35,8 @@ MODEL_TYPES = ("opt", "xglm", "biogpt")
 TRAITS = Traits(
     kinds=("full_nope",),
     dropout={"attention_dropout": ("weights",), "dropout": ("attention", "mlp")},
-    dropout_defaults={"dropout": 0.1},
+    dropout_defaults={"dropout": 0.1, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    dropout_names={"biogpt": {"attention_dropout": "attention_probs_dropout_prob", "dropout": "hidden_dropout_prob"}},
 )
 _OPT = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
 _XGLM = _OPT | {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "attention_heads": "num_attention_heads"}
@@ -93,8 +94,7 @@ class Config(older.PlacedConfig):
             scaled = fields.boolean("scale_embedding", True)
             own = usual | {"layer_norm_eps": 1e-5, "scale_embedding": scaled, "sinusoids": kin == "xglm"}
             made = decoder.finished(Config(**own), fields)
-            placed = replace(made.dropout, embedding=made.dropout.mlp)  # XGLM drops out what layer 0 reads too
-            return replace(made, dropout=placed) if kin == "xglm" else made
+            return replace(made, dropout=replace(made.dropout, embedding=made.dropout.mlp))  # of what layer 0 reads too
         first = fields.boolean("do_layer_norm_before", True)
         config = Config(
             **usual,

@@ -2,43 +2,29 @@
 
 A linear layer has short convolutions before the delta rule and a gated norm after it. A full layer has gated attention,
 per-head query and key norms, and rotates a quarter of each head. Qwen3-Next and the mixtures of Qwen3.5 have experts
-with a gated shared expert.
+with a gated shared expert. Files may have an MTP head, whose block is a full layer: `fnmodels.mtp`.
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fnmodels.models.common import decoder, delta
+from fnmodels.errors import ConfigError
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.layers import delta, gated_attention
 from fnmodels.models.common.rope_config import rope_to_hf, split_sections
-from fnmodels.models.common.spec import (
-    Leaf,
-    bias,
-    decoder_leaves,
-    head_norms,
-    moe_leaves,
-    norm,
-    usual_attention,
-    usual_mlp,
-    weight,
-)
-from fnmodels.models.common.storage import Stored, TensorSlice, fuse, renamed
-from fnmodels.ops.invariant.rows import elementwise
-from fnmodels.ops.linear import linear
+from fnmodels.models.common.spec import decoder_leaves, moe_leaves, norm, usual_mlp, weight
+from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
-from fnmodels.ops.qkv import project_out, project_qkv, split_heads
-from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
@@ -58,8 +44,8 @@ TRAITS = Traits(
     kinds=("linear_moe", "full_moe", "linear", "full"),
     routed=True,
     router=ROUTER,
-    # The block that predicts further tokens, which transformers does not read either, and the vision tower.
-    leftovers=(r"mtp\..*", r"model\.visual\..*"),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    leftovers=(r"model\.visual\..*",),
 )
 
 PRESETS = {
@@ -94,6 +80,7 @@ class Config(decoder.BaseConfig):
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mrope_section: tuple[int, ...] = ()  # rotary frequencies of time, height and width, which are one for text
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
     model_type: str = field(default="qwen3_next", compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +88,13 @@ class Config(decoder.BaseConfig):
         if any(kind.routed for kind in parsed(self.layer_kinds)):
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         delta.check_heads(self)
+        if self.num_nextn_predict_layers not in (0, 1) or (
+            self.num_nextn_predict_layers and _is_linear(self.layer_kinds[-1])
+        ):
+            raise ConfigError(
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; it must be 0, or 1 where the last layer "
+                "has full attention, as the block of the MTP head does."
+            )
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -134,6 +128,8 @@ class Config(decoder.BaseConfig):
         fields.expect("mamba_ssm_dtype", "float32")
         sizes = delta.sizes_from_hf(fields, 16, 32, 128, 128, 4)
         sizes |= {name: fields.integer(name, 512) for name in wide}
+        linear = _linear_layers(fields, layers)
+        fields.expect("mtp_use_dedicated_embeddings", False)
         config = Config(
             **usual | {"model_type": model_type},
             **sizes,
@@ -143,12 +139,12 @@ class Config(decoder.BaseConfig):
             **fields.plain(rms_norm_eps=1e-6, attention_bias=False),
             mrope_section=sections,
             layer_kinds=tuple(
-                ("linear" if near else "full") + ("_moe" if e else "")
-                for near, e in zip(_linear_layers(fields, layers), sparse, strict=True)
+                ("linear" if near else "full") + ("_moe" if e else "") for near, e in zip(linear, sparse, strict=True)
             ),
+            # files of Qwen3-Next have the head and no field that says so
+            num_nextn_predict_layers=fields.integer("mtp_num_hidden_layers", 0 if linear[-1] else 1, low=0),
         )
-        # the block that predicts further tokens, which is not read
-        return decoder.finished(config, fields, ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect; for model types with `text_config`, without a vision tower.
@@ -166,6 +162,7 @@ class Config(decoder.BaseConfig):
             names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
         linear_ones = [kind.ordered for kind in parsed(self.layer_kinds)]
         own: ConfigJson = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
+        own["mtp_num_hidden_layers"] = self.num_nextn_predict_layers
         if self.model_type == "qwen3_next":
             names.append("norm_topk_prob")
             own |= {"mlp_only_layers": [i for i, kind in enumerate(parsed(self.layer_kinds)) if not kind.routed]}
@@ -177,7 +174,7 @@ class Config(decoder.BaseConfig):
 
 
 def _linear_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers are linear: from `layer_types`, or all but every `full_attention_interval`th."""
+    """Whether each layer is linear: from `layer_types`, or all but every `full_attention_interval`th."""
     every = fields.integer("full_attention_interval", 4)
     return decoder.sliding_layers(fields, [(i + 1) % every != 0 for i in range(layers)], "linear_attention")
 
@@ -195,27 +192,22 @@ def spec(config: Config) -> Tree:
 
     def layer(kind: str) -> Tree:
         norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
-        attention = delta.gated_delta_leaves(config) if _is_linear(kind) else _full_leaves(config)
+        attention = delta.gated_delta_leaves(config) if _is_linear(kind) else gated_attention.leaves(config)
         return {**norms, "attention": attention, "mlp": mlp(kind)}
 
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
+    layers = [layer(kind) for kind in config.layer_kinds]
+    return (
+        decoder_leaves(config, layers) | {"norm": norm(D, "embed", 0.0)} | mtp.heads(config, layers[-1], norm_value=0.0)
+    )
 
 
 def _is_linear(kind: str) -> bool:
     return LayerKind.parse(kind).ordered
 
 
-def _full_leaves(config: Config) -> dict[str, Leaf]:
-    biased, D, H = config.attention_bias, config.hidden_size, config.head_dim
-    leaves = usual_attention(config, qkv_bias=biased, o_bias=biased) | head_norms(config, 0.0)
-    rows = config.num_attention_heads * H
-    leaves["gate_proj"] = weight((rows, D), ("heads", "embed"), config.initializer_range, unit=H)
-    return leaves | ({"gate_bias": bias(rows, "heads", unit=H)} if biased else {})
-
-
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert; slices of fused projections."""
-    flat = flatten(spec(config))
+    flat = {path: leaf for path, leaf in flatten(spec(config)).items() if not path.startswith("mtp.")}
     names: dict[str, Stored] = {path: mixture.moe_name(path, config.num_experts or 1) for path in flat}
     model = "model" if config.model_type in _DEFAULTS else "model.language_model"
     if model != "model":
@@ -224,35 +216,15 @@ def hf_names(config: Config) -> dict[str, Stored]:
         where = f"layers.{index}.attention"
         own = {path.rpartition(".")[2]: path for path in flat if path.startswith(f"{where}.")}
         if _is_linear(kind):
-            names |= _linear_names(config, f"{model}.layers.{index}.linear_attn", own, flat)
+            first = config.model_type == "qwen3_next"  # whose rows are those of one key head after the other
+            how = (("qkvz", "ba"), config.linear_num_key_heads) if first else (("qkv", "z", "b", "a"), 1)
+            names |= delta.gated_delta_names(f"{model}.layers.{index}.linear_attn", own, flat, *how)
         else:
-            names |= _gated_names(config, f"{model}.layers.{index}.self_attn", own)
-    return names
+            names |= gated_attention.names(config, f"{model}.layers.{index}.self_attn", own)
+    return names | mtp.names_apart(names, len(config.layer_kinds)) if config.num_nextn_predict_layers else names
 
 
-def _gated_names(config: Config, there: str, own: Mapping[str, str]) -> dict[str, Stored]:
-    """A head's rows of q_proj are its query, then its gate."""
-    H, heads = config.head_dim, config.num_attention_heads
-    found: dict[str, Stored] = {}
-    for kind, suffix in (("proj", "weight"), ("bias", "bias")):
-        for i, name in enumerate(("q", "gate")):
-            if f"{name}_{kind}" in own:
-                rows = TensorSlice(f"{there}.q_proj.{suffix}", i * H, (i + 1) * H, 2 * heads * H, groups=heads)
-                found[own[f"{name}_{kind}"]] = rows
-    return found
-
-
-def _linear_names(config: Config, there: str, own: Mapping[str, str], flat: Mapping[str, Leaf]) -> dict[str, Stored]:
-    names: dict[str, Stored] = {own[name]: f"{there}.{name}" for name in ("A_log", "dt_bias")}
-    names |= {own["norm"]: f"{there}.norm.weight", own["o_proj"]: f"{there}.out_proj.weight"}
-    names |= fuse(f"{there}.conv1d.weight", {own[f"{n}_conv"]: flat[own[f"{n}_conv"]].shape[0] for n in "qkv"})
-    first = config.model_type == "qwen3_next"  # whose rows are those of one key head after the other
-    fused = ("qkvz", "ba") if first else ("qkv", "z", "b", "a")
-    for parts in fused:
-        rows = {own[f"{n}_proj"]: flat[own[f"{n}_proj"]].shape[0] for n in parts}
-        groups = config.linear_num_key_heads if first else 1
-        names |= fuse(f"{there}.in_proj_{parts}.weight", rows, groups=groups)
-    return names
+stream_norm = rms_norm_zero_centered
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
@@ -269,21 +241,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     if _is_linear(kind):
         mixed = delta.gated_delta_net(layer["attention"], normed, mask, config, ctx, eps=eps)
     else:
-        mixed = _gated_attention(layer["attention"], normed, mask, freqs, config, ctx)
+        mixed = gated_attention.attend(layer["attention"], normed, mask, freqs, config, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
     if not LayerKind.parse(kind).routed:
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
-
-
-def _gated_attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ctx: Context) -> Tensor:
-    """Attention of x [B, S, D], each head times the sigmoid of its gate."""
-    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
-    gate = split_heads(linear(x, weights["gate_proj"], weights.get("gate_bias")), config.head_dim)
-    q = rms_norm_zero_centered(q, weights["q_norm"], eps=config.rms_norm_eps)
-    k = rms_norm_zero_centered(k, weights["k_norm"], eps=config.rms_norm_eps)
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    return project_out(weights, mixed * elementwise(torch.sigmoid, gate))

@@ -18,6 +18,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.decoder import unembed_zero_centered as unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import (
@@ -249,13 +250,6 @@ def _by_block(weights: Tree, x: Tensor, name: str) -> Tensor:
     matrices, biases = weights[name], weights[f"{name}_bias"]
     parts = x.unflatten(-1, matrices.shape[:2]).unbind(-2)
     return torch.cat([linear(part, matrices[i], biases[i]) for i, part in enumerate(parts)], -1)
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm, output head and soft-cap: logits [B, S, V]."""
-    normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
-    logits, cap = decoder.project(params, normed, config), config.final_softcap
-    return cap * elementwise(torch.tanh, logits / cap) if decoder.is_lm(config) else logits
 
 
 PRESETS = {

@@ -169,9 +169,9 @@ class Config:
 
     def to_hf(self) -> ConfigJson:
         """A config.json of diffusers."""
-        own = {name: getattr(self, name) for name in (*_SIZES, "out_channels", "guidance_embeds")}
-        own |= {"_class_name": CLASS, "axes_dims_rope": list(self.axes_dims_rope), "patch_size": 1}
-        return decoder.expressible(self, {name: json.loads(value) for name, value in self.extra} | own)
+        fields = {name: getattr(self, name) for name in (*_SIZES, "out_channels", "guidance_embeds")}
+        fields |= {"_class_name": CLASS, "axes_dims_rope": list(self.axes_dims_rope), "patch_size": 1}
+        return decoder.expressible(self, {name: json.loads(value) for name, value in self.extra} | fields)
 
 
 def spec(config: Config) -> Tree:
@@ -225,8 +225,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
     D, width = config.hidden_size, config.hidden_size + config.intermediate_size
     for i in range(config.num_layers, config.num_layers + config.num_single_layers):
         for path, start, stop in (("attention.o_proj", 0, D), ("mlp.down_proj", D, width)):
-            own = f"layers.{i}.{path}"
-            names[own] = TensorSlice(_name(own, config), start, stop, width, columns=True)
+            parameter = f"layers.{i}.{path}"
+            names[parameter] = TensorSlice(_name(parameter, config), start, stop, width, columns=True)
     return names
 
 
@@ -272,8 +272,10 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
             "Flux needs the dict of inputs that fnmodels.diffusion.prepare_denoising makes, with latents and texts."
         )
     weights = {name: params[f"{name}_proj"] for name in ("text", "image")}
-    given = {"text": inputs["text"], "image": inputs["tokens"]}
-    return torch.cat([linear(given[name].to(w.dtype), w, params[f"{name}_bias"]) for name, w in weights.items()], dim=1)
+    vectors = {"text": inputs["text"], "image": inputs["tokens"]}
+    return torch.cat(
+        [linear(vectors[name].to(w.dtype), w, params[f"{name}_bias"]) for name, w in weights.items()], dim=1
+    )
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:
@@ -360,7 +362,7 @@ def _double(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ct
     both = dict(zip(images, x.split(sizes, 1), strict=True))
     parts = {name: _modulated_by(layer[name], ctx.shared("condition"), images[name], 6) for name in images}
     heads = [_heads(layer[name]["attention"], _normed(both[name], *parts[name][:2]), config) for name in both]
-    q, k, v = (torch.cat(one, 1) for one in zip(*heads, strict=True))
+    q, k, v = (torch.cat(pair, 1) for pair in zip(*heads, strict=True))
     mixed = dict(zip(both, _attend((q, k, v), mask, freqs, ctx).split(sizes, 1), strict=True))
     added = [parts[name][2] * project_out(layer[name]["attention"], mixed[name]) for name in both]
     x = ctx.tap("middle", x + ctx.tap("attention", torch.cat(added, 1)))
@@ -373,7 +375,7 @@ def _double(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ct
 
 def outputs(params: Tree, x: Tensor, inputs: Mapping[str, Any], /, *, config: Config) -> Tensor:
     """The velocity of each token of the latents, [B, I, out_channels], of hidden states x [B, T + I, D]."""
-    given = shared(params, inputs, config=config)
-    scale, shift = _modulated_by(params, given["condition"], given["latent_image"], 2)
-    x = x[:, given["text_image"].shape[1] :]
+    modulation = shared(params, inputs, config=config)
+    scale, shift = _modulated_by(params, modulation["condition"], modulation["latent_image"], 2)
+    x = x[:, modulation["text_image"].shape[1] :]
     return linear(_normed(x, shift, scale), params["out_proj"], params["out_bias"])

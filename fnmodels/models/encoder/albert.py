@@ -7,7 +7,7 @@ every pass, and a tap returns that of the last.
 from dataclasses import dataclass
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
@@ -24,7 +24,7 @@ from fnmodels.models.common.family import Traits
 
 MODEL_TYPES = ("albert",)
 TRAITS = Traits(
-    dropout=encoder.DROPOUT,
+    dropout={**encoder.DROPOUT, "hidden_dropout_prob": ("attention", "embedding")},
     causal=False,
     optional={"pooler": "pooler"},
     resaved={r"albert\.(.*)": r"\1"},  # a model without a head may be stored with the prefix of one that has it
@@ -64,7 +64,7 @@ def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "albert."
     layer = f"{prefix}encoder.albert_layer_groups.{{}}.albert_layers.0."
-    names = encoder.bert_names(prefix) | {
+    names = encoder_storage.bert_names(prefix) | {
         "attention.q": f"{layer}attention.query",
         "attention.k": f"{layer}attention.key",
         "attention.v": f"{layer}attention.value",
@@ -82,7 +82,7 @@ def hf_names(config: Config) -> dict[str, str]:
         "lm_head": "predictions.decoder",
         "lm_head_bias": "predictions.bias",
     }
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:

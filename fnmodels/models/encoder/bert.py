@@ -6,7 +6,7 @@ norms before the sublayers, and none of embeddings.
 
 from dataclasses import dataclass
 
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
@@ -92,7 +92,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else ("ernie." if config.model_type == "ernie" else "bert.")
-    names = encoder.bert_names(prefix) | _HEADS
+    names = encoder_storage.bert_names(prefix) | _HEADS
     names["embed_tasks"] = f"{prefix}embeddings.task_type_embeddings"
     names["head.dense"] = f"{prefix}pooler.dense"
     if config.head == "masked_lm":
@@ -101,7 +101,7 @@ def hf_names(config: Config) -> dict[str, str]:
         names["head.score"] = "qa_outputs"
     if config.norm_first:
         names |= {path: prefix + name for path, name in _NORMS.items()}
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:

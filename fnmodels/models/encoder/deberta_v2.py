@@ -15,7 +15,7 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.documents import Documents
 from fnmodels.inputs.values import constants
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.encoder import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -125,7 +125,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "deberta."
-    names = encoder.bert_names(prefix) | _HEADS[config.head]
+    names = encoder_storage.bert_names(prefix) | _HEADS[config.head]
     names |= {
         f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.self.{long}_proj"
         for name, long in (("q", "query"), ("k", "key"), ("v", "value"))
@@ -134,7 +134,7 @@ def hf_names(config: Config) -> dict[str, str]:
         names |= {"head.dense": f"{_NEWER}.dense", "head.norm": f"{_NEWER}.LayerNorm", "lm_head_bias": f"{_NEWER}.bias"}
     names["relative_embeddings"] = f"{prefix}encoder.rel_embeddings"
     names["relative_norm"] = f"{prefix}encoder.LayerNorm"
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:

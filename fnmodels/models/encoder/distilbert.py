@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
@@ -79,7 +79,7 @@ def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     own = {"head.dense": "vocab_transform" if config.head == "masked_lm" else "pre_classifier"}
     own |= {"head.score": "qa_outputs"} if config.head == "question_answering" else {}
-    names = encoder.encoder_names(config, _NAMES | own)
+    names = encoder_storage.encoder_names(config, _NAMES | own)
     return {path: name.removeprefix("distilbert.") for path, name in names.items()} if config.head == "none" else names
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.documents import Documents
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import attention_masks, block, embed, freqs_cis, kinds, spec  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -62,10 +62,10 @@ class Config(encoder.EncoderConfig):
 
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
-    names = encoder.bert_names("" if config.head == "none" else "electra.")
+    names = encoder_storage.bert_names("" if config.head == "none" else "electra.")
     names |= {"head.norm": "generator_predictions.LayerNorm", "lm_head_bias": "generator_lm_head"}
     names |= {"lm_head": "generator_lm_head", "head.dense": _DENSE.get(config.head, "")}
-    return encoder.encoder_names(config, names | {"head.score": _SCORE.get(config.head, "")})
+    return encoder_storage.encoder_names(config, names | {"head.score": _SCORE.get(config.head, "")})
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

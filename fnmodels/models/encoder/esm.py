@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.documents import share_of_document
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import attention_masks, block, classify, kinds, pooled  # noqa: F401
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
@@ -24,7 +24,7 @@ MODEL_TYPES = ("esm",)
 HEADS = ("masked_lm", "none", "classification", "tokens")
 TRAITS = Traits(
     heads=HEADS,
-    dropout=encoder.DROPOUT,
+    dropout={**encoder.DROPOUT, "hidden_dropout_prob": ("attention", "mlp")},
     dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     optional={"pooler": "pooler"},
@@ -106,17 +106,17 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "esm."
-    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
+    names = encoder_storage.bert_names(prefix) | encoder_storage.ROBERTA_HEADS[config.head]
     layer = f"{prefix}encoder.layer.{{}}."
     names |= {"input_layernorm": f"{layer}attention.LayerNorm", "post_attention_layernorm": f"{layer}LayerNorm"}
     names |= {"norm": f"{prefix}encoder.emb_layer_norm_after", "embed_norm": f"{prefix}embeddings.layer_norm"}
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """See `encoder.roberta_leftovers`; files of ESM-2 may hold a table of positions that nothing reads."""
+    """See `encoder_storage.roberta_leftovers`; files of ESM-2 may hold a table of positions that nothing reads."""
     table = () if config.rope is None else (r"(esm\.)?embeddings\.position_embeddings\.weight",)
-    return (*table, *encoder.roberta_leftovers("esm.", config))
+    return (*table, *encoder_storage.roberta_leftovers("esm.", config))
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:

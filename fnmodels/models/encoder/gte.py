@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import attention_masks, block, classify, kinds, pooled  # noqa: F401
 from fnmodels.models.common.encoder import unembed_gelu as unembed  # noqa: F401
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, ConfigJson] = {
 _THETA = {"gte": 160_000.0, "jina_embeddings_v3": 20_000.0}
 MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(
-    dropout=encoder.DROPOUT,
+    dropout={**encoder.DROPOUT, "hidden_dropout_prob": ("attention", "mlp", "embedding", "neurons")},
     dropout_defaults={"hidden_dropout_prob": 0.1},
     causal=False,
     optional={"pooler": "pooler"},
@@ -92,7 +92,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk, or its rows there}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else _PREFIXES[config.model_type]
-    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
+    names = encoder_storage.bert_names(prefix) | encoder_storage.ROBERTA_HEADS[config.head]
     layer = f"{prefix}encoder.layer.{{}}."
     if config.gated:
         names |= {f"attention.{name}": f"{layer}attention.qkv_proj" for name in "qkv"}
@@ -108,7 +108,7 @@ def hf_names(config: Config) -> StoredNames:
         names |= {"attention.o": f"{layer}mixer.out_proj", "mlp.up": f"{layer}mlp.fc1", "mlp.down": f"{layer}mlp.fc2"}
         names |= {"post_attention_layernorm": f"{layer}norm1", "post_feedforward_layernorm": f"{layer}norm2"}
         names["embed_norm"] = f"{prefix}emb_ln"
-    return encoder.fused_names(config, names)
+    return encoder_storage.fused_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:

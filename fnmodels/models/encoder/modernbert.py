@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents, pool
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
-from fnmodels.models.common import decoder, encoder
+from fnmodels.models.common import decoder, encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import kinds  # noqa: F401
@@ -170,7 +170,7 @@ def hf_names(config: Config) -> StoredNames:
         "head.score": "classifier",
         "lm_head": "decoder",
     }
-    return encoder.fused_names(config, names)
+    return encoder_storage.fused_names(config, names)
 
 
 def attention_masks(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
@@ -74,17 +74,17 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else "mpnet."
-    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
+    names = encoder_storage.bert_names(prefix) | encoder_storage.ROBERTA_HEADS[config.head]
     names |= {f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.attn.{name}" for name in "qkvo"}
     names["post_attention_layernorm"] = f"{prefix}encoder.layer.{{}}.attention.LayerNorm"
     # the table's path ends like that of a bias, and it is none
     names["relative_bias"] = f"{prefix}encoder.relative_attention_bias.weight"
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """See `encoder.roberta_leftovers`."""
-    return encoder.roberta_leftovers("mpnet.", config)
+    """See `encoder_storage.roberta_leftovers`."""
+    return encoder_storage.roberta_leftovers("mpnet.", config)
 
 
 def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tree:

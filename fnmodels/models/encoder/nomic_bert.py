@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.encoder import attention_masks, block, classify, head_leaves, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
@@ -139,7 +139,7 @@ def hf_names(config: Config) -> StoredNames:
         "lm_head": "cls.predictions.decoder",
         "lm_head_bias": "cls.predictions.bias",
     }
-    return encoder.fused_names(config, names)
+    return encoder_storage.fused_names(config, names)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ none of embeddings.
 
 from dataclasses import dataclass
 
-from fnmodels.models.common import encoder
+from fnmodels.models.common import encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.encoder import (  # noqa: F401
     attention_masks,
@@ -76,17 +76,17 @@ class Config(encoder.EncoderConfig):
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
     prefix = "" if config.head == "none" else _NAMES[config.model_type][1]
-    names = encoder.bert_names(prefix) | encoder.ROBERTA_HEADS[config.head]
+    names = encoder_storage.bert_names(prefix) | encoder_storage.ROBERTA_HEADS[config.head]
     if norms := _NORMS.get(config.model_type):
         first, second, last = norms
         layer = f"{prefix}encoder.layer.{{}}."
         names |= {"input_layernorm": layer + first, "post_attention_layernorm": layer + second, "norm": prefix + last}
-    return encoder.encoder_names(config, names)
+    return encoder_storage.encoder_names(config, names)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """See `encoder.roberta_leftovers`."""
-    return encoder.roberta_leftovers(_NAMES[config.model_type][1], config)
+    """See `encoder_storage.roberta_leftovers`."""
+    return encoder_storage.roberta_leftovers(_NAMES[config.model_type][1], config)
 
 
 _BASE: ConfigJson = {

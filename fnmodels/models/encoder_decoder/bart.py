@@ -24,6 +24,7 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, embedding, layer_norm_leaves
 from fnmodels.models.common.storage import StoredNames, TensorSlice
@@ -39,7 +40,7 @@ from fnmodels.tree import Tree, flatten
 
 
 class _Form(NamedTuple):
-    """What a model type is. first: the row of the table of positions, or the number, of a document's first token."""
+    """Structure of a model type. first: row of the table of positions, or the number, of a document's first token."""
 
     norm_first: bool
     learned: bool
@@ -77,6 +78,8 @@ TRAITS = Traits(
     kinds=("full", "causal"),
     heads=("lm", "none"),
     causal=False,
+    dropout=transformer.DROPOUT,
+    dropout_defaults={"dropout": 0.1},
     # tables of sines and cosines, and version numbers of the first conversions
     leftovers=(r"(model\.)?(en|de)coder\.(version|embed_positions\.weights)",),
 )
@@ -97,15 +100,15 @@ class Config(transformer.PairConfig):
 
     @property
     def form(self) -> _Form:
-        """What the model type is."""
+        """The structure of the model type."""
         return _FORMS[self.model_type]
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        form = _FORMS[model_type]
+        model_type = Fields(values).choice("model_type", MODEL_TYPES)
+        fields, form = Fields({**_rates(model_type), **_layerdrop(model_type), **values}), _FORMS[model_type]
+        fields.choice("model_type", MODEL_TYPES)
         default = _BASE | form.defaults
         declared = fields.take("architectures", [_architecture(model_type)])
         if declared != [_architecture(model_type)]:
@@ -127,6 +130,7 @@ class Config(transformer.PairConfig):
             embed_scale=fields.boolean("scale_embedding", default["scale_embedding"]),
             model_type=model_type,
         )
+        config = with_dropout(config, fields)
         kept = tuple((name, json.dumps(values[name])) for name in _KEPT if values.get(name) is not None)
         object.__setattr__(config, "extra", fields.finish((*_IGNORED, *_KEPT)) + kept)
         return config
@@ -137,7 +141,18 @@ class Config(transformer.PairConfig):
         out |= {"scale_embedding": self.embed_scale, "max_position_embeddings": self.max_position_embeddings}
         out |= {"pad_token_id": self.first_position - 1} if self.model_type == "m2m_100" else {}
         classes = {"architectures": [_architecture(self.model_type)], "model_type": self.model_type}
-        return decoder.expressible(self, out | classes)
+        rates = dict.fromkeys(_rates(self.model_type), self.dropout.weights)
+        return decoder.expressible(self, out | rates | classes)
+
+
+def _rates(model_type: str) -> dict[str, float]:
+    """Rates of dropout that are not the usual ones where a file has none."""
+    return {"attention_dropout": 0.1} if model_type == "m2m_100" else {}
+
+
+def _layerdrop(model_type: str) -> dict[str, float]:
+    """LayerDrop where a file has none, with which `prepare_pair(..., rng=)` is refused."""
+    return dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.05) if model_type == "m2m_100" else {}
 
 
 def _architecture(model_type: str) -> str:

@@ -1,4 +1,4 @@
-"""What models of an encoder and a decoder share: the stacks of a Config, their kinds of layers, masks and tables.
+"""Shared parts of encoder-decoder models: the stacks of a Config, their kinds of layers, masks and tables.
 
 Such a Config has the fields `stack` ("both", "encoder" or "decoder"), `num_hidden_layers` and, of "both",
 `num_decoder_layers`, and the properties `encoder` and `decoder`, the configs of the stacks.

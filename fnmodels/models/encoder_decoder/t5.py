@@ -17,6 +17,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
@@ -31,6 +32,7 @@ from fnmodels.ops import (
     rms_norm,
 )
 from fnmodels.ops.attention.relative_bias import RelativeBias, by_distance
+from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
@@ -40,6 +42,8 @@ TRAITS = Traits(
     heads=("lm", "none"),
     causal=False,
     biased=True,
+    dropout={"dropout_rate": ("weights", "attention", "mlp", "embedding", "neurons", "final")},
+    dropout_defaults={"dropout_rate": 0.1},
     # Older files have a table that transformers' cross attention had and never read.
     leftovers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
 )
@@ -78,6 +82,7 @@ class Config:
     stack: str = "both"
     decoder_start_token_id: int = 0
     initializer_factor: float = 1.0
+    dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     # kept for saving only
     model_type: str = field(default="t5", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -163,9 +168,8 @@ class Config:
             decoder_start_token_id=fields.integer("decoder_start_token_id", 0, low=0),
             model_type=model_type,
         )
-        dropout = fields.take("dropout_rate", None)  # `forward` applies none; kept for saving
-        kept = () if dropout is None else (("dropout_rate", json.dumps(dropout)),)
-        object.__setattr__(config, "extra", fields.finish(("n_positions", "output_past", "scalable_attention")) + kept)
+        config = with_dropout(config, fields)
+        object.__setattr__(config, "extra", fields.finish(("n_positions", "output_past", "scalable_attention")))
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -176,15 +180,15 @@ class Config:
         forms = {(act, name.startswith("gated-")): name for name, act in _PROJECTIONS.items()}
         if (self.hidden_act, self.gated) not in forms:
             raise ConfigError(f"feed_forward_proj of T5 cannot express {self.hidden_act}, gated={self.gated}.")
-        own = {name: getattr(self, ours) for name, ours in _SIZES.items()} | {"vocab_size": self.vocab_size}
-        own |= {name: getattr(self, name) for name in (*_BUCKETS, "decoder_start_token_id", "initializer_factor")}
-        own |= {"layer_norm_epsilon": self.rms_norm_eps, "feed_forward_proj": forms[self.hidden_act, self.gated]}
+        fields = {name: getattr(self, ours) for name, ours in _SIZES.items()} | {"vocab_size": self.vocab_size}
+        fields |= {name: getattr(self, name) for name in (*_BUCKETS, "decoder_start_token_id", "initializer_factor")}
+        fields |= {"layer_norm_epsilon": self.rms_norm_eps, "feed_forward_proj": forms[self.hidden_act, self.gated]}
         tied = self.tie_word_embeddings if self.model_type == "mt5" else self.scale_outputs
-        own |= {"tie_word_embeddings": tied, "is_encoder_decoder": both}
-        own |= {"num_decoder_layers": self.num_decoder_layers} if both else {}
+        fields |= {"tie_word_embeddings": tied, "is_encoder_decoder": both}
+        fields |= {"num_decoder_layers": self.num_decoder_layers} if both else {}
         name = next(name for name, stack in _CLASSES.items() if stack == self.stack)
         classes = {"architectures": [self.model_type.upper() + name], "model_type": self.model_type}
-        return decoder.expressible(self, kept | classes | own)
+        return decoder.expressible(self, kept | classes | fields)
 
 
 def _stack(fields: Fields, prefix: str) -> str:
@@ -241,8 +245,8 @@ def _name(path: str, config: Config) -> str:
         return {"embed_tokens": "shared.weight", "lm_head": "lm_head.weight"}[path]
     stack, _, inner = path.partition(".") if config.stack == "both" else (config.stack, "", path)
     if not inner.startswith("layers."):
-        own = {"relative_bias": "block.0.layer.0.SelfAttention.relative_attention_bias", "norm": "final_layer_norm"}
-        return f"{stack}.{own[inner]}.weight"
+        ends = {"relative_bias": "block.0.layer.0.SelfAttention.relative_attention_bias", "norm": "final_layer_norm"}
+        return f"{stack}.{ends[inner]}.weight"
     _, index, part, *rest = inner.split(".")
     if part == "relative_bias":
         return f"{stack}.block.{index}.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -285,7 +289,7 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
 
 
 def _bias(table: Tensor, positions: tuple[Tensor, Tensor], config: Config) -> RelativeBias:
-    """What `table` [buckets, N] adds to the scores of queries and keys at these positions."""
+    """The bias of the scores of queries and keys at these positions, from `table` [buckets, N]."""
     most, bidirectional = config.relative_attention_max_distance, config.stack == "encoder"
     return RelativeBias(by_distance(table, most, bidirectional=bidirectional), *positions)
 
@@ -301,8 +305,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = x + ctx.tap("attention", project_out(weights, mixed))
     if kind == "causal":
         normed = rms_norm(x, layer["cross_attention_layernorm"], eps=eps)
-        found = attend_to_memory(layer["cross_attention"], normed, ctx, head_dim=config.head_dim, scale=1.0)
-        x = x + ctx.tap("cross_attention", found)
+        attended = attend_to_memory(layer["cross_attention"], normed, ctx, head_dim=config.head_dim, scale=1.0)
+        x = x + ctx.tap("cross_attention", attended)
     x = ctx.tap("middle", x)
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     feed = gated_mlp if config.gated else plain_mlp

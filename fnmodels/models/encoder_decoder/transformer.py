@@ -16,6 +16,7 @@ from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import attention_leaves, layer_norm_leaves, plain_mlp_leaves
 from fnmodels.ops import ACTIVATIONS, layer_norm, plain_mlp, project_out, project_qkv
+from fnmodels.ops.dropout import Dropout
 from fnmodels.tree import Tree
 
 from .cross_attention import attend_to_memory
@@ -27,7 +28,10 @@ SIZES |= {"encoder_layers": "num_hidden_layers", "encoder_attention_heads": "num
 SIZES |= {"encoder_ffn_dim": "intermediate_size", "decoder_layers": "num_decoder_layers"}
 SIZES |= {"decoder_attention_heads": "decoder_attention_heads", "decoder_ffn_dim": "decoder_intermediate_size"}
 # Fields that no forward pass of these models reads: of training, and the number of layers once more.
-IGNORED = ("activation_dropout", "decoder_layerdrop", "encoder_layerdrop", "num_hidden_layers")
+IGNORED = ("decoder_layerdrop", "encoder_layerdrop", "num_hidden_layers")
+# Of the trait `dropout`.
+DROPOUT = {"dropout": ("attention", "mlp", "embedding"), "attention_dropout": ("weights",)}
+DROPOUT |= {"activation_dropout": ("neurons",)}
 NAMES = {
     "input_layernorm": "self_attn_layer_norm",
     "attention": "self_attn",
@@ -60,6 +64,7 @@ class PairConfig:
     decoder_start_token_id: int = 0
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
+    dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
     # kept for saving only
     model_type: str = field(default="", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)

@@ -17,6 +17,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.audio import REACH
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, Normal, Sinusoids, bias, embedding, layer_norm_leaves
 from fnmodels.models.encoder_decoder import transformer
@@ -29,7 +30,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("whisper",)
-TRAITS = Traits(kinds=("full", "causal"), heads=("lm", "none"), causal=False)
+TRAITS = Traits(kinds=("full", "causal"), heads=("lm", "none"), causal=False, dropout=transformer.DROPOUT)
 _CLASS = "WhisperForConditionalGeneration"
 # Fields of SpecAugment in training, of other classes, and of timestamps: no forward pass of these reads them.
 _IGNORED: tuple[str, ...] = (
@@ -86,7 +87,7 @@ class Config(transformer.PairConfig):
             fields.expect(name, only)
         fields.expect("use_weighted_layer_sum", False)
         sizes: dict[str, Any] = {ours: fields.integer(name, _DEFAULTS[name]) for name, ours in _SIZES.items()}
-        config = Config(**transformer.pair_fields(fields, _DEFAULTS), **sizes)
+        config = with_dropout(Config(**transformer.pair_fields(fields, _DEFAULTS), **sizes), fields)
         more = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")  # of generation
         kept = tuple((n, json.dumps(values[n])) for n in more if values.get(n) is not None)
         object.__setattr__(config, "extra", fields.finish((*_IGNORED, *more)) + kept)
@@ -144,19 +145,28 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     placed = look_up(params["embed_positions"], positions, "positions")
     if config.stack == "decoder":
         return embed_tokens(params["embed_tokens"], inputs) + placed
-    frames, width = inputs["tokens"], REACH * config.num_mel_bins
+    return convolved(params, inputs, config.num_mel_bins) + placed
+
+
+def convolved(params: Tree, inputs: Mapping[str, Tensor], bins: int, rows: str = "frame_rows") -> Tensor:
+    """[B, S, D]: both convolutions of frames inputs["tokens"] [B, S, 5 bins], each for its token.
+
+    rows: the function of `fnmodels.inputs.audio` that makes the frames.
+    """
+    frames, width = inputs["tokens"], REACH * bins
     if not frames.is_floating_point() or frames.shape[-1] != width:
         raise ValueError(
-            f"The tokens of Whisper's encoder are frames [B, S, {width}] as fnmodels.inputs.frame_rows makes them, not "
+            f"The tokens of this encoder are frames [B, S, {width}] as fnmodels.inputs.{rows} makes them, not "
             f"{frames.dtype} {list(frames.shape)}."
         )
+    positions = inputs["positions"]
     first, second = (params[f"conv{i}_proj"] for i in (1, 2))
     windows = frames.to(first.dtype).unflatten(-1, (REACH, -1)).unfold(-2, 3, 1)  # [B, S, 3 outputs, bins, 3 taps]
     x = F.gelu(linear(windows.flatten(-2), first.flatten(1), params["conv1_bias"]))
     # Before its clip the second convolution reads zeros, not what the first one makes of zeros.
     before = (positions == 0)[..., None] & (torch.arange(3, device=x.device) == 0)
     x = x.masked_fill(before[..., None], 0).mT.flatten(-2)  # [B, S, D 3]
-    return F.gelu(linear(x, second.flatten(1), params["conv2_bias"])) + placed
+    return F.gelu(linear(x, second.flatten(1), params["conv2_bias"]))
 
 
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:

@@ -70,6 +70,11 @@ class Config(vision.VisionConfig):
         """0: every token of an image is a patch."""
         return 0
 
+    @property
+    def feature_scale(self) -> float:
+        """The factor of means of hidden states before the norm of features."""
+        return float(self.hidden_size**0.5)
+
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""

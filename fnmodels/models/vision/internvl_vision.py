@@ -1,5 +1,7 @@
 """InternVL's vision tower (arXiv 2312.14238): layer scales, LayerNorms or, with norms of queries and keys, RMSNorms.
 
+Qianfan-OCR's (Baidu, 2026) is the same under the names of InternVL's own files.
+
 `forward` returns the hidden states [B, S, D] of the last layer, which have no norm unless `final_norm`.
 """
 
@@ -14,14 +16,16 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import norm
+from fnmodels.models.common.storage import StoredNames, fuse
 from fnmodels.models.common.vision import attention_masks, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import plain_mlp, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linears
 from fnmodels.ops.norm import layer_norm
-from fnmodels.tree import Tree
+from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("internvl_vision",)
+_CLASSES = {"internvl_vision": "InternVLVision", "qianfan_ocr_vision": "QianfanOCRVision"}
+MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(inputs="patches", causal=False)
 EPS = 1e-6  # of the norms of queries and keys, fixed in the reference
 batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)
@@ -38,6 +42,8 @@ _LAYER = {
     "mlp.up_proj": "mlp.fc1",
     "mlp.down_proj": "mlp.fc2",
 }
+_OWN_LAYER = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2", "attention.o_proj": "attn.proj"}
+_OWN_LAYER |= {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +61,32 @@ class Config(vision.VisionConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, sizes=(1024, 4096, 24, 16), patch=14, image=448)
+        is_qianfan = usual["model_type"] == "qianfan_ocr_vision"
         fields.expect("use_mask_token", False)
+        if is_qianfan:  # no file shows the names of norms of queries and keys
+            fields.expect("use_qk_norm", False)
         fields.expect("use_absolute_position_embeddings", True)
         config = Config(
             **usual,
-            attention_bias=fields.boolean("attention_bias", False),
+            attention_bias=fields.boolean("attention_bias", is_qianfan),
             qk_norm=fields.boolean("use_qk_norm", False),
             rms=fields.choice("norm_type", ("layer_norm", "rms_norm"), "layer_norm") == "rms_norm",
             layer_scale=fields.number("layer_scale_init_value", 0.1),
             final_norm=not fields.boolean("use_mean_pooling", True),
         )
-        object.__setattr__(config, "extra", fields.finish())
+        object.__setattr__(
+            config, "extra", fields.finish(("drop_path_rate", "projection_dropout") if is_qianfan else ())
+        )
         return config
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own: ConfigJson = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
-        own |= {"use_mean_pooling": not self.final_norm, "layer_scale_init_value": self.layer_scale}
+        fields: ConfigJson = {"use_qk_norm": self.qk_norm, "norm_type": "rms_norm" if self.rms else "layer_norm"}
+        fields |= {"use_mean_pooling": not self.final_norm, "layer_scale_init_value": self.layer_scale}
         sizes = {name: [getattr(self, name)] * 2 for name in ("image_size", "patch_size")}
-        return vision.vision_to_hf(self, "InternVLVision", "attention_bias", **own, **sizes)
+        return vision.vision_to_hf(
+            self, _CLASSES.get(self.model_type, "InternVLVision"), "attention_bias", **fields, **sizes
+        )
 
 
 def spec(config: Config) -> Tree:
@@ -90,14 +103,31 @@ def spec(config: Config) -> Tree:
     return tree | (vision.last_norm(config) if config.final_norm else {})
 
 
-def hf_names(config: Config) -> dict[str, str]:
+def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
+    if config.model_type == "qianfan_ocr_vision":
+        return _own_names(config)
     names = {"class_token": "embeddings.cls_token", "embed_positions": "embeddings.position_embeddings"}
     names |= vision.weight_and_bias("patch_proj", "embeddings.patch_embeddings.projection")
     names |= vision.layer_names(config, "encoder.layer.", _LAYER) | vision.weight_and_bias("norm", "layernorm")
     for i in range(config.num_hidden_layers):
         names |= {f"layers.{i}.{path}_scale": f"encoder.layer.{i}.lambda_{n}" for n, path in _SCALES}
     return vision.of_spec(spec(config), names)
+
+
+def _own_names(config: Config) -> StoredNames:
+    """The names in InternVL's own files, where q, k and v are fused."""
+    at = "encoder.layers."
+    names = {"class_token": "embeddings.class_embedding", "embed_positions": "embeddings.position_embedding"}
+    names |= vision.weight_and_bias("patch_proj", "embeddings.patch_embedding")
+    names |= vision.layer_names(config, at, _OWN_LAYER) | vision.weight_and_bias("norm", "layernorm")
+    stored_names: dict[str, Any] = dict(names)
+    for i in range(config.num_hidden_layers):
+        stored_names |= {f"layers.{i}.{path}_scale": f"{at}{i}.ls{n}" for n, path in _SCALES}
+        for ours, theirs in (("proj", "weight"), ("bias", "bias")):
+            rows = {f"layers.{i}.attention.{name}_{ours}": config.hidden_size for name in "qkv"}
+            stored_names |= fuse(f"{at}{i}.attn.qkv.{theirs}", rows)
+    return {path: stored_names[path] for path in flatten(spec(config))}
 
 
 _SCALES = ((1, "attention"), (2, "mlp"))

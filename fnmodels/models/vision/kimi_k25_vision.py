@@ -19,6 +19,7 @@ from fnmodels.models.common.storage import StoredNames, fuse
 from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops import apply_rotary_interleaved, plain_mlp, project_out, project_qkv
+from fnmodels.ops.dtypes import in_fp64
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
@@ -94,7 +95,7 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     at = "encoder.blocks."
-    names: dict[str, Any] = {"embed_positions": "patch_embed.pos_emb.weight"}
+    names: StoredNames = {"embed_positions": "patch_embed.pos_emb.weight"}
     names |= vision.weight_and_bias("patch_proj", "patch_embed.proj")
     names |= vision.layer_names(config, at, _LAYER) | vision.weight_and_bias("norm", "encoder.final_layernorm")
     for i in range(config.num_hidden_layers):
@@ -104,6 +105,7 @@ def hf_names(config: Config) -> StoredNames:
     return names
 
 
+@in_fp64
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{"full": fp32 [B, S, H/2, 2]}: angles that turn with the column and with the row take turns."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.mask import Create, MaskLike, build_mask
-from fnmodels.inputs.rules import Everything, SameSpan
-from fnmodels.inputs.segments import text_order
+from fnmodels.inputs.mask import Create, MaskLike
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
@@ -118,14 +116,7 @@ def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """{kind: mask}: every token sees all tokens of its image, or of its window. positions [B, S, 4]."""
-    masks = vision.attention_masks(config, positions, segment_ids, create=create)
-    found = {"full": masks["full"]}
-    if "window" in config.layer_kinds:
-        row, column = (positions[..., :2] // config.window).unbind(-1)
-        spans = 1 + row * (positions[..., 3] // config.window + 1) + column
-        order = text_order(positions[..., :2], segment_ids)
-        found["window"] = build_mask(Everything() & SameSpan(), order, segment_ids, spans=spans, create=create)
-    return {kind: found[kind] for kind in sorted(set(config.layer_kinds))}
+    return qwen_tower.window_masks(config, positions, segment_ids, config.window, create=create)
 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:

@@ -1,6 +1,7 @@
 """SigLIP's vision tower (arXiv 2303.15343) and SigLIP 2's with images of any shape (NaFlex, arXiv 2502.14786).
 
-Idefics 3's and SmolVLM's has positions by fractions of the image, and no head.
+Idefics 3's and SmolVLM's has positions by fractions of the image, and no head. PaddleOCR-VL's (arXiv 2510.14528) has
+rotary positions beside the learned ones, and no head that is read.
 `forward` returns the hidden states [B, S, D] after the last norm, `features` one row per image: attention of a learned
 query to the image's patches, and an MLP.
 """
@@ -19,8 +20,8 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
-from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.vision.common import position_table
+from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
+from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
@@ -29,7 +30,8 @@ from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 
 _BUCKETED = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # the last two in published files
-MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model", *_BUCKETED[:2])
+_ROTARY = "paddleocr_vl_vision"
+MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model", *_BUCKETED[:2], _ROTARY)
 TRAITS = Traits(
     inputs="patches",
     causal=False,
@@ -42,13 +44,22 @@ TRAITS = Traits(
 class Config(vision.VisionConfig):
     """Sizes and switches. naflex: SigLIP 2's: patches [p, p, C], a table that is resampled with antialiasing.
 
-    bucketed: Idefics 3's: a patch has the entry of the table's grid in which it begins.
+    bucketed: Idefics 3's: a patch has the entry of the table's grid in which it begins. rope_theta: PaddleOCR-VL's, of
+    rotary positions by row and column; 0: nothing rotates. merge: the side of the cells of patches that become one
+    feature there.
     """
 
     hidden_act: str = "gelu_pytorch_tanh"
     vision_use_head: bool = True
     naflex: bool = False
     bucketed: bool = False
+    rope_theta: float = 0.0
+    merge: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope_theta and self.head_dim % 4:
+            raise ConfigError(f"The heads are {self.head_dim} wide, but must be a multiple of 4, for rows and columns.")
 
     @property
     def channels_last(self) -> bool:
@@ -64,10 +75,11 @@ class Config(vision.VisionConfig):
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        bucketed = values.get("model_type") in _BUCKETED
+        bucketed, rotary = values.get("model_type") in _BUCKETED, values.get("model_type") == _ROTARY
         sizes, patch = ((1152, 3072, 12, 16), 32) if bucketed else ((768, 3072, 12, 12), 16)
+        sizes, patch, image = ((1152, 4304, 27, 16), 14, 384) if rotary else (sizes, patch, 224)
         known, act = (*MODEL_TYPES, *_BUCKETED), "gelu_pytorch_tanh"
-        usual = vision.vision_fields(fields, known, eps=1e-6, activation=act, sizes=sizes, patch=patch)
+        usual = vision.vision_fields(fields, known, eps=1e-6, activation=act, sizes=sizes, patch=patch, image=image)
         if bucketed:
             usual["model_type"] = f"{usual['model_type'].removesuffix('_vision')}_vision"
         naflex = usual["model_type"] == "siglip2_vision_model"
@@ -76,20 +88,33 @@ class Config(vision.VisionConfig):
             if math.isqrt(count) ** 2 != count:
                 raise ConfigError(f"{fields.where}: 'num_patches' is {count}, but must be a square.")
             usual["image_size"] = math.isqrt(count) * usual["patch_size"]
-        head = not bucketed and fields.boolean("vision_use_head", True)
-        config = Config(**usual, vision_use_head=head, naflex=naflex, bucketed=bucketed)
-        # the sizes that files of SmolVLM have are the processor's
-        object.__setattr__(config, "extra", fields.finish(("size", "max_image_size") if bucketed else ()))
+        head = not bucketed and not rotary and fields.boolean("vision_use_head", True)
+        config = Config(**usual, vision_use_head=head, naflex=naflex, bucketed=bucketed, **_turns(fields, rotary))
+        # of the processors of SmolVLM and PaddleOCR-VL
+        ignored = ("size", "max_image_size") if bucketed else ("temporal_patch_size", "tokens_per_second") * rotary
+        object.__setattr__(config, "extra", fields.finish(ignored))
         return config
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         if self.bucketed:
             return vision.vision_to_hf(self, "SmolVLMVision" if "smol" in self.model_type else "Idefics3Vision")
+        if self.rope_theta:
+            own = {"rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta}}
+            return vision.vision_to_hf(self, "PaddleOCRVision", spatial_merge_size=self.merge, **own)
         if not self.naflex:
             return vision.vision_to_hf(self, "SiglipVision", "vision_use_head")
         sizes = {"num_patches": self.side**2, "image_size": None}
         return vision.vision_to_hf(self, "Siglip2Vision", "vision_use_head", **sizes)
+
+
+def _turns(fields: Fields, rotary: bool) -> dict[str, Any]:
+    """The Config fields of rotary positions, and of the cells of PaddleOCR-VL."""
+    if not rotary:
+        return {}
+    rope = Fields(fields.take("rope_parameters", {}), f"{fields.where}, rope_parameters")
+    rope.expect("rope_type", "axial", "default")
+    return {"rope_theta": rope.number("rope_theta", 1e4), "merge": fields.integer("spatial_merge_size", 2)}
 
 
 def spec(config: Config) -> Tree:
@@ -135,10 +160,16 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return names
 
 
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{"full": fp32 [B, S, R, 2]}: by row, then by column, or nothing rotates."""
+    return (qwen_tower if config.rope_theta else vision).freqs_cis(config, positions, length=length)
+
+
 def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
     """The entries of the position table that each patch reads; see `position_table.table_inputs`."""
     resample = position_table.bilinear_antialias if config.naflex else position_table.bicubic
     resample = position_table.by_fraction if config.bucketed else resample
+    resample = position_table.bilinear if config.rope_theta else resample
     return position_table.table_inputs(config, positions, resample=resample, placed=0)
 
 

@@ -54,7 +54,7 @@ _MOE |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "max_positio
 
 @dataclass(frozen=True)
 class _Type:
-    """What a model type fixes. parts: what its text's and its tower's type begin with."""
+    """Constants of a model type. parts: the prefix of the model types of its text and its tower."""
 
     architecture: str
     parts: str
@@ -90,18 +90,18 @@ class Config:
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
-        own = _TYPES[outer.choice("model_type", MODEL_TYPES)]
-        inner, parts = qwen_vl.text_values(outer), own.parts
+        variant = _TYPES[outer.choice("model_type", MODEL_TYPES)]
+        inner, parts = qwen_vl.text_values(outer), variant.parts
         said = {**inner, **(inner.get("rope_parameters") or {})}
-        if own.plain == "glm4" and said.get("partial_rotary_factor") is None:
+        if variant.plain == "glm4" and said.get("partial_rotary_factor") is None:
             inner["partial_rotary_factor"] = 1.0
         if inner.get("head_dim") is None:
-            sizes = own.text | inner
+            sizes = variant.text | inner
             inner["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
         config = Config(
-            text=qwen_vl.text_config(outer, inner, f"{parts}_text", own.plain, defaults=own.text),
+            text=qwen_vl.text_config(outer, inner, f"{parts}_text", variant.plain, defaults=variant.text),
             vision=glm4v_vision.Config.from_hf(qwen_vl.tower_values(outer, f"{parts}_vision")),
-            image_token=outer.integer("image_token_id", own.token, low=0),
+            image_token=outer.integer("image_token_id", variant.token, low=0),
             model_type=values["model_type"],
         )
         object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS))
@@ -109,16 +109,16 @@ class Config:
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own = _TYPES[self.model_type]
+        variant = _TYPES[self.model_type]
         parts = self.vision.model_type.removesuffix("_vision")
-        moe = own.plain == "glm4_moe"
+        moe = variant.plain == "glm4_moe"
         unwritten = ("use_qk_norm", "num_nextn_predict_layers") if moe else ("attention_bias",)
         text = qwen_vl.text_to_hf(self.text, f"{parts}_text", *unwritten)
         if self.model_type != "glm_ocr":
             del text["head_dim"]
         return vision_language.to_hf(
             self,
-            own.architecture,
+            variant.architecture,
             text_config=text,
             image_token_id=self.image_token,
             tie_word_embeddings=self.text.tie_word_embeddings,

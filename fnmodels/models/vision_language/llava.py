@@ -1,6 +1,8 @@
 """LLaVA 1.5 (arXiv 2310.03744): CLIP's patches through a two-layer MLP into the embeddings of any text model.
 
 VipLLaVA (arXiv 2312.00784) concatenates the patches of several layers, with a LayerNorm before the MLP.
+Video-LLaVA (arXiv 2311.10122) has a second tower, params["video"], for frames of videos, whose class tokens are
+features too: `video_tower` in place of `tower`, and `image_places(tokens, config.video_token, image_ids > 0)`.
 The parameters are {"text", "vision", "projector"}. The last layers and norms of the tower that the config's feature
 layer does not reach are kept, since files hold them.
 
@@ -33,20 +35,25 @@ from fnmodels.models.vision_language.common import image_prompts, vision_languag
 from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.norm import layer_norm
+from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
 
 # The class of the model, and what `vision_feature_layer` is by default.
 _TYPES: dict[str, tuple[str, Any]] = {
     "llava": ("LlavaForConditionalGeneration", -2),
+    "video_llava": ("VideoLlavaForConditionalGeneration", -2),
     "vipllava": ("VipLlavaForConditionalGeneration", [-2, -5, -8, -11, 6]),
 }
 MODEL_TYPES = tuple(_TYPES)
 tower, taps = vision_language.cut_tower, vision_language.layer_taps
 TRAITS = Traits(
-    leftovers=(r"vision_tower\.(vision_model\.)?embeddings\.position_ids",),
-    # transformers 5 writes the tower without the component that published files have.
-    resaved=vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
-    in_memory=vision_language.MODULES,
+    leftovers=(r"(vision|image|video)_tower\.(vision_model\.)?embeddings\.position_ids",),
+    # transformers 5 writes towers without the component that published files have.
+    resaved={
+        r"(?:model\.)?((?:image|video)_tower)\.((?!vision_model\.).*)": r"\1.vision_model.\2",
+        **vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
+    },
+    in_memory={r"^(image|video)_tower\.(vision_model\.)?": r"model.\1_tower.", **vision_language.MODULES},
 )
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 PRESETS: dict[str, ConfigJson] = {
@@ -66,7 +73,7 @@ class Config:
     """The parts. image_token: the id of the tokens that features replace. projector_bias: whether the MLP has biases.
 
     feature_layers: after how many layers of the tower the hidden states are read. norm_eps: of the norm before the MLP,
-    0: there is none.
+    0: there is none. video_token: as image_token, of a model with a tower for videos.
     """
 
     text: Any
@@ -75,6 +82,7 @@ class Config:
     feature_layers: tuple[int, ...]
     projector_bias: bool = True
     norm_eps: float = 0.0
+    video_token: int | None = None
     # kept for saving only
     model_type: str = field(default="llava", compare=False)
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -104,22 +112,25 @@ class Config:
             feature_layers=vision_language.feature_layers(layers, vision.num_hidden_layers),
             projector_bias=vip or outer.boolean("multimodal_projector_bias", True),
             norm_eps=outer.number("projector_layernorm_eps", 1e-5) if vip else 0.0,
+            video_token=outer.integer("video_token_index", 32001, low=0) if model_type == "video_llava" else None,
             model_type=model_type,
         )
-        # image_seq_length is for the processor
-        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=("image_seq_length",)))
+        lengths = ("image_seq_length", "video_seq_length")  # for the processor
+        object.__setattr__(config, "extra", vision_language.kept(outer, ignored=lengths))
         return config
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
         layers = [count - self.vision.num_hidden_layers - 1 for count in self.feature_layers]
-        own: ConfigJson = {"image_token_index": self.image_token, "image_seq_length": self.vision.side**2}
-        own |= {"vision_feature_layer": layers if len(layers) > 1 else layers[0], "projector_hidden_act": "gelu"}
+        fields: ConfigJson = {"image_token_index": self.image_token, "image_seq_length": self.vision.side**2}
+        fields |= {"vision_feature_layer": layers if len(layers) > 1 else layers[0], "projector_hidden_act": "gelu"}
         if self.model_type == "vipllava":
-            own["projector_layernorm_eps"] = self.norm_eps
+            fields["projector_layernorm_eps"] = self.norm_eps
         else:
-            own |= {"vision_feature_select_strategy": "default", "multimodal_projector_bias": self.projector_bias}
-        return vision_language.to_hf(self, _TYPES[self.model_type][0], **own, tie_word_embeddings=False)
+            fields |= {"vision_feature_select_strategy": "default", "multimodal_projector_bias": self.projector_bias}
+        if self.video_token is not None:
+            fields["video_token_index"] = self.video_token
+        return vision_language.to_hf(self, _TYPES[self.model_type][0], **fields, tie_word_embeddings=False)
 
 
 def spec(config: Config) -> Tree:
@@ -127,12 +138,16 @@ def spec(config: Config) -> Tree:
     narrow, wide = config.vision.hidden_size * len(config.feature_layers), config.text.hidden_size
     projector = vision_language.mlp_leaves(narrow, wide, config.text.initializer_range, biases=config.projector_bias)
     projector |= layer_norm_leaves("norm", narrow, "embed") if config.norm_eps else {}
-    return two_towers.towers_spec(config) | {"projector": projector}
+    video = {} if config.video_token is None else {"video": clip_vision.spec(config.vision)}
+    return two_towers.towers_spec(config) | video | {"projector": projector}
 
 
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
-    names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")
+    images = "vision_tower." if config.video_token is None else "image_tower."
+    names = vision_language.part_names(config, text="language_model.", vision=images)
+    if config.video_token is not None:
+        names |= two_towers.with_prefix(clip_vision.hf_names(config.vision), "video", "video_tower.")
     norms = weight_and_bias("projector.norm", "multi_modal_projector.projector_layernorm")
     return names | vision_language.mlp_names(config.projector_bias) | (norms if config.norm_eps else {})
 
@@ -145,6 +160,11 @@ def project(params: Tree, x: Tensor, /, *, norm_eps: float = 1e-5) -> Tensor:
     weights = params["projector"]
     x = layer_norm(x, weights["norm"], weights["norm_bias"], eps=norm_eps) if "norm" in weights else x
     return vision_language.mlp(weights, x)
+
+
+def video_tower(params: Tree, config: Config) -> tuple[Tree, Any]:
+    """As `tower`, for the frames of videos."""
+    return tower(with_run(params, {**params, "vision": params["video"]}), config)
 
 
 def cell_side(config: Config) -> int:
@@ -166,5 +186,5 @@ def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Co
     edge = image_prompts.number(settings, "size", "shortest_edge", square, most=4096)
     image_prompts.expect_side(settings, "crop_size", "height", square)
     image = center_crop(image, (min(image.shape[1], least), min(image.shape[2], least)))  # what is cut off below anyway
-    found = center_crop(image_prompts.resized(image, shortest_edge(image, edge), settings), (square, square))
-    return [found], name(config.image_token) * (square // config.vision.patch_size) ** 2
+    picture = center_crop(image_prompts.resized(image, shortest_edge(image, edge), settings), (square, square))
+    return [picture], name(config.image_token) * (square // config.vision.patch_size) ** 2

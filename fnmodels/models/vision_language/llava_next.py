@@ -42,7 +42,7 @@ _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 
 
 @dataclass(frozen=True)
 class _Type:
-    """What a model type fixes: its class, and defaults of the fields of config.json."""
+    """Constants of a model type: its class, and defaults of the fields of config.json."""
 
     architecture: str
     text: tuple[str, dict[str, Any]] = ("llama", _LLAMA)
@@ -105,26 +105,26 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
-        own = _TYPES[model_type]
+        variant = _TYPES[model_type]
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("use_image_newline_parameter", True)
         outer.take("vocab_size", None)  # compared below
-        text = vision_language.text_config(outer, *own.text)
+        text = vision_language.text_config(outer, *variant.text)
         outer.expect("vocab_size", text.vocab_size, 32000)  # the latter is the default in older releases, for any text
         tied = vision_language.tied_head(outer, text, False)
         tied = tied or (model_type == "llava_onevision" and text.tie_word_embeddings)
-        seen = two_towers.tower_fields(outer, "vision_config", own.tower)
+        seen = two_towers.tower_fields(outer, "vision_config", variant.tower)
         vision = family_for(seen["model_type"]).Config.from_hf(seen)
         outer.expect("vision_feature_select_strategy", _strategy(vision))
         config = Config(
             text=vision_language.with_tie(text, tied),
             vision=vision,
-            image_token=outer.integer("image_token_index", own.token, low=0),
+            image_token=outer.integer("image_token_index", variant.token, low=0),
             feature_layers=vision_language.feature_layers(
-                outer.take("vision_feature_layer", own.layer), vision.num_hidden_layers
+                outer.take("vision_feature_layer", variant.layer), vision.num_hidden_layers
             ),
-            canvases=_canvases(outer, own),
-            most_tiles=_most_tiles(outer.take("vision_aspect_ratio", "anyres_max_9")) if own.most_tiles else 0,
+            canvases=_canvases(outer, variant),
+            most_tiles=_most_tiles(outer.take("vision_aspect_ratio", "anyres_max_9")) if variant.most_tiles else 0,
             projector_bias=outer.boolean("multimodal_projector_bias", True),
             model_type=model_type,
         )
@@ -154,14 +154,16 @@ def _strategy(vision: Any) -> str:
     return "default" if vision.special_tokens else "full"
 
 
-def _canvases(outer: Fields, own: _Type) -> tuple[tuple[int, int], ...]:
-    found = outer.take("image_grid_pinpoints", [list(canvas) for canvas in own.canvases])
-    if not isinstance(found, list) or not all(
-        isinstance(one, list | tuple) and len(one) == 2 and all(type(n) is int and 0 < n < 100_000 for n in one)
-        for one in found
+def _canvases(outer: Fields, variant: _Type) -> tuple[tuple[int, int], ...]:
+    canvases = outer.take("image_grid_pinpoints", [list(canvas) for canvas in variant.canvases])
+    if not isinstance(canvases, list) or not all(
+        isinstance(canvas, list | tuple)
+        and len(canvas) == 2
+        and all(type(n) is int and 0 < n < 100_000 for n in canvas)
+        for canvas in canvases
     ):
-        raise ConfigError(f"{outer.where}: 'image_grid_pinpoints' is {shown(found)}; it must be a list of sizes.")
-    return tuple((height, width) for height, width in found)
+        raise ConfigError(f"{outer.where}: 'image_grid_pinpoints' is {shown(canvases)}; it must be a list of sizes.")
+    return tuple((height, width) for height, width in canvases)
 
 
 def _most_tiles(value: Any) -> int:
@@ -210,7 +212,7 @@ def arranged(params: Tree, features: Tensor, size: tuple[int, int], /, *, config
 
 
 def feature_count(tiles: int, size: tuple[int, int], *, config: Config) -> int:
-    """How many features `arranged` returns of a picture of this size, in 1 + n tiles. ValueError for other tiles."""
+    """The number of features that `arranged` makes of a picture of this size in 1 + n tiles. ValueError for others."""
     whole = config.vision.side**2
     if tiles == 1:
         return whole + 1
@@ -256,5 +258,5 @@ def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Co
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     side, size = config.vision.image_size, (image.shape[1], image.shape[2])
     image_prompts.expect_side(settings, "crop_size", "height", side)
-    found = TiledImage(tiled(image, side, config.canvases, how=image_prompts.how(settings)), size)
-    return [found], name(config.image_token) * feature_count(len(found.tiles), size, config=config)
+    image_tiles = TiledImage(tiled(image, side, config.canvases, how=image_prompts.how(settings)), size)
+    return [image_tiles], name(config.image_token) * feature_count(len(image_tiles.tiles), size, config=config)

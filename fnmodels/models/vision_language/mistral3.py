@@ -92,10 +92,10 @@ class Config:
         """A config.json in the current dialect."""
         old = {"image_token_index": self.image_token, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
         old |= {"multimodal_projector_bias": self.projector_bias}
-        own = {"image_token_id": self.image_token} if self.model_type == "lighton_ocr" else old
+        fields = {"image_token_id": self.image_token} if self.model_type == "lighton_ocr" else old
         tied = self.text.tie_word_embeddings
         more = {"spatial_merge_size": self.merge, "tie_word_embeddings": tied}
-        return vision_language.to_hf(self, _TYPES[self.model_type][2], **own, **more)
+        return vision_language.to_hf(self, _TYPES[self.model_type][2], **fields, **more)
 
 
 def spec(config: Config) -> Tree:
@@ -144,8 +144,8 @@ def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Co
     """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
     cell = config.vision.patch_size * config.merge
     edge = image_prompts.number(settings, "size", "longest_edge", 1540, most=5000)
-    found = image_prompts.resized(image, fit_edge(image, cell, edge), settings)
-    row = name(config.image_token) * (found.shape[2] // cell)
+    picture = image_prompts.resized(image, fit_edge(image, cell, edge), settings)
+    row = name(config.image_token) * (picture.shape[2] // cell)
     if config.model_type == "lighton_ocr":
-        return [found], row * (found.shape[1] // cell)
-    return [found], "[IMG_BREAK]".join([row] * (found.shape[1] // cell)) + "[IMG_END]"
+        return [picture], row * (picture.shape[1] // cell)
+    return [picture], "[IMG_BREAK]".join([row] * (picture.shape[1] // cell)) + "[IMG_END]"

@@ -1,8 +1,8 @@
 """Cells of patches, joined and projected, among the tokens of a text model: how most wrappers read images.
 
 DeepSeek-VL (arXiv 2403.05525), Idefics 3 (arXiv 2408.12637), SmolVLM (arXiv 2504.05299), InternVL 3 (arXiv 2504.10479),
-Aya Vision (arXiv 2505.08751), Command A Vision (Cohere, 2025) and LFM2-VL (Liquid AI, 2025). They differ in the size of
-a cell, in the norm and the MLP behind it, and in names: `_TYPES` says how.
+Aya Vision (arXiv 2505.08751), Command A Vision (Cohere, 2025), LFM2-VL (Liquid AI, 2025) and Qianfan-OCR (Baidu, 2026).
+They differ in the size of a cell, in the norm and the MLP behind it, and in names: `_TYPES` says how.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -43,7 +43,7 @@ features_of = vision_language.features_by_config
 
 @dataclass(frozen=True)
 class _Type:
-    """What a model type fixes. names: of norm, up and out on disk; text, vision: prefixes of the parts' names.
+    """Constants of a model type. names: of norm, up and out on disk; text, vision: prefixes of the parts' names.
 
     text_type, tower_type: where the objects have none, with the fields that they then leave out. token, merge, inner:
     (field, default) of the image token, a cell's side and the MLP's width (0: the text's width). gated: the MLP is a
@@ -124,14 +124,28 @@ _TYPES = {
         **_OLD_PARTS,
         norm=("", 1e-5),
     ),
+    "qianfan_ocr": _Type(
+        "QianfanOCRForConditionalGeneration",
+        "qwen3",
+        "qianfan_ocr_vision",
+        {"norm": "mlp1.0", "up": "mlp1.1", "out": "mlp1.3"},
+        ("image_token_id", 151667),
+        text="language_model.",
+        vision="vision_model.",
+        tied=False,
+        norm=("", 1e-5),
+    ),
     "idefics3": _Type("Idefics3ForConditionalGeneration", "llama", "idefics3_vision", **_IDEFICS),
     "smolvlm": _Type("SmolVLMForConditionalGeneration", "llama", "smolvlm_vision", **_IDEFICS),
 }
 MODEL_TYPES = tuple(_TYPES)
+_RATIO = ("internvl", "qianfan_ocr")  # whose files have a ratio of sides for a cell, and whose towers a class token
 TRAITS = Traits(
     leftovers=(r"(model\.)?vision_(tower|model)\.(vision_model\.)?embeddings\.position_ids",),
     # transformers 5 writes SigLIP without the component that published files have.
     resaved={
+        # transformers 5.24 undoes a name of Qianfan-OCR's tower on the text.
+        r"language_model\.model\.encoder\.layers\.(.*)": r"language_model.model.layers.\1",
         r"(model\.vision_(?:tower|model))\.((?!vision_model\.).*)": r"\1.vision_model.\2",
         **vision_language.IN_MEMORY_WITHOUT_VISION_MODEL,
         **vision_language.IN_MEMORY,
@@ -166,29 +180,29 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         model_type = outer.choice("model_type", MODEL_TYPES)
-        own = _TYPES[model_type]
+        variant = _TYPES[model_type]
         outer.expect("projector_hidden_act", "gelu")
         outer.expect("vision_feature_layer", -1, [-1])
-        outer.expect("vision_feature_select_strategy", "default" if own.tower_type == "internvl_vision" else "full")
+        outer.expect("vision_feature_select_strategy", "default" if model_type in _RATIO else "full")
         if "tie_embedding" in values:  # in files of LFM2-VL
             outer.expect("tie_embedding", outer.boolean("tie_word_embeddings", True))
-        outer = _without_resampler(outer, own)
-        text = vision_language.text_config(outer, own.text_type, own.text_defaults)
-        text = vision_language.with_tie(text, vision_language.tied_head(outer, text, own.tied))
-        tower = two_towers.tower_fields(outer, "vision_config", own.tower_type)
-        width = (text.hidden_size if own.inner[1] == 0 else own.inner[1]) if "up" in own.names else 0
-        merge = _from_ratio(outer) if model_type == "internvl" else own.merge[1]
-        has_norm = outer.boolean("projector_use_layernorm", True) if model_type == "lfm2_vl" else own.norm[1] > 0
+        outer = _without_resampler(outer, variant)
+        text = vision_language.text_config(outer, variant.text_type, variant.text_defaults)
+        text = vision_language.with_tie(text, vision_language.tied_head(outer, text, variant.tied))
+        tower = two_towers.tower_fields(outer, "vision_config", variant.tower_type)
+        width = (text.hidden_size if variant.inner[1] == 0 else variant.inner[1]) if "up" in variant.names else 0
+        merge = _from_ratio(outer) if model_type in _RATIO else variant.merge[1]
+        has_norm = outer.boolean("projector_use_layernorm", True) if model_type == "lfm2_vl" else variant.norm[1] > 0
         config = Config(
             text=text,
             vision=family_for(tower["model_type"]).Config.from_hf(tower),
-            image_token=outer.integer(*own.token, low=0),
-            merge=outer.integer(own.merge[0], merge) if own.merge[0] else merge,
-            inner=outer.integer(own.inner[0], width) if own.inner[0] else width,
-            gated=own.gated,
-            norm_eps=(outer.number(*own.norm) if own.norm[0] else own.norm[1]) if has_norm else 0.0,
-            projector_bias="up" in own.names and outer.boolean("projector_bias", True),
-            tower_norm=own.tower_norm,
+            image_token=outer.integer(*variant.token, low=0),
+            merge=outer.integer(variant.merge[0], merge) if variant.merge[0] else merge,
+            inner=outer.integer(variant.inner[0], width) if variant.inner[0] else width,
+            gated=variant.gated,
+            norm_eps=(outer.number(*variant.norm) if variant.norm[0] else variant.norm[1]) if has_norm else 0.0,
+            projector_bias="up" in variant.names and outer.boolean("projector_bias", True),
+            tower_norm=variant.tower_norm,
             model_type=model_type,
         )
         object.__setattr__(config, "extra", vision_language.kept(outer, ignored=_PROCESSOR))
@@ -196,17 +210,21 @@ class Config:
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""
-        own = _TYPES[self.model_type]
-        fields: dict[str, Any] = {own.token[0]: self.image_token, own.merge[0]: self.merge, own.inner[0]: self.inner}
-        fields[own.norm[0]] = self.norm_eps
-        if self.model_type == "internvl":
-            del fields[own.merge[0]]
+        variant = _TYPES[self.model_type]
+        fields: dict[str, Any] = {
+            variant.token[0]: self.image_token,
+            variant.merge[0]: self.merge,
+            variant.inner[0]: self.inner,
+        }
+        fields[variant.norm[0]] = self.norm_eps
+        if self.model_type in _RATIO:
+            del fields[variant.merge[0]]
             fields["downsample_ratio"] = 1 / self.merge
         if self.model_type == "lfm2_vl":
             fields |= {"projector_use_layernorm": self.norm_eps > 0, "projector_bias": self.projector_bias}
         fields.pop("", None)
         tied = {"tie_word_embeddings": self.text.tie_word_embeddings}
-        return vision_language.to_hf(self, own.architecture, **fields, **tied)
+        return vision_language.to_hf(self, variant.architecture, **fields, **tied)
 
 
 # What processors read: sizes of the sequences of tiles, and the like.
@@ -215,14 +233,14 @@ _PROCESSOR += ("max_image_tokens", "min_image_tokens", "max_num_patches", "max_p
 _PROCESSOR += ("encoder_patch_size", "max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail")
 
 
-def _without_resampler(outer: Fields, own: _Type) -> Fields:
+def _without_resampler(outer: Fields, variant: _Type) -> Fields:
     """Without the settings of a resampler, which files of Idefics 3 and SmolVLM have in text_config and do not use."""
     text = outer.values.get("text_config")
-    if own.merge[0] != "scale_factor" or not isinstance(text, Mapping):
+    if variant.merge[0] != "scale_factor" or not isinstance(text, Mapping):
         return outer
     inner = Fields(text, f"{outer.where}, text_config")
     inner.expect("use_resampler", False)
-    inner.expect("pixel_shuffle_factor", outer.values.get("scale_factor") or own.merge[1])
+    inner.expect("pixel_shuffle_factor", outer.values.get("scale_factor") or variant.merge[1])
     unused = ("perceiver_config", *inner.read)
     rest = Fields({**outer.values, "text_config": {n: x for n, x in text.items() if n not in unused}}, outer.where)
     rest.read.update(outer.read)
@@ -249,14 +267,14 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
-    own, half = _TYPES[config.model_type], config.inner // 2
-    named = vision_language.part_names if own.text == "language_model." else vision_language.nested_names
-    names: dict[str, Stored] = named(config, text=own.text, vision=own.vision)
-    for path, name in own.names.items():
+    variant, half = _TYPES[config.model_type], config.inner // 2
+    named = vision_language.part_names if variant.text == "language_model." else vision_language.nested_names
+    names: dict[str, Stored] = named(config, text=variant.text, vision=variant.vision)
+    for path, name in variant.names.items():
         names |= weight_and_bias(f"projector.{path}", name)
     for suffix, kind in (("", "weight"), ("_bias", "bias")) if config.gated else ():
         rows = {f"projector.up{suffix}": half, f"projector.gate{suffix}": half}
-        names |= fuse(f"{own.names['up']}.{kind}", rows)
+        names |= fuse(f"{variant.names['up']}.{kind}", rows)
     kept = {f"projector.{leaf}" for leaf in spec(config)["projector"]}
     return {path: name for path, name in names.items() if not path.startswith("projector.") or path in kept}
 

@@ -14,7 +14,7 @@ inputs = qwen3_5.with_images(params, batch[0], features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,9 +33,7 @@ from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_ima
 from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
 from fnmodels.tree import Tree
 
-TRAITS = Traits(
-    leftovers=(r"mtp\..*",),  # the block that predicts further tokens, which transformers does not read either
-)
+TRAITS = Traits(leftovers=(r"mtp\..*",))  # the MTP head of the text, which part="text" reads
 _USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}
 _USUAL |= {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}
 _DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
@@ -75,7 +73,7 @@ class Config:
             outer, qwen_vl.text_values(outer), text_type, text_type, defaults=_TYPES[model_type][0]
         )
         config = Config(
-            text=text,
+            text=replace(text, num_nextn_predict_layers=0),
             vision=qwen3_vl_vision.Config.from_hf(tower),
             image_token=outer.integer("image_token_id", 248056, low=0),
             model_type=model_type,

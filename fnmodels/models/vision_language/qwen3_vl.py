@@ -138,10 +138,10 @@ class Config:
 def spec(config: Config) -> Tree:
     """The parameters: those of both parts, "merger", and in "deepstack" a merger for each layer that the text reads."""
     tower, width = config.vision, config.text.hidden_size
-    own: Tree = {"merger": qwen_vl.normed_merger_leaves(tower, width)}
+    mergers: Tree = {"merger": qwen_vl.normed_merger_leaves(tower, width)}
     if tower.deepstack:
-        own["deepstack"] = [qwen_vl.normed_merger_leaves(tower, width, joined_first=True) for _ in tower.deepstack]
-    return two_towers.towers_spec(config) | own
+        mergers["deepstack"] = [qwen_vl.normed_merger_leaves(tower, width, joined_first=True) for _ in tower.deepstack]
+    return two_towers.towers_spec(config) | mergers
 
 
 def hf_names(config: Config) -> StoredNames:
@@ -172,16 +172,17 @@ def project(
     x: the tower's hidden states [rows, slots, D]; tapped: those of `taps`; places: of the patches of each cell of
     `config.vision.merge` patches a side, see `cells`.
     """
-    found = [qwen_vl.project(params["merger"], x, places)]
-    for name, own in zip(taps(config), params.get("deepstack", ()), strict=True):
-        found.append(qwen_vl.project(own, tapped[name], places, joined_first=True))
-    return found
+    features = [qwen_vl.project(params["merger"], x, places)]
+    for name, merger in zip(taps(config), params.get("deepstack", ()), strict=True):
+        features.append(qwen_vl.project(merger, tapped[name], places, joined_first=True))
+    return features
 
 
 def deepstack(features: Sequence[Tensor], places: Tensor) -> dict[str, Edit]:
     """Edits, for `forward` of the text model: feature i is added to the output of layer i at its places [B, S, 2]."""
     return {
-        f"layers.{i}.output": functools.partial(_added, features=one, places=places) for i, one in enumerate(features)
+        f"layers.{i}.output": functools.partial(_added, features=layer_features, places=places)
+        for i, layer_features in enumerate(features)
     }
 
 

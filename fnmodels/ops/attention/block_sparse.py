@@ -158,7 +158,7 @@ def blocks_attention(
 
 
 def _pieces(tensors: tuple[Tensor, ...], plan: Plan, rows: int) -> list[tuple[Tensor, ...]]:
-    """Of each piece of a row, its part of what a bias reads, [B or 1, S, ...]; positions are those of the first row,
+    """The tensors [B or 1, S, ...] that a bias reads, cut into the plan's pieces; positions are those of the first row,
     unless the plan joins all rows into one."""
     joined = []
     for t in tensors:

@@ -10,10 +10,10 @@ from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.layout import Layout, document_layout, one_document_per_row
 from fnmodels.inputs.layout import layout as layout_of
 from fnmodels.inputs.mask import Mask
-from fnmodels.inputs.rules import Everything
-from fnmodels.inputs.values import has_values, host_is_away, unwrapped
+from fnmodels.inputs.rules import Causal
+from fnmodels.inputs.values import at_hand, has_values, unwrapped
 from fnmodels.ops.invariant.attention import Tiles
-from fnmodels.ops.torch_internals import undisturbed
+from fnmodels.ops.torch_internals import undisturbed, versions
 
 from .block_sparse import Plan
 from .kernels import FORMS
@@ -26,19 +26,20 @@ PACKED = 128  # tokens from which blocks for rows of several documents gain more
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any, form: Any) -> None:
     """ValueError for shapes that a kernel would silently broadcast or truncate. form: the mask as it is read."""
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or of_k[:3] != of_v[:3] or of_q[0] != of_k[0]:
+    if len(of_q) != 4 or len(of_k) != 4 or of_k[:3] != of_v[:-1] or of_q[0] != of_k[0]:
         raise ValueError(
             f"q is {list(of_q)}, k {list(of_k)}, v {list(of_v)}: these are [B, Q, N, H], [B, K, G, H] and "
             "[B, K, G, Hv]."
         )
-    (batch, queries, heads, _), (_, keys, groups, _) = of_q, of_k
+    batch, queries, heads, _ = of_q
+    _, keys, groups, _ = of_k
     if heads % groups:
         raise ValueError(
             f"q has {heads} heads and k has {groups}: groups of queries share a head of keys, so that their "
             "number must divide."
         )
     if isinstance(mask, ByIndex):
-        if queries != keys and mask.rule != Everything():
+        if queries != keys and isinstance(mask.rule, Causal):
             raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
         return
     if isinstance(mask, FORMS) or isinstance(form, Plan | Tiles):
@@ -66,17 +67,25 @@ def layout_at_hand(mask: Mask) -> Layout | None:
     """The layout of a mask whose values lie on the host, for a call of eager mode that was given none.
 
     None where reading them would wait or cannot be done, where the keys are not the queries' tokens, and for short rows
-    of more than one document, whose dense mask costs less than finding their ranges.
+    of more than one document, whose dense mask costs less than finding their ranges. It is noted on the mask, for
+    later calls with the same batch, until its tensors are written to.
     """
     if mask.q_positions is not mask.kv_positions or mask.q_segments is not mask.kv_segments:
         return None
-    if torch.compiler.is_compiling() or host_is_away():
+    positions, segments = at_hand(mask.q_positions), at_hand(mask.q_segments)
+    if positions is None or segments is None:
         return None
-    positions, segments = unwrapped(mask.q_positions), unwrapped(mask.q_segments)
-    if not (has_values(positions) and has_values(segments) and positions.is_cpu):
+    if positions.shape != segments.shape:
         return None
+    noted: tuple[list[int], Layout | None] | None = vars(mask).get("_layout")
+    writes = versions((positions, segments))
+    if noted is not None and noted[0] == writes:
+        return noted[1]
     how = document_layout if positions.shape[1] >= PACKED else one_document_per_row
-    return undisturbed(how, positions, segments) if positions.shape == segments.shape else None
+    layout = undisturbed(how, positions, segments)
+    if writes is not None:
+        object.__setattr__(mask, "_layout", (writes, layout))
+    return layout
 
 
 def _check_documents(mask: Mask, layout: Layout) -> None:

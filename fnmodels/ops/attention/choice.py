@@ -19,22 +19,24 @@ class Choice:
     index: int64 [B or 1, Q, k], the place of each chosen key in its row of keys; any place where `seen` is False.
     seen: bool [B or 1, Q, k], False for an entry that names no visible key, or one that an earlier entry names.
     keys: how many keys K a row has.
+    groups: G, the heads of keys that have a choice each, all of a row after each other, [B G, Q, k]; 1: all have one.
     """
 
     index: Tensor
     seen: Tensor
     keys: int = tree.static()
+    groups: int = tree.static(default=1)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B or 1, 1, Q, K), as of a dense mask."""
-        return self.index.shape[0], 1, self.index.shape[1], self.keys
+        """(B or 1, G, Q, K), as of a dense mask."""
+        return self.index.shape[0] // self.groups, self.groups, self.index.shape[1], self.keys
 
     def dense(self) -> Tensor:
-        """bool [B or 1, 1, Q, K], True for the chosen keys."""
+        """bool [B or 1, G, Q, K], True for the chosen keys."""
         mask = torch.zeros((*self.index.shape[:2], self.keys + 1), dtype=torch.bool, device=self.index.device)
         index = self.index.where(self.seen, self.keys)
-        return mask.scatter(-1, index, torch.ones_like(self.seen))[..., : self.keys].unsqueeze(1)
+        return mask.scatter(-1, index, torch.ones_like(self.seen))[..., : self.keys].unflatten(0, (-1, self.groups))
 
     def pays(self, heads: int, groups: int, *, cost: float = 1.0) -> bool:
         """Whether gathering the chosen keys is faster than a dense mask, for `heads` of queries and `groups` of keys.

@@ -54,10 +54,10 @@ class DistanceEmbeddings:
 @tree.pytree
 @dataclass(frozen=True)
 class DisentangledBias:
-    """What is added to the scores of queries and keys; like `RelativeBias`, for the same kernels.
+    """A bias of scores by distance, query and key; like `RelativeBias`, for the same kernels.
 
     rows [2 D + 1]: of each distance query - key from -D to D. queries, keys: (positions [B or 1, S], the products
-    [B, S, N, R] of each token with all rows).
+    [B, S, N, R] of each token with all rows); keys may be positions alone, and then add nothing.
     """
 
     rows: Tensor
@@ -70,12 +70,13 @@ class DisentangledBias:
 
     def dense(self) -> Tensor:
         """[B, N, Q, K]."""
-        (q_at, by_query), (k_at, by_key) = self.queries, self.keys
+        (q_at, by_query), (k_at, *by_keys) = self.queries, self.keys
         most = len(self.rows) // 2
         distance = (q_at[:, :, None] - k_at[:, None, :]).clamp(-most, most) + most
         row = self.rows[distance][:, None]  # [B or 1, 1, Q, K]
         heads = by_query.shape[2]
         row = row.expand(by_query.shape[0], heads, -1, -1)
         from_query = by_query.transpose(1, 2).gather(-1, row)
-        from_key = by_key.transpose(1, 2).gather(-1, row.mT).mT
-        return from_query + from_key
+        for by_key in by_keys:
+            from_query = from_query + by_key.transpose(1, 2).gather(-1, row.mT).mT
+        return from_query

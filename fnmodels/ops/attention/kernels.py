@@ -38,7 +38,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Scoring(NamedTuple):
-    """How a call makes weights of the products of queries and keys; see `ops.attention.select.attention`."""
+    """Parameters of the map from products of queries and keys to weights; see `ops.attention.select.attention`."""
 
     scale: float
     softcap: float | None = None

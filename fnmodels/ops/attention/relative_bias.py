@@ -21,29 +21,29 @@ def buckets(count: int, max_distance: int, *, bidirectional: bool) -> list[int]:
     bidirectional: half of the `count` buckets are for keys after the query; else all keys after it share bucket 0.
     Of the buckets of one direction the first half hold one distance each, the others grow with its logarithm.
     """
-    own = count // 2 if bidirectional else count
-    exact = own // 2
+    per_direction = count // 2 if bidirectional else count
+    exact = per_direction // 2
 
     def of(length: int) -> int:
         if length < exact:
             return length
         # A power lies on a boundary exactly, and belongs to the bucket that begins there.
         share = math.log(length / exact) / math.log(max_distance / exact)
-        return min(exact + int(share * (own - exact) + 1e-9), own - 1)
+        return min(exact + int(share * (per_direction - exact) + 1e-9), per_direction - 1)
 
     behind = [of(length) for length in range(max_distance, -1, -1)]
-    ahead = [own + of(length) if bidirectional else 0 for length in range(1, max_distance + 1)]
+    ahead = [per_direction + of(length) if bidirectional else 0 for length in range(1, max_distance + 1)]
     return behind + ahead
 
 
 def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Tensor:
     """[2 max_distance + 1, N]: the row of `table` [buckets, N] for each distance from -max_distance to max_distance."""
-    found = buckets(table.shape[0], max_distance, bidirectional=bidirectional)
-    return table[constants(found, torch.int64, table.device)]
+    bucket_numbers = buckets(table.shape[0], max_distance, bidirectional=bidirectional)
+    return table[constants(bucket_numbers, torch.int64, table.device)]
 
 
 class Bias(Protocol):
-    """What a kernel adds to scores: `RelativeBias`, `GatedBias`, or `disentangled.DisentangledBias`.
+    """A tensor that a kernel adds to scores: `RelativeBias`, `GatedBias`, or `disentangled.DisentangledBias`.
 
     queries, keys: what it reads of them, tensors [B or 1, S, ...], which may be pieces of a row.
     """
@@ -74,17 +74,17 @@ class RelativeBias:
         """[B or 1, N, Q, K]."""
         most = self.values.shape[0] // 2
         distance = (self.kv_positions[:, None, :] - self.q_positions[:, :, None]).clamp(-most, most) + most
-        found = self.values.mT.contiguous().index_select(1, distance.flatten())
-        return found.unflatten(1, distance.shape).transpose(0, 1)
+        values = self.values.mT.contiguous().index_select(1, distance.flatten())
+        return values.unflatten(1, distance.shape).transpose(0, 1)
 
     @property
     def queries(self) -> tuple[Tensor, ...]:
-        """What the bias reads of queries, tensors [B or 1, Q, ...]."""
+        """The tensors [B or 1, Q, ...] of queries that the bias reads."""
         return (self.q_positions,)
 
     @property
     def keys(self) -> tuple[Tensor, ...]:
-        """What the bias reads of keys, tensors [B or 1, K, ...]."""
+        """The tensors [B or 1, K, ...] of keys that the bias reads."""
         return (self.kv_positions,)
 
     def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "RelativeBias":
@@ -106,12 +106,12 @@ class GatedBias:
 
     @property
     def queries(self) -> tuple[Tensor, ...]:
-        """What the bias reads of queries, tensors [B or 1, Q, ...]."""
+        """The tensors [B or 1, Q, ...] of queries that the bias reads."""
         return (*self.bias.queries, self.gates)
 
     @property
     def keys(self) -> tuple[Tensor, ...]:
-        """What the bias reads of keys, tensors [B or 1, K, ...]."""
+        """The tensors [B or 1, K, ...] of keys that the bias reads."""
         return self.bias.keys
 
     def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "GatedBias":

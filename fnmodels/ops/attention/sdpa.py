@@ -15,6 +15,8 @@ from fnmodels.ops.autograd_guard import guarded
 from fnmodels.ops.cpu.tiled_kernel import pad_to_equal_width
 from fnmodels.ops.dtypes import upcast
 
+_BY_INDEX: tuple[Rule, ...] = (Causal(), Everything())
+
 
 @tree.pytree
 @dataclass(frozen=True)
@@ -28,10 +30,16 @@ def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
     """`Causal()` if the mask equals is_causal over indices, `Everything()` if all keys are visible; else None."""
     if not isinstance(mask, Mask) or layout is None or not layout.plain:
         return None
-    spans = {(first, first + layout.length - 1) for (first,) in set(layout.firsts)}
-    rules = {simplify(mask.rule, span, span) for span in spans}
-    rule = rules.pop()
-    return rule if not rules and rule in (Causal(), Everything()) else None
+    if type(mask.rule) is Causal and layout.length > 1:  # the usual case, in which nothing can be simplified
+        return mask.rule
+    rule: Rule | None = None
+    for (first,) in set(layout.firsts):
+        span = first, first + layout.length - 1
+        of_rows = simplify(mask.rule, span, span)
+        if rule is not None and of_rows != rule:
+            return None
+        rule = of_rows
+    return rule if rule in _BY_INDEX else None
 
 
 def sdpa_attention(

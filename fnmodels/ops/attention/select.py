@@ -27,7 +27,7 @@ from .varlen import varlen_window
 
 @dataclass(frozen=True)
 class Asks:
-    """Which changes of the scores a call of attention has."""
+    """The changes of the scores that a call of attention requires of a kernel."""
 
     softcap: bool = False
     sinks: bool = False
@@ -72,6 +72,7 @@ def attention(
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
     if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, bias))):
         mask = mask.dense()
+        mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(q.shape[2] // mask.shape[1], dim=1)
     asks = _PLAIN
     if softcap is not None or sinks is not None or bias is not None:
         asks = Asks(softcap is not None, sinks is not None, bias is not None)
@@ -87,8 +88,9 @@ def attention(
     if asks is not _PLAIN:
         check_scoring(name, scoring)
     check_shapes(q, k, v, mask, form)
-    check_device(name, q)
     chosen = KERNELS[name]
+    if chosen.devices is not None or chosen.dtypes is not None:
+        check_device(name, q)
     if not (chosen.guarded or "all" in chosen.supports):
         q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
     return chosen.run(q, k, v, form, scoring)
@@ -127,8 +129,10 @@ def materialize(
         check_layout(mask, layout)
     if kernel == "auto":
         kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, asks, torch.compiler.is_compiling())
-    check_has_layout(kernel, mask, layout)
-    return KERNELS[kernel].plan(mask, layout, device)
+    chosen = KERNELS[kernel]
+    if chosen.needs_layout:
+        check_has_layout(kernel, mask, layout)
+    return chosen.plan(mask, layout, device)
 
 
 def explain_kernel(

@@ -52,16 +52,21 @@ def sparse_attention(
             'kernel="sparse" takes queries piece by piece, which a compiled graph would write out: "sdpa" compiles, '
             'and kernel="math" supports every transform.'
         )
-    rows, _, queries, keys = choice.shape
-    if (queries, keys) != (q.shape[1], k.shape[1]) or rows not in (1, q.shape[0]):
+    rows, groups, queries, keys = choice.shape
+    if (queries, keys) != (q.shape[1], k.shape[1]) or rows not in (1, q.shape[0]) or groups not in (1, k.shape[2]):
         raise ValueError(
             f"The choice is of {queries} queries among {keys} keys in {rows} rows, and q and k are "
             f"{list(q.shape[:2])} and {list(k.shape[:2])}: make it of this batch."
         )
-    of_rows = None if sinks is None else upcast(sinks).expand(len(q), -1)
-    index, seen = (t.expand(len(q), -1, -1) for t in (choice.index, choice.seen))
+    batch = len(q)
+    of_rows = None if sinks is None else upcast(sinks).expand(batch, -1).reshape(batch * groups, -1)
+    index, seen = (
+        t.unflatten(0, (-1, groups)).expand(batch, -1, -1, -1).flatten(0, 1) for t in (choice.index, choice.seen)
+    )
+    if groups > 1:  # each head of keys as a row of its own
+        q, k, v = (t.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     out: Tensor = _Gathered.apply(_Maths(scale, softcap), q, k, v, of_rows, index, seen)
-    return out
+    return out if groups == 1 else out.unflatten(0, (batch, groups)).transpose(1, 2).flatten(2, 3)
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor) -> Iterator[_Piece]:
@@ -84,9 +89,14 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor
         yield _Piece(rows, places, hidden if some else None, None if sinks is None else sinks[row[rows]])
 
 
-def _by_group(t: Tensor, groups: int) -> Tensor:
-    """[B, S, N, H] -> [G, B S, N / G, H], a copy where there are several groups."""
-    return t.unflatten(2, (groups, -1)).flatten(0, 1).transpose(0, 1).contiguous()
+def _of_queries(t: Tensor, groups: int) -> Tensor:
+    """[B, Q, N, H] -> [B Q, G, N / G, H], no copy of what lies in memory row after row, nor of an expanded number."""
+    return t.unflatten(2, (groups, -1)).flatten(0, 1)
+
+
+def _of_keys(t: Tensor) -> Tensor:
+    """[B, K, G, H] -> [G, B K, H], a copy where there are several groups."""
+    return t.flatten(0, 1).transpose(0, 1).contiguous()
 
 
 def _weights(piece: _Piece, group: int, maths: _Maths, scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -122,9 +132,9 @@ class _Memory:
         return self.held[name][:size].view(shape)
 
     def gathered(self, name: str, k: Tensor, index: Tensor) -> Tensor:
-        """The rows [n, w, H] of k [B K, 1, H] at index [n, w]."""
+        """The rows [n, w, H] of k [B K, H] at index [n, w]."""
         rows = self.empty(name, (index.numel(), k.shape[-1]), k)
-        torch.index_select(k.squeeze(1), 0, index.flatten(), out=rows)
+        torch.index_select(k, 0, index.flatten(), out=rows)
         return rows.view(*index.shape, -1)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -140,16 +150,16 @@ class _Gathered(torch.autograd.Function):
         maths: _Maths, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
     ) -> Tensor:
         groups = k.shape[2]
-        qs, ks, vs = (_by_group(t, groups) for t in (q, k, v))
+        qs, ks, vs = _of_queries(q, groups), _of_keys(k), _of_keys(v)
         out = v.new_zeros(*qs.shape[:3], v.shape[-1])
         memory = _Memory()
         for piece in _pieces(q, k, v, sinks, index, seen):
             for g in range(groups):
                 keys = memory.gathered("keys", ks[g], piece.places)
-                weights, *_ = _weights(piece, g, maths, memory.product("scores", qs[g, piece.rows], keys.mT))
+                weights, *_ = _weights(piece, g, maths, memory.product("scores", qs[piece.rows, g], keys.mT))
                 values = memory.gathered("values", vs[g], piece.places)
-                torch.bmm(weights.to(v.dtype), values, out=out[g, piece.rows])
-        return out.transpose(0, 1).reshape(*q.shape[:3], v.shape[-1])
+                torch.bmm(weights.to(v.dtype), values, out=out[piece.rows, g])
+        return out.view(*q.shape[:3], v.shape[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -181,16 +191,16 @@ class _GatheredBackward(torch.autograd.Function):
         maths: _Maths, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
     ) -> tuple[Tensor, ...]:
         groups = k.shape[2]
-        qs, ks, vs, gs = (_by_group(t, groups) for t in (q, k, v, grad))
-        d_q = torch.zeros_like(qs)
-        d_k, d_v = (torch.zeros_like(upcast(t[:, :, 0])) for t in (ks, vs))  # sums over queries
+        (qs, gs), (ks, vs) = (_of_queries(t, groups) for t in (q, grad)), (_of_keys(t) for t in (k, v))
+        d_q = qs.new_zeros(qs.shape)
         wide = upcast(q.new_zeros(()))
+        d_k, d_v = (wide.new_zeros(t.shape) for t in (ks, vs))  # sums over queries
         d_sinks = wide.new_zeros(1) if sinks is None else wide.new_zeros(*q.shape[:3]).flatten(0, 1)
         memory = _Memory()
         for piece in _pieces(q, k, v, sinks, index, seen):
             at = piece.places.flatten()
             for g in range(groups):
-                query, d_out = qs[g, piece.rows], gs[g, piece.rows]
+                query, d_out = qs[piece.rows, g], gs[piece.rows, g].contiguous()
                 keys, values = (memory.gathered(*t, piece.places) for t in (("keys", ks[g]), ("values", vs[g])))
                 weights, bent, sunk = _weights(piece, g, maths, memory.product("scores", query, keys.mT))
                 d_scores = upcast(memory.product("d_weights", d_out, values.mT))
@@ -198,7 +208,7 @@ class _GatheredBackward(torch.autograd.Function):
                 mean = (weights * d_scores).sum(-1, keepdim=True)
                 d_scores = d_scores.sub_(mean).mul_(weights).mul_(maths.scale)
                 d_scores = (d_scores if bent is None else d_scores * (1 - bent.square())).to(q.dtype)
-                torch.bmm(d_scores, keys, out=d_q[g, piece.rows])
+                torch.bmm(d_scores, keys, out=d_q[piece.rows, g])
                 d_k[g].index_add_(0, at, upcast(memory.product("rows", d_scores.mT, query)).flatten(0, 1))
                 if sinks is not None:
                     heads = slice(g * query.shape[1], (g + 1) * query.shape[1])
@@ -206,7 +216,7 @@ class _GatheredBackward(torch.autograd.Function):
         of_keys = (t.transpose(0, 1).reshape(*k.shape[:3], -1) for t in (d_k, d_v))
         if sinks is not None:
             d_sinks = d_sinks.unflatten(0, q.shape[:2]).sum(1)
-        return d_q.transpose(0, 1).reshape(q.shape), *(t.to(k.dtype) for t in of_keys), d_sinks
+        return d_q.view(q.shape), *(t.to(k.dtype) for t in of_keys), d_sinks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

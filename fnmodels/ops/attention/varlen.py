@@ -53,10 +53,10 @@ def varlen_window(rule: Rule) -> tuple[int, int] | None:
         case BidirectionalWindow(size):
             return size, size
         case And(left, right):
-            one, other = varlen_window(left), varlen_window(right)
-            if one is None or other is None:
+            first, second = varlen_window(left), varlen_window(right)
+            if first is None or second is None:
                 return None
-            return _narrower(one[0], other[0]), _narrower(one[1], other[1])
+            return _narrower(first[0], second[0]), _narrower(first[1], second[1])
     return None
 
 

@@ -26,7 +26,7 @@ from fnmodels.ops.slots import write, write_
 
 
 class OfTokens(NamedTuple):
-    """What windows read of their tokens: numbers and gates [B, T, H or 2 H], positions and segments [B, T]."""
+    """Inputs of windows per token: numbers and gates [B, T, H or 2 H], positions and segments [B, T]."""
 
     numbers: Tensor
     gates: Tensor

@@ -26,12 +26,12 @@ class Space:
 
 
 def rows_of_block(width: int, elements: int | None = None) -> int:
-    """How many rows of `width` numbers a block has; elements: its size, by default ELEMENTS."""
+    """The number of rows of `width` elements in a block; elements: its size, by default ELEMENTS."""
     return max(1, (elements or ELEMENTS) // width)
 
 
 def blocks(*tensors: Tensor, elements: int | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """Of each of the tensors [..., D], whose D may differ, a block of the same rows after the other.
+    """Iterates over tensors [..., D], whose D may differ, in blocks of the same rows that fit into the cache.
 
     elements: of a block of the first one, by default ELEMENTS.
     """

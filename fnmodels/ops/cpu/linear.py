@@ -146,7 +146,7 @@ def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def explain_products() -> dict[str, str]:
-    """Which kinds of products large linear layers take on this machine's CPU, and the rates by which they were chosen.
+    """The kinds of products that large linear layers take on this machine's CPU, and the rates that decided.
 
     The rates are read from a file of the machine, and measured if there is none, or if the machine was too busy when
     they were.

@@ -1,6 +1,4 @@
-"""What this machine is to code that is made for it: rates of products, and compiled steps.
-
-It is the key of the files that these are kept in.
+"""Identity of this machine: the key of the files with measured rates of products and with compiled steps.
 
 Row: train_step.
 """

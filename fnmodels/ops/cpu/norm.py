@@ -14,7 +14,7 @@ from fnmodels.ops.torch_internals import is_plain_eager
 
 from .blocks import Space, blocks, like
 
-_MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
+_MIN_ELEMENTS = 1 << 18  # elements; below it the overhead of Python dominates
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -105,19 +105,19 @@ def _rms_norm_backward(grad_output: Tensor, x: Tensor, weight: Tensor, scale: Te
     """`_RMSNorm.backward` by blocks of rows, in memory that stays in the cache."""
     grad_x, space, factors = like(x), Space(scale), upcast(weight)
     grad_weight, cubes = factors.new_zeros(1, len(factors)), scale.pow(3).div_(-x.shape[-1])
-    for into, *given, s, cube in blocks(grad_x, grad_output, x, scale, cubes):
+    for into, *pieces, s, cube in blocks(grad_x, grad_output, x, scale, cubes):
         grad, wide = (
             t if t.dtype is s.dtype else space(name, *t.shape).copy_(t)
-            for t, name in zip(given, ("grad", "wide"), strict=True)
+            for t, name in zip(pieces, ("grad", "wide"), strict=True)
         )
         products = torch.mul(grad, wide, out=space("products", *wide.shape))
         along = (products @ factors)[:, None].mul_(cube)
         grad_weight.addmm_(s.mT, products)
-        found = torch.mul(grad, factors, out=products).mul_(s)
+        grad_piece = torch.mul(grad, factors, out=products).mul_(s)
         if wide.dtype is into.dtype:
-            torch.addcmul(found, wide, along, out=into)
+            torch.addcmul(grad_piece, wide, along, out=into)
         else:
-            into.copy_(found.addcmul_(wide, along))
+            into.copy_(grad_piece.addcmul_(wide, along))
     return grad_x, grad_weight[0].to(weight.dtype)
 
 
@@ -156,8 +156,8 @@ class _LayerNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or batched_gradient(grad_output):
             return *_layer_norm_backward(grad_output, x, weight, ctx.eps), None
         # In fp32, for torch adds up the gradients of weight and bias in bf16 (3% off over 1,024 rows).
-        given = upcast(grad_output.contiguous()), upcast(x), weight.shape, mean, scale, weight, bias
-        grad_x, *rest = torch.ops.aten.native_layer_norm_backward(*given, list(ctx.needs_input_grad[:3]))
+        arguments = upcast(grad_output.contiguous()), upcast(x), weight.shape, mean, scale, weight, bias
+        grad_x, *rest = torch.ops.aten.native_layer_norm_backward(*arguments, list(ctx.needs_input_grad[:3]))
         return None if grad_x is None else grad_x.to(x.dtype), *rest, None
 
 

@@ -126,10 +126,10 @@ def read(file: Path) -> Table | None:
     try:
         content = json.loads(read_bytes(file, _LIMIT))
         rates = {str(name): float(rate) for name, rate in content["gflops"].items()}
-        found = Table(rates, content.get("confirmed") is True)
+        table = Table(rates, content.get("confirmed") is True)
         if rates.keys() != rate_names() or not all(0 < rate < math.inf for rate in rates.values()):
             return None
-        return found if found.confirmed or abs(time.time() - file.stat().st_mtime) < _KEPT else None
+        return table if table.confirmed or abs(time.time() - file.stat().st_mtime) < _KEPT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -138,12 +138,12 @@ def table_of(of: dict[str, str]) -> Table:
     """The table of the machine `of`, which is this one: that of its file, which is written if its rates are missing."""
     try:
         file = table_file(of)
-        if (found := read(file)) is not None:
-            return found
+        if (stored := read(file)) is not None:
+            return stored
         private_folder(file.parent)
         with _alone_in(file.parent):
-            if (found := read(file)) is not None:  # of a process that measured while this one waited
-                return found
+            if (stored := read(file)) is not None:  # of a process that measured while this one waited
+                return stored
             table = undisturbed(measured)
             write(file, of, table)
             return table
@@ -215,16 +215,16 @@ def widening_gains(rates: Rates) -> bool:
 
 def explained() -> dict[str, str]:
     """`fnmodels.explain_products`."""
-    found: dict[str, str] = {}
+    choices: dict[str, str] = {}
     for form, name in FORMS.items():
         rates = {by: RATES[key] for by in ("torch", "oneDNN") if (key := f"fp32 {name} {by}") in RATES}
         chosen = "oneDNN" if form in ONEDNN else "torch"
-        found[f"fp32 {name}"] = f"{_listed(rates)}: {chosen}"
+        choices[f"fp32 {name}"] = f"{_listed(rates)}: {chosen}"
         narrow = {"torch": RATES[key]} if (key := f"bf16 {name} torch") in RATES else {}
-        found[f"bf16 {name}"] = f"{_listed(narrow)}: {f'fp32, by {chosen}' if WIDENS else 'torch'}"
+        choices[f"bf16 {name}"] = f"{_listed(narrow)}: {f'fp32, by {chosen}' if WIDENS else 'torch'}"
     with suppress(RuntimeError):
-        found["file"] = str(table_file(machine())) + ("" if CONFIRMED else BUSY)
-    return found
+        choices["file"] = str(table_file(machine())) + ("" if CONFIRMED else BUSY)
+    return choices
 
 
 def _listed(rates: Rates) -> str:

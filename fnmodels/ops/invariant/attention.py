@@ -84,7 +84,7 @@ def plan_tiles(mask: MaskLike, chosen: Tensor | None = None) -> Tiles:
     taken = None if chosen is None else _taken(chosen[:, 0], queries, keys)
     masks, seen, hidden = _tiles_of(order, taken)
     shape = batch, q.positions.shape[1], k.positions.shape[1]
-    plain = [None if _in_order(side, given) else side for side, given in ((queries, q), (keys, k))]
+    plain = [None if _in_order(side, tokens) else side for side, tokens in ((queries, q), (keys, k))]
     places = None if plain[0] is None else _inverse(queries, q.positions)
     return Tiles(plain[0], plain[1], places, masks, seen, hidden, shape, whole)
 
@@ -162,8 +162,8 @@ def _in_order(places: Tensor, side: _Side) -> bool:
 
 def _inverse(places: Tensor, like: Tensor) -> Tensor:
     """int64 like `like` [B, S]: the index in the flattened `places` of each token, or their number."""
-    found = torch.full((like.numel() + 1,), places.numel(), device=places.device)
-    return found.scatter(0, places.flatten(), torch.arange(places.numel(), device=places.device))[:-1].view(like.shape)
+    index = torch.full((like.numel() + 1,), places.numel(), device=places.device)
+    return index.scatter(0, places.flatten(), torch.arange(places.numel(), device=places.device))[:-1].view(like.shape)
 
 
 def _taken(chosen: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -188,8 +188,8 @@ def _tiles_of(
         pairs = []
         for keys in range(first, end):
             if not every[keys]:
-                found = tile[:, :, keys]
-                masks.append(found[:1] if bool((found == found[:1]).all()) else found.contiguous())
+                tile_mask = tile[:, :, keys]
+                masks.append(tile_mask[:1] if bool((tile_mask == tile_mask[:1]).all()) else tile_mask.contiguous())
                 pairs.append((keys, len(masks) - 1))
         seen.append((first, end))
         hidden.append(tuple(pairs))

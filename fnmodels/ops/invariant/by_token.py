@@ -47,6 +47,18 @@ def delta_token(
     return pairwise_sum(q[..., None] * state, -2)[:, None].to(dtype), state
 
 
+def two_keys_token(state: Tensor, along: tuple[Tensor, ...], _: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """A token of `two_key_rule`: (o [B, 1, H, dv], state [B, H, dk, dv])."""
+    *tensors, run, before = along
+    dtype = tensors[2].dtype
+    r, k, v, g, a, b = (upcast(t)[:, 0] for t in tensors)
+    state = state.where((run == before)[..., None, None], 0)
+    read = pairwise_sum(a[..., None] * state, -2)
+    state = elementwise(torch.exp, g)[..., None] * state
+    state = state + b[..., None] * read[..., None, :] + k[..., None] * v[..., None, :]
+    return pairwise_sum(r[..., None] * state, -2)[:, None].to(dtype), state
+
+
 def ssd_token(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """A token of `ssd`: (y [B, 1, H, P], state [B, H, P, N])."""
     x, dt, B, C, run, before = along

@@ -36,12 +36,15 @@ SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part 
 WIDENED = 1 << 20  # elements of a weight in fp32 at a time, which stay in the cache
 
 
+_NOTHING = nullcontext()
+
+
 def invariant_rows(wanted: bool) -> AbstractContextManager[None]:
     """If `wanted`, `ops.linear` and the norms in this context give a row its bits whatever the other rows are.
 
     The scope is one call of a block or a head, which enters it itself, so that it holds in recomputation too.
     """
-    return _entered() if wanted else nullcontext()
+    return _entered() if wanted else _NOTHING
 
 
 @contextmanager
@@ -101,7 +104,7 @@ def _whole_blocks(count: int, threads: int) -> int:
 
 
 def _shares(count: int, threads: int) -> tuple[int, int]:
-    """How many threads share so many elements in general, and in a gelu."""
+    """The numbers of threads that share `count` elements, in general and in a gelu."""
     return min(threads, max(-(-count // GRAIN), 1)), threads if count > GELU_GRAIN else 1
 
 

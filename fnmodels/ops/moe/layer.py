@@ -38,7 +38,7 @@ def moe(
     valid: Tensor | None,
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
-    act: Act,
+    act: Act | tuple[Act, Act],
     dtypes: RouterDtypes = _UNCAST,
     tap: Tap = untapped,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,12 +49,14 @@ def moe(
     router reads, and x. route: a function of `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at
     padding. routing: [B, S, k] int64, a replay of experts chosen earlier, distinct per token; their weights come from
     the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
-    since it knows the config). experts: see `ops.moe.choice.choose_experts`. dtypes: those of the logits and of the
-    weights of the chosen experts. counts: number of tokens routed to each expert.
+    since it knows the config). experts: see `ops.moe.choice.choose_experts`. act: (gate, up) -> inner, or a pair, that
+    of the experts and that of the shared one. dtypes: those of the logits and of the weights of the chosen experts.
+    counts: number of tokens routed to each expert.
     tap: called with the name and the value of the logits, indices and weights of the router, and with "experts" and
     "shared_expert", the outputs of both [B, S, D]; returns the values to use.
     """
     read, x = x if isinstance(x, tuple) else (x, x)
+    act, shared_act = act if isinstance(act, tuple) else (act, act)
     if valid is None:
         raise ValueError(
             "A layer with experts needs to know which tokens are padding: pass `valid` [B, S], which is in the inputs "
@@ -85,7 +87,7 @@ def moe(
         y = linear(y, layer["latent_out_proj"])
     y = tap("experts", y)
     if "shared_expert" in layer:
-        y = y + tap("shared_expert", _shared(layer, x, act))
+        y = y + tap("shared_expert", _shared(layer, x, shared_act))
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
     return y, aux | {"expert_indices": indices, "expert_weights": weights}
 

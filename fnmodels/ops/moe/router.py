@@ -164,11 +164,13 @@ def sparse_mixer(logits: Tensor, indices: Tensor | None = None, *, jitter: float
     return torch.cat(weights, -1), indices
 
 
-def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: int = 1) -> Tensor:
+def choose(
+    scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: int = 1, outside: float = -torch.inf
+) -> Tensor:
     """[..., k] int64: indices of the largest `scores` [..., E], best first.
 
     groups (n, m): only experts of the m out of n groups of adjacent experts with the largest sums of their `best`
-    largest scores.
+    largest scores; others count as `outside`, which is finite where they may still be chosen.
     """
     count, kept = groups
     if count > 1:
@@ -176,8 +178,8 @@ def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: in
         group_scores = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
         inside = group_scores.topk(kept, dim=-1).indices
         # comparisons rather than a scatter, which vmap would not support
-        outside = (inside[..., None] != torch.arange(count, device=scores.device)).all(-2)
-        scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+        others = (inside[..., None] != torch.arange(count, device=scores.device)).all(-2)
+        scores = grouped.masked_fill(others[..., None], outside).flatten(-2)
     return scores.topk(k, dim=-1).indices
 
 

@@ -6,6 +6,8 @@ delta_per_head  a chunk of it for a decay per head, and its gradient, by hand
 ssd             state space duality: Mamba 2; ssd_chunk: a chunk of it, and its gradient, by hand
 scan            the loop over chunks with its gradient; chunks: the same outside of autograd; scan_op: in graphs
 decay           decays of a chunk's tokens
+two_keys        RWKV-7: a state that is read along one key and written along two others
+token_shift     the token before each one
 gated_norm      RMSNorm with a gate
 
 A state belongs to one document: every token reads only what earlier tokens of its own document wrote. Documents are

@@ -16,7 +16,7 @@ class Before(Protocol):
 
     @property
     def kernel(self) -> str:
-        """How one process computes: "auto" or "math"."""
+        """The kernel in one process: "auto" or "math"."""
         ...
 
     def segment(self, segment_ids: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def short_conv(
     silu: bool = False,
     overwrite: bool = False,
     reads: Reads | None = None,
+    step: int = 1,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, C], tail [B, K-1, C]): y_t = bias + sum over j of weight[:, K-1-j] x_(t-j), over t's own document.
@@ -35,40 +36,49 @@ def short_conv(
     x: [B, S, C]. weight: [C, K], for the current token last. bias: [C]. segment_ids: [B or 1, S] int64; padding has no
     effect wherever it stands, and means nothing in y. tail: the last K - 1 inputs of the document that goes on from
     before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
+    step: a dilation: t - j step in place of t - j, and a tail of (K - 1) step inputs.
     overwrite: the caller does not read x again, so that y may be written into it where no gradient is needed, which
         saves the page faults of a new tensor.
     reads: what `reads_of` returns for the same tokens, for several convolutions of them.
     kernel: "math" for all transforms; one with an attribute `before` takes the tail from other processes.
     """
     B, S, _ = x.shape
-    K = weight.shape[1]
+    held = (weight.shape[1] - 1) * step  # tokens of a tail
     before = before_of(kernel, tail)
     if S == 1 and before is None and tail is not None and last is not None:
-        return _next_token(x, weight, bias, segment_ids.expand(B, S), tail, last, silu)
+        return _next_token(x, weight, bias, segment_ids.expand(B, S), (tail, last), silu, step)
     if reads is None:
-        reads = reads_of(segment_ids, K, B, None if tail is None else last, kernel)
+        reads = reads_of(segment_ids, held + 1, B, None if tail is None else last, kernel)
     if before is not None:
         kernel = before.kernel
-        own, slots = _taken(x, reads.ends - (K - 1)), torch.arange(K - 1, device=x.device)
+        own, slots = _taken(x, reads.ends - held), torch.arange(held, device=x.device)
         tail = before.state(upcast((reads.ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and reads.goes_on:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     after = _taken(x, reads.ends)
-    return _convolved(x, weight, bias, reads, silu, overwrite, kernel)[:, x.shape[1] - S :], after
+    return _convolved(x, weight, bias, reads, silu, overwrite, kernel, step)[:, x.shape[1] - S :], after
 
 
 def _next_token(
-    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor, tail: Tensor, last: Tensor, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segment_ids: Tensor,
+    state: tuple[Tensor, Tensor],
+    silu: bool,
+    step: int,
 ) -> tuple[Tensor, Tensor]:
     """`short_conv` of one token per row, which needs no indices: a tenth of the operations."""
+    tail, last = state
     held = tail.to(x.dtype).where((last > 0)[:, None, None], 0)
     goes_on, valid = ((t[..., None]) for t in (segment_ids == last[:, None], segment_ids > 0))
     window = torch.cat((held.where(goes_on, 0), x), dim=1)
     wide, taps, exact = upcast(window), upcast(weight).t(), rows_are_invariant()
     y = wide[:, -1] * taps[-1]
     y = y if bias is None else y + upcast(bias)
-    for j in range(2, len(taps) + 1):
-        y = y + wide[:, -j] * taps[-j] if exact else torch.addcmul(y, wide[:, -j], taps[-j])  # as in `_convolved`
+    for j in range(1, len(taps)):
+        read, tap = wide[:, -1 - j * step], taps[-1 - j]
+        y = y + read * tap if exact else torch.addcmul(y, read, tap)  # as in `_convolved`
     y = y[:, None].to(x.dtype)
     return elementwise(F.silu, y) if silu else y, window[:, 1:].where(valid, held)
 
@@ -89,17 +99,19 @@ def _convolved(
     silu: bool,
     overwrite: bool,
     kernel: Any,
+    step: int,
 ) -> Tensor:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     exact = rows_are_invariant()  # then without addcmul, of which vector instructions round once
-    by_blocks = kernel != "math" and not exact and x.shape[1] > 1 and is_plain_eager(*tensors, reads.ends)
+    eager = kernel != "math" and not exact and x.shape[1] > 1
+    by_blocks = eager and step == 1 and is_plain_eager(*tensors, reads.ends)
     near = reads.near() if by_blocks else None
     if near is not None:
         return conv_by_blocks(x, weight, bias, near.flatten(1), silu, overwrite)
     wide = upcast(x)
     y = wide * upcast(weight)[:, -1]
     y = y if bias is None else y + upcast(bias)
-    for j, source in enumerate(reads.sources(), 1):
+    for j, source in enumerate(reads.sources()[step - 1 :: step], 1):
         at = source[..., None]
         read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
         tap = upcast(weight)[:, -1 - j]

@@ -17,7 +17,7 @@ from .before import before_of
 
 @dataclass(frozen=True)
 class Reads:
-    """Of L tokens [B, L]: the K - 1 of the document that goes on, if one does, and those after them."""
+    """Reads of L tokens [B, L]: the K - 1 of the document that goes on, if one does, and those after them."""
 
     segment_ids: Tensor  # [B, L]
     goes_on: bool
@@ -34,7 +34,7 @@ class Reads:
 
 
 def reads_of(segment_ids: Tensor, K: int, rows: int, last: Tensor | None = None, kernel: Any = "auto") -> Reads:
-    """What a convolution of K taps reads in `rows` rows B. segment_ids, last, kernel: as for `short_conv`."""
+    """The reads of a convolution of K taps in B = `rows` rows. segment_ids, last, kernel: as for `short_conv`."""
     if (before := before_of(kernel, last)) is not None:
         last = before.segment(segment_ids)  # of this very tensor, by which processes know that they have agreed before
     segment_ids = segment_ids.expand(rows, -1)

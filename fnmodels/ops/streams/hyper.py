@@ -9,7 +9,7 @@ In manifold-constrained hyper-connections (arXiv 2512.24880; DeepSeek V4) comb i
 iterations, so that the streams neither grow nor vanish over many layers. In Hy4 there is no comb: each stream stays as
 it is. A stack begins with n equal streams and ends with `fold`, which mixes them to one.
 
-The maps are computed in fp32 at least, the mixtures in the dtype of the streams.
+The maps are computed in fp32 at least, as is a sum without comb; mixtures by comb are in the dtype of the streams.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class HyperConnection:
 
 
 class Maps(NamedTuple):
-    """What a sublayer reads and how its output is written, in fp32 at least."""
+    """Weights of a sublayer's input, of its output and of the mixing of streams, in fp32 at least."""
 
     pre: Tensor  # [B, S, n]
     post: Tensor  # [B, S, n]
@@ -89,7 +89,7 @@ def sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """What a sublayer reads of streams x [B, S, n, D]: their sum weighted by pre [B, S, n], [B, S, D]."""
+    """The input [B, S, D] of a sublayer: the sum of streams x [B, S, n, D] weighted by pre [B, S, n]."""
     if rows_are_invariant():
         return pairwise_sum(pre.unsqueeze(-1) * x, -2).to(x.dtype)
     return (pre.unsqueeze(-2) @ upcast(x)).squeeze(-2).to(x.dtype)
@@ -97,9 +97,9 @@ def collapse(x: Tensor, pre: Tensor) -> Tensor:
 
 def connect(x: Tensor, y: Tensor, given: Maps) -> Tensor:
     """The streams [B, S, n, D] after a sublayer that returned y [B, S, D] of the streams x."""
-    added = given.post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2)
     if given.comb is None:
-        return x + added
+        return (upcast(x) + given.post.unsqueeze(-1) * upcast(y).unsqueeze(-2)).to(x.dtype)
+    added = given.post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2)
     comb = given.comb.to(x.dtype)
     if rows_are_invariant():
         return added + pairwise_sum(comb.unsqueeze(-1) * x.unsqueeze(-2), -3)

@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fnmodels
 from fnmodels.inputs import block_mask
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.indexer import keys_of
+from fnmodels.ops.indexers.blocks import places_in_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +86,40 @@ def test_a_mask_of_nothing_is_refused():
     ):
         with pytest.raises(ValueError, match=f"a query and a key at least, this mask has {words}"):
             fnmodels.inputs.to_block_mask(part)
+
+
+def test_a_block_mask_of_chosen_blocks_has_their_tiles_alone():
+    """What kernel="flex" reads of a choice by head of keys: the tiles that no query chose are left out."""
+    generator = torch.Generator().manual_seed(0)
+    names = torch.rand(2, 300, 2 * 6, generator=generator).unflatten(-1, (2, 6)).topk(2, -1).indices.flatten(2)
+    names[:, :128] = names[:, :1]  # a tile of queries that chose alike
+    positions, ids = torch.arange(700)[None], torch.ones(1, 700, dtype=torch.int64)
+    mask = fnmodels.inputs.build_mask(fnmodels.inputs.Everything(), positions, ids).select(slice(0, 300), slice(None))
+    choice = places_in_blocks(keys_of(mask), names, 2, block_mask.TILE)
+    seen = choice.dense()
+    made = fnmodels.inputs.to_block_mask(seen)
+    created = create_block_mask(lambda b, h, q, k: seen[b, h, q, k], 2, 2, 300, 700, device="cpu")
+    for one, other in zip(made.as_tuple(), created.as_tuple(), strict=True):
+        assert one.equal(other) if isinstance(one, torch.Tensor) else callable(one) or one == other
+    touched = (made.kv_num_blocks + made.full_kv_num_blocks)[:, :, 0]
+    assert (touched == 2).all() and fnmodels.inputs.to_dense(made).equal(seen)
+    q, k, v = (
+        torch.randn(2, length, heads, 16, generator=generator) for length, heads in ((300, 4), (700, 2), (700, 2))
+    )
+    out = flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=_by_query_head(seen), enable_gqa=True)
+    wanted = attention(q, k, v, choice, kernel="math", scale=0.25)
+    assert (out.transpose(1, 2) - wanted).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="not of a str"):
+        fnmodels.inputs.to_block_mask("causal")
+
+
+def _by_query_head(seen):
+    return fnmodels.inputs.to_block_mask(seen.repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(1, 1, 4, 4), torch.ones(4, 4, dtype=torch.bool)], ids=["float", "flat"])
+def test_tensors_that_are_no_masks_are_refused(mask: torch.Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"a bool tensor \[B or 1, N or 1, Q, K\], True where a query sees a key; this"
+    ):
+        fnmodels.inputs.to_block_mask(mask)

@@ -43,7 +43,7 @@ def inside(values: dict[str, Any], part: str, **more: Any) -> dict[str, Any]:
 
 
 _TEXT_OF_FIVE = {"output_gate_type": "swish", "mlp_only_layers": [], "partial_rotary_factor": 0.5}
-_TEXT_OF_FIVE |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+_TEXT_OF_FIVE |= {"mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
 
 
 CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -36,6 +36,7 @@ VARIANTS["vipllava"] = {name: value for name, value in _OUTER.items() if name !=
     "vision_feature_layer": [-2, 1, -1],
     "projector_layernorm_eps": 2e-2,
 }
+VARIANTS["video_llava"] = VARIANTS["llama"] | {"model_type": "video_llava", "video_token_index": 59}
 STRUCTURES = ("llama", "qwen2")  # for the tests of all readers of images
 # Per document, the numbers of text tokens before, between and after its images.
 DOCUMENTS = ((2, 3), (5, 1, 4), (3,), (0, 2))
@@ -130,6 +131,25 @@ def test_gradients_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     wrappers.assert_files(_reference(name), _config(name), tmp_path)
+
+
+def test_frames_of_videos_equal_transformers() -> None:
+    """A document with an image and a video of two frames, whose class tokens are features."""
+    config, params, draw = _config("video_llava"), _params("video_llava"), torch.Generator().manual_seed(1)
+    image, frames = torch.randn(1, 3, 18, 18, generator=draw), torch.randn(2, 3, 18, 18, generator=draw)
+    tokens = torch.tensor([[3, *[IMAGE] * 9, 4, *[59] * 20, 5, 6]])
+    inputs, masks, freqs_cis = fnmodels.prepare(config.text, tokens)
+    for tower, pictures, token in ((llava.tower, image, IMAGE), (llava.video_tower, frames, 59)):
+        patches, at, ids = fnmodels.inputs.patch_rows(list(pictures), config.vision, length=25)
+        weights, cut = tower(params, config)
+        x = fnmodels.hidden(weights, *fnmodels.prepare(cut, patches, positions=at, segment_ids=ids), config=cut)
+        read = (ids > 0) & ((at[..., 0] >= 0) | (token == 59))
+        places = llava.image_places(tokens, token, read)
+        inputs = llava.with_images(params, inputs, llava.project(params, x), places, config=config)
+    with torch.no_grad():
+        ours = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text, kernel="math")
+        pixels = {"pixel_values": image, "pixel_values_videos": frames[None]}
+        assert_close(ours, _reference("video_llava")(input_ids=tokens, **pixels).logits)
 
 
 def test_one_part_is_loaded_alone(tmp_path: Path) -> None:

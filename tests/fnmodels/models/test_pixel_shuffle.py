@@ -49,6 +49,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "internvl_rms": _values(
         "internvl", _QWEN3, _INTERN | {"use_qk_norm": True, "norm_type": "rms_norm"}, tie_word_embeddings=False
     ),
+    "qianfan_ocr": _values(
+        "qianfan_ocr", _QWEN3 | {"tie_word_embeddings": False}, _INTERN | {"model_type": "qianfan_ocr_vision"}
+    ),
     "idefics3": _values("idefics3", _TEXT, _SIGLIP | {"model_type": "idefics3_vision"}),
     "smolvlm": _values("smolvlm", _TEXT, _SIGLIP | {"model_type": "smolvlm_vision"}, tie_word_embeddings=True),
 }

@@ -11,19 +11,21 @@ import pytest
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
+from fnmodels.models.common import registry
 from fnmodels.models.common.family import field_of
+from fnmodels.models.common.registry import family_reading
 from fnmodels.models.decoder import stablelm
-from fnmodels.models.presets import preset, presets
+from fnmodels.models.presets import preset, presets, published
 from tests.support.cases import check_shapes, collected, family_modules, published_of
 from tests.support.status import CHECKED, PRESET
-from tests.variants import bart, flux, t5, vision, wav2vec2, whisper
+from tests.variants import bart, flux, t5, t5gemma, vision, wav2vec2, whisper
 
 # Totals as their publishers' files add up to (a tied head counts once); of Gemma 3's larger and Ministral 3 without the
 # vision tower and its projection. A text is all that the publisher says, cut off and not rounded: Ministral's 8.4B is
 # 8.49. The copies of embedding and head that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek
 # V3's files, and of GLM 4.5's.
 PUBLISHED: dict[str, int | str] = collected("TOTALS") | vision.TOTALS | t5.TOTALS | whisper.TOTALS
-PUBLISHED |= flux.TOTALS | bart.TOTALS | wav2vec2.TOTALS
+PUBLISHED |= flux.TOTALS | t5gemma.TOTALS | bart.TOTALS | wav2vec2.TOTALS
 
 
 def test_every_preset_has_a_published_total() -> None:
@@ -60,11 +62,12 @@ def test_counts_without_a_head(name: str) -> None:
 
 def largest() -> Iterator[Any]:
     """Of each model type; without those that tests/contract/test_build.py runs from their config.json."""
-    published = [(c.model_type, c) for family in family_modules() for c in published_of(family).values()]
-    configs = [config for name in presets() if field_of(config := preset(name), "head") in ("lm", "masked_lm")]
+    built = [(c.model_type, c) for family in family_modules() for c in published_of(family).values()]
+    read = [family_reading(values).Config.from_hf(values) for values in published().values()]
+    configs = [config for config in read if field_of(config, "head") in ("lm", "masked_lm")]
     for model_type in fnmodels.families():
         config = max((c for c in configs if c.model_type == model_type), key=P.count, default=None)
-        if config is not None and (model_type, config) not in published:
+        if config is not None and (model_type, config) not in built:
             yield pytest.param(config, id=model_type)
 
 
@@ -113,3 +116,19 @@ def test_reading_a_config_imports_the_modules_that_name_its_type_only() -> None:
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert fnmodels.family_for("qwen3").__name__ in imported
     assert "fnmodels.models.decoder.gpt2" not in imported and "fnmodels.models.diffusion.flux" not in imported
+
+
+def test_every_type_is_read_by_the_family_that_claims_it() -> None:
+    assert {kind: fnmodels.family_for(kind).__name__ for kind in fnmodels.families()} == fnmodels.families()
+
+
+def test_a_module_named_after_its_type_is_read_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: object) -> bool:
+        raise AssertionError("the sources of other families were read")
+
+    monkeypatch.setattr(registry, "_claimed_in", search)
+    named = {"gpt2": {}, "gpt_neox": {}, "llava": {"vision_config": {}}}
+    for kind, values in named.items():
+        assert registry.family_reading({"model_type": kind, **values}).__name__.endswith(f".{kind}")
+    with pytest.raises(AssertionError, match="sources"):
+        registry.family_for("mistral")

@@ -1,6 +1,7 @@
 """Whisper: parity with transformers of every parameter, several clips in a row, files, sizes, gradients, decoding."""
 
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import train
 from fnmodels import tree
 from fnmodels.inputs.audio import log_mel, mel_filters
 from fnmodels.models.encoder_decoder import whisper
+from fnmodels.ops.dropout import Dropout
+from tests.parity.test_dropout import ROWS, apart
 from tests.support.cases import generic, positions_of, segments
 from tests.support.oracle import assert_close
 from tests.variants.whisper import TINY, TOTALS
@@ -27,9 +30,9 @@ TARGETS = segments((5, 3, 7), (1, 13, -1))
 
 
 @functools.cache
-def reference(places: int = 10) -> Any:
+def reference(places: int = 10, **rates: float) -> Any:
     """transformers' model, every parameter generic, for clips of this many tokens, which it cannot take shorter."""
-    values = transformers.WhisperConfig(**TINY | {"max_source_positions": places})
+    values = transformers.WhisperConfig(**TINY | {"max_source_positions": places} | rates)
     model = transformers.WhisperForConditionalGeneration._from_config(values, attn_implementation="eager").eval()
     with torch.no_grad():
         for path, leaf in model.named_parameters():
@@ -252,3 +255,27 @@ def test_bad_use_is_a_sentence() -> None:
         whisper.Config.from_hf(TINY | {"architectures": ["WhisperForAudioClassification"]})
     with pytest.raises(P.ConfigError, match="multiple of decoder_attention_heads 5"):
         whisper.Config.from_hf(TINY | {"decoder_attention_heads": 5})
+
+
+def test_training_with_dropout_is_distributed_as_in_transformers() -> None:
+    rates = {"dropout": 0.45, "attention_dropout": 0.3, "activation_dropout": 0.6}
+    config = whisper.Config.from_hf(TINY | rates)
+    mel, tokens = clips()[0][:, :10], torch.tensor([[1, 7, 30, 12]]).expand(ROWS, -1)
+    frames, positions, sources = (t.expand(ROWS, *t.shape[1:]) for t in fnmodels.inputs.frame_rows([mel], config))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = reference(5, **rates).train()
+        theirs = model(mel.expand(ROWS, -1, -1), decoder_input_ids=tokens, use_cache=False).logits
+
+    def ours(dropout: Dropout) -> Tensor:
+        own, places = dataclasses.replace(config, dropout=dropout), {"positions": positions, "segment_ids": sources}
+        with torch.no_grad():
+            prepared = fnmodels.prepare_pair(own, frames, tokens, **places, rng=1)
+            return fnmodels.forward(weights(), *prepared, config=own)
+
+    means, variances = apart(ours(config.dropout), theirs)
+    assert means < 1.5 and abs(variances) < 0.08, (means, variances)
+    for place in ("weights", "attention", "mlp", "embedding", "neurons"):  # planted: a place that is forgotten
+        less = dataclasses.replace(config.dropout, **{place: 0.0})
+        means, variances = apart(ours(less), theirs)
+        assert means > 1.5 or abs(variances) > 0.08, (place, means, variances)

@@ -560,7 +560,6 @@ def test_kinds_with_one_mask_share_its_form(monkeypatch: pytest.MonkeyPatch) -> 
         ("sdpa", {"softcap": 2.0}, 'kernel="math"'),
         ("blocks", {"layout": None}, 'layout=fnmodels.layout.*kernel="sdpa"'),
         ("blocks", {"dense": True}, 'kernel="sdpa"'),
-        ("flex", {"dense": True}, 'kernel="sdpa"'),
         ("flex", {"sinks": torch.zeros(4)}, 'no sinks on the CPU.*kernel="math"'),
         ("flex", {"dtype": torch.float64}, 'not in torch.float64.*kernel="math" do'),
         ("varlen", {"layout": None}, 'kernel="sdpa"'),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fnmodels.ops.embedding import embed_tokens
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
+from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, gated_mlp, limited_glu, plain_mlp
 
 FORMULAS = {
     "silu": lambda x: x * x.sigmoid(),
@@ -45,3 +45,12 @@ def test_embedding() -> None:
     assert torch.equal(embed_tokens(table, {"tokens": tokens, "valid": tokens > 0}), table[tokens])
     vectors = torch.randn(2, 2, 4)
     assert embed_tokens(table, vectors) is vectors
+
+
+def test_limits_hold_before_or_after_the_activation() -> None:
+    gate, up = torch.tensor([-9.0, 0.5, 2.0, 9.0]), torch.tensor([1.0, -9.0, 9.0, 0.5])
+    silu, bounded = FORMULAS["silu"], torch.tensor([1.0, -1.5, 1.5, 0.5])
+    before = silu(torch.tensor([-9.0, 0.5, 1.5, 1.5])) * bounded
+    after = torch.cat((silu(gate[:2]), torch.tensor([1.5, 1.5]))) * bounded
+    torch.testing.assert_close(clamped_glu(gate, up, activation="silu", limit=1.5), before)
+    torch.testing.assert_close(limited_glu(gate, up, activation="silu", limit=1.5), after)

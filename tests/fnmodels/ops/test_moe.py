@@ -124,6 +124,18 @@ def test_experts_of_the_best_groups(best: int) -> None:
         assert indices == sorted(allowed, key=lambda e, row=row: -row[e])[:4]
 
 
+def test_experts_outside_of_the_groups_may_count() -> None:
+    """As in A.X K2: negative biases leave less inside of the best groups than the number outside."""
+    logits, bias = noise(40, 12), torch.tensor([-0.9, -0.9, 0.1] * 4, dtype=torch.float64)
+    got = choose(logits.sigmoid() + bias, 4, groups=(4, 2), best=2, outside=0.0)
+    for row, indices in zip((logits.sigmoid() + bias).tolist(), got.tolist(), strict=True):
+        groups = [sum(sorted(row[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
+        kept = sorted(range(4), key=lambda g, groups=groups: -groups[g])[:2]
+        counted = [score if e // 3 in kept else 0.0 for e, score in enumerate(row)]
+        assert sorted(counted[e] for e in indices) == sorted(sorted(counted)[-4:])
+    assert not got.equal(sigmoid_top_k(logits, k=4, bias=bias, groups=(4, 2))[1])
+
+
 def test_group_scores_of_softmax_and_sigmoid_routing_differ() -> None:
     logits = torch.tensor([[3.0, -9.0, 1.0, 0.9]], dtype=torch.float64)  # a best expert, and a best pair
     assert softmax_top_k(logits, k=1, groups=(2, 1))[1].tolist() == [[0]]

@@ -125,6 +125,24 @@ def test_an_edit_that_closes_over_a_differentiated_tensor_is_refused():
     torch.testing.assert_close(grad(by_keyword)(v), grad(by_keyword)(v, None), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["variable", "dict", "inner function", "partial"])
+def test_a_function_that_closes_over_a_differentiated_tensor_is_refused(how):
+    def closing(v):
+        held, inner = {"k": v}, lambda x: x * v
+        functions = {"variable": lambda x: x * v, "dict": lambda x: x * held["k"], "inner function": lambda x: inner(x)}
+        return functions.get(how, functools.partial(lambda y, x: x * v * y, 2))
+
+    x, v = torch.ones(3), torch.linspace(0.5, 2, 3)
+    with pytest.raises(ValueError, match=r"The function of remat closes over the tensor '(v|held)', whose gradient"):
+        grad(lambda v: fnmodels.remat(closing(v))(x).sum())(v)
+    with pytest.raises(ValueError, match="closes over the tensor"):
+        fnmodels.remat(closing(v.clone().requires_grad_()))
+    assert torch.equal(fnmodels.remat(closing(v))(x), closing(v)(x))  # a constant
+    held = {"v": torch.ones(16, dtype=torch.float64, requires_grad=True)}
+    with pytest.raises(ValueError, match=r"'layers\.0\.mlp' closes over the tensor 'held'"):
+        loss(p, fnmodels.remat, edits={"layers.*.mlp": lambda value, name: value * held["v"]})
+
+
 def test_remat_in_compiled_code_is_one_graph():
     compiled = torch.compile(lambda q: loss(q, fnmodels.remat), backend="aot_eager", fullgraph=True)
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), p)

@@ -24,7 +24,6 @@ from tests.support.cases import (
     causal,
     covering,
     generic_params,
-    layer_structures,
     off,
     segments,
     short,
@@ -128,7 +127,7 @@ def test_contributions_add_up_to_the_logit(name: str) -> None:
 
 def test_neurons_are_parts_of_their_own_mlp() -> None:
     """The per-layer embeddings of Gemma 4 are added after the MLP, which does not contribute them."""
-    config = next(case.config for case in layer_structures() if case.name == "gemma4_text_e")
+    config = short(next(case for case in cases() if case.name == "gemma4_text_e")).config
     params, batch = generic_params(config, torch.float64), batch_of(config, segments((5,), (5,)))
     added = research.direct_logit_attribution(params, batch.prepared(), batch.tokens, config=config)
     neurons = [name for name in added if name.endswith(".mlp.neurons")]
@@ -177,7 +176,7 @@ def test_a_patch_of_a_later_layer_equals_the_run_of_all(case: Case, tap: str) ->
     edits = {"embed": _scaled, "layers.*.middle": _scaled, "layers.*.input": _scaled, "hidden": _scaled}
     known = {name.split(".", 2)[-1] for name in tap_names(case.config)}
     edits = {name: edit for name, edit in edits.items() if name.split(".", 2)[-1] in known}
-    edits = edits if tap != "input" else {"embed": _scaled, "final.norm": _scaled}
+    edits = edits if tap != "input" else {"embed": _scaled} | ({"final.norm": _scaled} if "norm" in params else {})
     full = functools.partial(fnmodels.forward, params, config=case.config, kernel="math")
     grid = research.patch_grid(params, clean, corrupt, metric, config=case.config, tap=tap, edits=edits)
     _, values = full(*clean, taps=tuple(names))
@@ -398,7 +397,7 @@ def test_path_patching() -> None:
 @pytest.mark.parametrize("sender", ["mlp", "attention", "mlp.neurons"])
 def test_a_direct_path_moves_the_last_state_by_what_is_sent(name: str, sender: str) -> None:
     """Gates behind the heads, and inputs of each layer, read the residual stream too, and are held on the way."""
-    case = next(case for case in layer_structures() if case.name == name)
+    case = short(next(case for case in cases() if case.name == name))
     config, params = case.config, generic_params(case.config, torch.float64)
     clean, corrupt = (batch_of(config, segments((6,), (6,)), seed=seed).prepared() for seed in (1, 2))
     full = functools.partial(fnmodels.forward, params, config=config, kernel="math")

@@ -14,7 +14,7 @@ from fnmodels import tree
 from tests.support.cases import Case, cases, generic_params, structures
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", structures(), ids=str)
 def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
     """R5: files to parameters and back for every family and on-disk layout, mapped and copied."""
     P.save_pretrained(tmp_path, case.config, generic_params(case.config))

@@ -99,6 +99,30 @@ def test_half_of_a_head_is_an_error(case: Case, tmp_path: Path) -> None:
         assert (lost in str(caught.value)) == (lost in wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("qwen3_next", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.self_attn.q_proj")),
+        ("qwen3_5_moe_wrapped", ("fc", "norm", "layers.0.mlp.gate")),
+        ("hy_v3", ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.q_proj")),
+    ],
+)
+def test_heads_under_names_of_their_own(name: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Those of Qwen stand apart, that of Hy3 after the last layer: saved, read bit-equal, and left out on request."""
+    case = next(case for case in cases() if case.name == name)
+    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
+    weights = generic_params(config)
+    P.save_pretrained(tmp_path, config, weights)
+    there = "mtp." if "qwen" in name else f"model.layers.{config.num_hidden_layers}."
+    held = {found.removesuffix(".weight") for found in load_file(tmp_path / FILE)}
+    assert held >= {f"{there}{one}" for one in names}
+    back, loaded = P.load_pretrained(tmp_path)
+    assert back == config and tree.flatten(loaded).keys() == tree.flatten(weights).keys()
+    assert all(torch.equal(t, tree.flatten(weights)[path]) for path, t in tree.flatten(loaded).items())
+    config, loaded = P.load_pretrained(tmp_path, drop=("mtp",))
+    assert config == case.config and "mtp" not in loaded
+
+
 def test_what_cannot_be_dropped_is_said(tmp_path: Path) -> None:
     case = next(case for case in cases() if case.name == "deepseek_v3")
     saved(case, tmp_path / "one")

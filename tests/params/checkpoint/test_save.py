@@ -57,7 +57,8 @@ def test_there_and_back(case: Case, tmp_path: Path) -> None:
     tests/parity/test_files.py has those in fp32, and what transformers reads. What keeps its dtype (a bias of the
     choice) comes back in fp32, as from transformers' own loading.
     """
-    save_theirs(model_of(case.values).bfloat16(), tmp_path / "theirs")
+    model = model_of(case.values).bfloat16()
+    save_theirs(model, tmp_path / "theirs")
     config, loaded = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config
     P.save_pretrained(tmp_path / "ours", config, loaded)
@@ -68,7 +69,8 @@ def test_there_and_back(case: Case, tmp_path: Path) -> None:
     assert all(torch.equal(leaf, ours[name]) and leaf.dtype == ours[name].dtype for name, leaf in theirs.items())
     values = [json.loads((tmp_path / who / "config.json").read_text()) for who in ("theirs", "ours")]
     assert values[0]["dtype"] == values[1]["dtype"] == "bfloat16"
-    assert values[0]["architectures"] == values[1]["architectures"]
+    own = type(model).config_class is type(model.config)  # else transformers names the class of another type
+    assert values[0]["architectures"] == (values[1]["architectures"] if own else [type(model).__name__])
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -203,7 +205,7 @@ def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         P.load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", structures(), ids=str)
 def test_parts_fill_their_tensors(case: Case) -> None:
     """Joined tensors are written completely, without uninitialized rows, and their slices agree on the shape."""
     for name, parts in by_name(stored_leaves(case.config)).items():

@@ -20,7 +20,7 @@ from train.data.chat import Template, render
 
 CHAT = [{"role": "user", "content": "Hi"}]
 HUGE = "it needs more than 192 MiB of memory"
-LATE = "it takes more than 0.3 seconds of processor time"
+LATE = "it takes more than 1 seconds of processor time"
 LONG = "its text would have more than 1,05"
 DEEP = "maximum recursion depth exceeded"
 DOUBLE = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
@@ -78,7 +78,7 @@ ATTACKS = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chat_process, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_process, "SECONDS", 1.0)  # jinja2 compiles the longest for 0.25 s on a fast CPU
     monkeypatch.setattr(chat_process, "MEMORY", 192 << 20)
     yield
     assert render(Template("{{ messages[0].content }}!", {}), CHAT) == "Hi!"  # the next one is as if nothing had been

@@ -18,7 +18,7 @@ from tests.support.image_texts import ImageCase, image_cases
 from tests.support.wrappers import merged_patches
 from train.data.image_prompts import ImagePrompts
 
-_LIKE_OTHERS = ("_bias", "_e", "_moe", "_qwen2")
+_LIKE_OTHERS = ("_bias", "_e", "_moe", "_qwen2", "paligemma2")
 CASES = tuple(case for case in image_cases() if hasattr(case.family, "read_image"))
 CASES = tuple(case for case in CASES if not case.name.endswith(_LIKE_OTHERS))
 MEAN, STD = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
@@ -34,7 +34,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mistral3": ({"size": {"longest_edge": 24}, "patch_size": 8} | NORMAL, "pixtral"),
 }
-_QWEN = {"size": {"shortest_edge": 64, "longest_edge": 800}, "patch_size": 4} | NORMAL
+_AREA = {"size": {"shortest_edge": 64, "longest_edge": 800}} | NORMAL
+SETTINGS["gemma4_unified"] = SETTINGS["gemma4"]
+SETTINGS["paddleocr_vl"] = (_AREA | {"patch_size": 4}, "paddleocr_vl")
+SETTINGS["paligemma"] = ({"size": {"height": 12, "width": 12}} | NORMAL, "siglip")
+_QWEN = _AREA | {"patch_size": 4}
 SETTINGS |= dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), (_QWEN, "qwen2_vl"))
 SETTINGS["glm4v"] = (_QWEN | {"size": {"shortest_edge": 128, "longest_edge": 1600}}, "glm4v")
 _TILED = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}} | NORMAL
@@ -42,7 +46,7 @@ SETTINGS["llava_next"] = (_TILED | {"image_grid_pinpoints": [[8, 16], [16, 8], [
 # What stands for a picture of 20 x 44 pixels in a prompt: its placeholder, and the text with "i" for features.
 TEXTS = {
     "gemma3": ("[58]", "\n\n[58]" + 9 * "i" + "[59]\n\n"),
-    "gemma4": ("i", "[57]" + 60 * "i" + "[56]"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), ("i", "[57]" + 60 * "i" + "[56]")),
     "llama4": (
         "<|image|>",
         f"<|image_start|>{9 * 'i'}<|tile_x_separator|>{9 * 'i'}<|tile_y_separator|><|image|>{9 * 'i'}<|image_end|>",
@@ -50,7 +54,8 @@ TEXTS = {
     "llava_llama": ("i", 9 * "i"),
     "llava_next": ("i", 14 * "i"),
     "mistral3": ("i", "iii[IMG_BREAK]iii[IMG_END]"),
-    **dict.fromkeys(("glm4v", "qwen2_5_vl", "qwen3_5", "qwen3_vl"), ("i", 12 * "i")),
+    "paligemma": ("i", 9 * "i"),
+    **dict.fromkeys(("glm4v", "paddleocr_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"), ("i", 12 * "i")),
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -100,7 +105,9 @@ def test_pixels_equal_transformers(case: ImageCase, tmp_path: Path) -> None:
     bound = 2.5 / 255 / min(STD)
     if case.name.startswith(("qwen", "glm")):
         assert float((merged_patches(images[0], 4) - theirs).abs().max()) <= bound
-    elif case.name == "gemma4":
+    elif case.name == "paddleocr_vl":
+        assert float((patches_of(images[0], 4).reshape(theirs.shape) - theirs).abs().max()) <= bound
+    elif case.name.startswith("gemma4"):
         own = patches_of(images[0], 4, channels_last=True).flatten(0, 1)
         assert float((own - theirs[0, : len(own)]).abs().max()) <= bound
     elif case.name == "llava_next":

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fnmodels
 import train
-from fnmodels import gemma, gpt2, llama
+from fnmodels import gemma, gpt2, llama, tree
+from fnmodels.cache import step as step_file
 from tests.support.cases import generic_params
 from tests.variants.gemma import variants
 from train.generation.beam import beam_search
@@ -52,6 +53,19 @@ def _row(sampling: Sampling, row: int) -> Sampling:
     return Sampling(**{name: v[row].item() if isinstance(v, Tensor) else v for name, v in own.items()})
 
 
+def _tokens_computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sizes [B, S] of all calls of the layers on a cache from here on, prompts and steps."""
+    computed: list[tuple[int, ...]] = []
+    run = step_file.hidden_states
+
+    def seen(params: Any, inputs: Any, *rest: Any) -> Any:
+        computed.append(tuple(inputs["tokens"].shape))
+        return run(params, inputs, *rest)
+
+    monkeypatch.setattr(step_file, "hidden_states", seen)
+    return computed
+
+
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(), MIXED], ids=["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("slots", [1, 3, None])
 def test_tokens_and_logp_are_those_of_recomputation(sampling: Sampling, slots: int | None) -> None:
@@ -88,16 +102,12 @@ def test_equal_prompts_differ_by_their_noise_and_shared_beginnings_change_nothin
     shared = list(range(1, 25))
     prompts = [shared, shared, [*shared, 30, 31], shared[:20] + [35], shared]
     options = {"max_new": 6, "sampling": Sampling(temperature=2.0), "seeds": 1}
-    computed = []
-    decode_ = fnmodels.decode_
-    monkeypatch.setattr(
-        fnmodels, "decode_", lambda p, i, *a, **k: computed.append(i["tokens"]) or decode_(p, i, *a, **k)
-    )
+    computed = _tokens_computed(monkeypatch)
     found = train.generate(PARAMS, LLAMA, prompts, **options)
     assert found.tokens[0] != found.tokens[1] != found.tokens[4]
     for row, prompt in enumerate(prompts):
         assert found.tokens[row] == _plain(prompt, 6, options["sampling"], 1, draw=row)[0]
-    assert computed[0].shape == (1, 20) and computed[1].shape[0] == 3  # the beginning, and the three that differ
+    assert computed[0] == (1, 20) and computed[1][0] == 3  # the beginning, and the three that differ
 
 
 def test_the_stream_is_what_generate_returns() -> None:
@@ -146,11 +156,7 @@ def test_free_slots_wait_for_each_other_a_quarter_of_a_step() -> None:
 
 
 def test_prompts_are_computed_in_chunks_between_steps_of_the_others(monkeypatch) -> None:
-    widths = []
-    decode_ = fnmodels.decode_
-    monkeypatch.setattr(
-        fnmodels, "decode_", lambda p, i, *a, **k: widths.append(tuple(i["tokens"].shape)) or decode_(p, i, *a, **k)
-    )
+    widths = _tokens_computed(monkeypatch)
     requests = [Request([5, 6], 9), Request([5], 1), Request(list(range(20)), 2)]
     assert len(list(serve(PARAMS, LLAMA, requests, slots=2, capacity=30, chunk=6))) == 12
     long = [shape for shape in widths if shape[0] == 1 and shape[1] > 1]
@@ -162,14 +168,10 @@ def test_prompts_are_computed_in_chunks_between_steps_of_the_others(monkeypatch)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), MIXED], ids=["greedy", "mixed"])
 def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Sampling) -> None:
     """Idle slots are left out once no request waits; the answers are those of each prompt alone."""
-    widths: list[int] = []
-    decode_ = fnmodels.decode_
-    monkeypatch.setattr(
-        fnmodels, "decode_", lambda p, i, *a, **k: widths.append(len(i["tokens"])) or decode_(p, i, *a, **k)
-    )
+    computed = _tokens_computed(monkeypatch)
     sizes, seeds = [12, 3, 9, 6], [5, 6, 7, 8]
     found = train.generate(PARAMS, LLAMA, PROMPTS, max_new=sizes, sampling=sampling, seeds=seeds)
-    assert widths[1:] == [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
+    assert [rows for rows, _ in computed[1:]] == [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
     for row, (prompt, new, seed) in enumerate(zip(PROMPTS, sizes, seeds, strict=True)):
         tokens, logp = _plain(prompt, new, _row(sampling, row), seed)
         assert found.tokens[row] == tokens
@@ -178,13 +180,7 @@ def test_the_last_steps_are_of_active_slots_alone(monkeypatch, sampling: Samplin
 
 def test_prompts_of_other_lengths_are_computed_apart(monkeypatch) -> None:
     """A long prompt does not make short ones as long as itself, with and without a beginning that all share."""
-    computed: list[tuple[int, int]] = []
-    decode_ = fnmodels.decode_
-    monkeypatch.setattr(
-        fnmodels,
-        "decode_",
-        lambda p, i, *a, **k: computed.append(tuple(i["tokens"].shape)) or decode_(p, i, *a, **k),
-    )
+    computed = _tokens_computed(monkeypatch)
     apart = ([], [3, 41, 2, 30, 20, 38], [(3, 40), (1, 19), (2, 2)])
     after = (list(range(20)), [1, 30, 2, 4, 28, 3], [(2, 29), (4, 3)])
     for begin, sizes, widths in (apart, after):
@@ -322,9 +318,7 @@ def test_request_beyond_learned_positions_is_refused_before_the_first_token(run:
         return found
 
     assert [len(tokens) for tokens in answers(sizes)] == sizes
-    calls: list[Any] = []
-    decode_ = fnmodels.decode_
-    monkeypatch.setattr(fnmodels, "decode_", lambda *a, **k: calls.append(a) or decode_(*a, **k))
+    calls = _tokens_computed(monkeypatch)
     words = r"Request \d has 9 tokens and max_new 13, but the model has learned 20 positions: max_new is at most 12"
     with pytest.raises(ValueError, match=words):
         answers([18, 13]) if run != "beam_search" else beam_search(LEARNED, GPT2, prompts[1], beams=1, max_new=13)
@@ -491,3 +485,9 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     for three in (np.int64(3), torch.tensor(3), np.full(len(PROMPTS), 3), torch.full((len(PROMPTS),), 3)):
         for run in (train.generate, lambda *a, **how: speculate(*a[:2], *a[:2], *a[2:], **how)[0]):
             assert run(PARAMS, LLAMA, PROMPTS, max_new=three, seeds=np.int32(0), sampling=GREEDY).tokens == wanted
+
+
+def test_generation_under_a_transform_is_refused() -> None:
+    members = tree.stack([PARAMS, PARAMS])
+    with pytest.raises(ValueError, match=r"not for vmap, grad and jvp of torch.func: take fnmodels.prefill and decode"):
+        torch.func.vmap(lambda params: train.generate(params, LLAMA, PROMPTS, max_new=2))(members)

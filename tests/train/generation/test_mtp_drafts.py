@@ -16,12 +16,13 @@ from train.generation.speculative import speculate
 V = 7  # few tokens, so that a head with random weights is often right
 PROMPTS = [[1, 2, 3, 4, 5], [6], [5, 4, 3, 2, 1, 6, 5, 4, 3], [3, 3]]
 NEW = [17, 9, 14, 12]
-CASES = [next(case for case in cases() if case.name == name) for name in ("deepseek_v3", "glm4_moe")]
+CASES = [next(case for case in cases() if case.name == name) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def model(case: Any) -> tuple[Any, Any]:
-    config = replace(case.config, vocab_size=V, num_nextn_predict_layers=2)  # the second head is not used
+    heads = 1 if case.family == "qwen3_next" else 2  # the second head is not used
+    config = replace(case.config, vocab_size=V, num_nextn_predict_layers=heads)
     return generic_params(config), config
 
 
@@ -30,8 +31,11 @@ GREEDY, DRAWN = train.Sampling(temperature=0), train.Sampling(top_k=4)
 
 @pytest.mark.parametrize(
     ("case", "sampling", "ahead"),
-    [(CASES[0], GREEDY, 3), (CASES[0], DRAWN, 1), (CASES[1], GREEDY, 1), (CASES[1], DRAWN, 3)],
-    ids=["greedy, 3 ahead", "drawn, 1 ahead", "greedy, 1 ahead", "drawn, 3 ahead"],
+    [
+        *[(CASES[0], GREEDY, 3), (CASES[0], DRAWN, 1), (CASES[1], GREEDY, 1), (CASES[1], DRAWN, 3)],
+        (CASES[2], GREEDY, 3),
+    ],
+    ids=["greedy, 3 ahead", "drawn, 1 ahead", "greedy, 1 ahead", "drawn, 3 ahead", "recurrent, 3 ahead"],
 )
 def test_answers_are_the_plain_ones(case: Any, sampling: train.Sampling, ahead: int) -> None:
     params, config = model(case)

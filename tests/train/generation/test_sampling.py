@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from train.generation import sampling as sampling_module
 from train.generation.noise import exponential, random_bits
 from train.generation.sampling import Sampling, check_sampling, sample_state, sample_step, stack_samplings, truncated
 from train.losses.logprobs import logprobs
@@ -226,3 +227,29 @@ def test_a_state_is_a_tree() -> None:
     again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
     a, b = (sample_step(LOGITS.expand(5, -1), s)[0] for s in (state, again))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_noise_of_later_draws_that_is_computed_at_once_is_that_of_each_draw(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a counter was replaced, or written into, and for rows that rest in a step."""
+    sizes: list[int] = []
+    real = sampling_module.exponential
+    monkeypatch.setattr(sampling_module, "exponential", lambda *a: sizes.append(len(a[0])) or real(*a))
+    logits = torch.randn(100, rows, VOCAB, generator=torch.Generator().manual_seed(2))
+    state = _state(Sampling(), rows)
+    for number, step in enumerate(logits):
+        if number == 40:
+            state = dataclasses.replace(state, steps=state.steps + 7)
+        if number == 50:
+            state.seeds.add_(1)
+        active = torch.arange(rows) != 1 if 60 <= number < 65 else None
+        fresh = dataclasses.replace(state)  # which knows no noise
+        *wanted, after = sample_step(step, fresh, active=torch.ones(rows, dtype=torch.bool))
+        *found, state = sample_step(step, state, active=active)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        steps = after.steps if active is None else torch.where(active, after.steps, fresh.steps)
+        assert torch.equal(state.steps, steps)
+    at_once = [size for size in sizes if size > rows]
+    assert at_once and len(sizes) == len(logits) + 5 + len(at_once)

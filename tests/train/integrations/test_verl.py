@@ -55,6 +55,50 @@ def test_a_microbatch_is_one_packed_row() -> None:
         packed_row(micro | {"multi_modal_inputs": [{"pixels": 1}]}, 0)
 
 
+def test_vllms_experts_become_the_routing_of_a_row() -> None:
+    from tests.support.cases import cases
+    from train.generation.routing import expert_layers
+    from train.integrations.verl.batches import packed_row
+    from train.integrations.verl.routing import layers_of, routing_of
+
+    config = next(case.config for case in cases() if case.name == "deepseek_v3")  # whose first layer is dense
+    layers, k = expert_layers(config), 2
+    assert 0 < len(layers) < config.num_hidden_layers
+    draw = torch.Generator().manual_seed(0)
+    recorded = [torch.rand(n, len(layers), 8, generator=draw).argsort(-1)[..., :k] for n in (4, 2)]  # but the last
+    padded = [
+        torch.cat((layers_of(one, config), torch.zeros(1, config.num_hidden_layers, k, dtype=torch.int16)))
+        for one in recorded
+    ]
+    assert all(one.dtype == torch.int16 and not one[:, 0].any() for one in padded)
+
+    def nested(*rows: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    micro = {
+        "input_ids": nested(torch.arange(5), torch.arange(3)),
+        "position_ids": nested(torch.arange(5), torch.arange(3)),
+    }
+    micro["routed_experts"] = nested(*padded)
+    row = packed_row(micro, 0, multiple=6, replays=config)["routing"]
+    assert row.dtype == torch.int64 and row.shape == (1, 12, len(layers), k)
+    assert torch.equal(row[0, :4], recorded[0]) and torch.equal(row[0, 5:7], recorded[1])
+    assert row[0, [4, 7]].tolist() == [[[0, 1]] * len(layers)] * 2
+    assert "routing" not in packed_row(micro, 0)
+    holes = [one.clone() for one in padded]
+    holes[0][1] = 0
+    for wrong, words in (
+        (nested(*holes), "sequence 0 has no experts at token 1, and has some behind it"),
+        (nested(*(one[:, 1:] for one in padded)), "all 3 layers|must be .tokens, layers, k"),
+        (nested(padded[0][:4], padded[1]), "of 8 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            routing_of(micro | {"routed_experts": wrong}, config)
+    del micro["routed_experts"]
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay=True"):
+        routing_of(micro, config)
+
+
 def test_sharing_takes_the_fields_of_a_strategy() -> None:
     from train.integrations.verl.settings import mesh_and_strategy
 
@@ -270,6 +314,36 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
     server.sleep()
     with pytest.raises(RuntimeError, match="has no weights yet"):
         asyncio.run(answers(server))
+
+
+@with_verl
+@pytest.mark.parametrize("mesh", ["", "fsdp=2", "tp=2", "cp=2", "pp=2", "ep=2"])
+def test_an_engine_replays_the_experts_of_the_rollout(run: Any, tmp_path: Path, mesh: str) -> None:
+    """Scores, losses and gradients are those of the rollout's experts: in one process bit for bit."""
+    support("verl_flow").write_model("qwen3_moe", tmp_path / "model")
+    program = [ROOT / "tests/support/verl_replay.py", tmp_path / "model", tmp_path / "out", mesh]
+    found = json.loads(run.program(program, 2 if mesh else 1).splitlines()[-1])
+    assert found["missing"].startswith("ValueError: The batch has no routed_experts")
+    assert found["dense"].startswith("ValueError: engine.router_replay.mode is R3, and a llama has no experts")
+    assert found["without"] > 1e-3  # other experts than the engine's own
+    assert found["log_probs"] <= (3e-6 if mesh else 0.0) and found["norm"] < 1e-5
+    assert found["other_bits"] == 0  # elements of gradients, in one process
+
+
+@with_verl
+def test_main_ppo_replays_what_the_rollout_recorded(tmp_path: Path) -> None:
+    toy = support("verl_toy")  # verl asks tokenizers of Qwen models for more than this one has
+    support("verl_flow").write_model("mixtral", tmp_path / "model")
+    toy.write_task(tmp_path, tmp_path / "model")
+    environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "train.integrations.verl"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = toy.command(tmp_path, tmp_path / "model", steps=2)
+    command += ["actor_rollout_ref.actor.fnmodels.router_replay.mode=R3"]
+    command += ["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    apart = logged(done.stdout, "training/rollout_probs_diff_max")
+    assert len(apart) == 2 and max(apart) < 1e-5
 
 
 @with_verl

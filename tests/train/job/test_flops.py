@@ -5,7 +5,7 @@ import pytest
 import fnmodels
 import params as P
 from fnmodels import llama, qwen_moe, tree
-from tests.support.cases import attending, attending_layers, cases, generic_params
+from tests.support.cases import attending, attending_layers, cases, generic_params, layers_run
 from train.job.flops import flops_per_token, peak_memory
 
 SIZES = {
@@ -45,9 +45,11 @@ def test_frozen_weights_have_no_gradient_to_be_made():
 def test_every_family_has_attention_and_no_more_flops_than_all_its_weights_would_need(case):
     spec = fnmodels.family_of(case.config).spec(case.config)
     none, some = (flops_per_token(case.config, spec, length) for length in (0, 7))
-    everything = sum(leaf.numel() for leaf in tree.leaves(generic_params(case.config)))
+    params = generic_params(case.config)
+    ran = params | {"layers": layers_run(case.config, params["layers"])}
+    everything = sum(leaf.numel() for leaf in tree.leaves(ran))
     assert 0 < none < 6 * everything
-    layers = enumerate(spec["layers"])
+    layers = enumerate(layers_run(case.config, spec["layers"]))
     attention = attending_layers(case.config)
     heads = [layer["attention"] for index, layer in layers if index in attention]
     widths = [one["o_proj"].shape[1] if "o_proj" in one else one["q_b_proj"].shape[0] for one in heads]

@@ -16,11 +16,12 @@ from fnmodels.ops import apply_rotary, apply_rotary_interleaved
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.mla import query_latent
+from fnmodels.ops.rotary import apply_rotary_last
 from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generic_params, off, segments, trainable
 from train.losses.indexers.loss import indexer_loss, with_indexers
 from train.losses.indexers.teaching import divergence
 
-CASES = {case.name: case for case in cases() if case.name in ("deepseek_v32", "glm_moe_dsa")}
+CASES = {case.name: case for case in cases() if case.name in ("deepseek_v32", "glm_moe_dsa", "hy_v4")}
 IDS = segments((-2, 11, 4), (6, 9, -2))
 STAGES = ("dense", "sparse")
 
@@ -53,12 +54,12 @@ def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
     layers = own_choices(config.layer_kinds)
     names = [f"layers.{i}.{name}" for i in layers for name in ("attention.pattern", "input_layernorm")]
     _, taps = fnmodels.forward(params, inputs, masks, freqs, config=config, kernel="math", taps=tuple(names))
-    rotate = apply_rotary_interleaved if config.index_rope_interleave else apply_rotary
+    how = Indexer(1, apply_rotary_interleaved if getattr(config, "index_rope_interleave", False) else apply_rotary)
+    how = Indexer(1, apply_rotary_last, config.rms_norm_eps) if case.family == "hy_v4" else how
     total = torch.zeros((), dtype=torch.float64)
     for i in layers:
         weights, x = params["layers"][i]["attention"], taps[f"layers.{i}.input_layernorm"]
-        table = freqs[config.layer_kinds[i]]
-        latent, how = query_latent(weights, x), Indexer(1, rotate)
+        table, latent = freqs[fnmodels.family_of(config).kinds(config)[i]], query_latent(weights, x)
         k = ops.index_keys(weights["indexer"], x, table, how)
         scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, k.shape[-1], table, how), k)
         mass = taps[f"layers.{i}.attention.pattern"].sum(1)
@@ -156,5 +157,9 @@ def test_indexer_loss_refusals() -> None:
     llama = next(case for case in cases() if case.name == "llama")
     with pytest.raises(ValueError, match="whose attention chooses its keys; llama does not"):
         indexer_loss({}, batch.batch(), config=llama.config, stage="dense")
+    for name in ("deepseek_v4", "minimax_m3"):
+        other = next(case for case in cases() if case.name == name)
+        with pytest.raises(ValueError, match=r"score single keys, and layers of a .* choose blocks or windows"):
+            indexer_loss({}, batch.batch(), config=other.config, stage="dense")
     with pytest.raises(ValueError, match="The spec has no indexer"):
         with_indexers(fnmodels.family_of(llama.config).spec(llama.config), "dense")

@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from fnmodels import tree
+from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd
 from train.optim.base import apply_updates, clip_by_global_norm, global_norm, trainable_mask
+from train.optim.lion import lion
+from train.optim.muon import muon
+from train.optim.wrappers import with_ema
 
 STEPS = 50
 
@@ -246,6 +250,12 @@ def test_wrong_betas_are_named(betas):
         adamw(1e-3, betas=betas)
 
 
+def test_an_update_without_parameters_is_refused():
+    optimizer, params = adamw(0.1), toy()
+    with pytest.raises(TypeError, match="params is None"):
+        optimizer.update(gradients(0, params), optimizer.init(params), None)
+
+
 def test_nesterov_needs_a_momentum():
     with pytest.raises(ValueError, match="momentum"):
         sgd(1e-3, nesterov=True)
@@ -265,3 +275,59 @@ def test_a_rate_may_be_a_tensor_whose_value_nobody_reads():
 
     both = torch.func.vmap(after)(rates)
     torch.testing.assert_close(both[1], params["embed"] - 0.2 * grads["embed"])
+
+
+HYPER = {
+    "adamw": (lambda h: adamw(h[0], betas=(h[1], h[2]), eps=h[3], weight_decay=h[4]), [0.01, 0.9, 0.99, 1e-3, 0.1]),
+    "sgd": (lambda h: sgd(h[0], momentum=h[1], nesterov=True, weight_decay=h[2]), [0.01, 0.9, 0.1]),
+    "lion": (lambda h: lion(h[0], betas=(h[1], h[2]), weight_decay=h[3]), [0.001, 0.9, 0.99, 0.1]),
+    "muon": (lambda h: muon(h[0], momentum=h[1], eps=h[2], weight_decay=h[3]), [0.01, 0.9, 1e-3, 0.1]),
+    "adafactor": (
+        lambda h: adafactor(h[0], beta2_decay=-h[1], eps=(h[2], h[3]), clip=h[4], weight_decay=h[5]),
+        [0.01, 0.8, 1e-6, 1e-3, 0.5, 0.1],
+    ),
+    "with_ema": (lambda h: with_ema(sgd(h[0]), h[1]), [0.01, 0.9]),
+}
+
+
+@pytest.mark.parametrize("name", HYPER)
+def test_hyperparameters_as_tensors_are_those_as_numbers(name):
+    """In place, pure, mapped, and with a gradient of each that finite differences confirm where the maths has one."""
+    make, values = HYPER[name]
+    params = toy(torch.float64)["layers"]
+    params = [{"w": layer["w"]} for layer in params] if name == "muon" else params
+    hyper = torch.tensor(values, dtype=torch.float64)
+    exact = {"rtol": 1e-9, "atol": 1e-9} if name != "muon" else {"rtol": 0.02, "atol": 0.02}  # its iteration is bf16
+
+    def total(h):
+        after, state = run_ours(make(h), params, inplace=False, steps=3)
+        return sum(leaf.square().sum() for leaf in tree.leaves([after, state.get("ema", [])]))
+
+    for inplace in (False, True):
+        wanted = run_ours(make(values), params, inplace=inplace, steps=3)
+        found = run_ours(make(hyper), params, inplace=inplace, steps=3)
+        for ours, number in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+            torch.testing.assert_close(ours, number, rtol=1e-12, atol=1e-12)
+    mapped = torch.func.vmap(total, randomness="same")(torch.stack((hyper, 0.9 * hyper)))
+    torch.testing.assert_close(mapped, torch.stack((total(values), total(0.9 * hyper))), **exact)
+    if name != "muon":
+        small = 1e-6 * hyper
+        differences = [total(hyper + e) - total(hyper - e) for e in torch.diag(small)]
+        found = torch.func.grad(total)(hyper) * small * 2
+        torch.testing.assert_close(found, torch.stack(differences), rtol=1e-5, atol=1e-12)
+
+
+def test_the_gradient_of_beta2_is_finite_where_a_gradient_is_zero():
+    def after(beta2):
+        optimizer, params = adamw(0.1, betas=(0.9, beta2)), {"w": torch.ones(2)}
+        return optimizer.update({"w": torch.tensor([0.0, 1.0])}, optimizer.init(params), params)[0]["w"].sum()
+
+    assert torch.func.grad(after)(torch.tensor(0.99)).isfinite()
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_a_tensor_of_several_hyperparameters_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} is a tensor \[2\]; it must be 0-d: torch.func.vmap maps"):
+        adamw(**{"lr": 0.1, name: torch.tensor([0.1, 0.2])})
+    with pytest.raises(ValueError, match=r"weight_decay is tensor.*must be a number, at least 0"):
+        sgd(0.1, weight_decay=torch.tensor(-0.1))

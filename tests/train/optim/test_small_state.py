@@ -132,3 +132,15 @@ def test_wrappers_and_other_optimizers():
 def test_small_states_of_a_wrapper_are_refused(inner):
     with pytest.raises(ValueError, match="put it inside of the groups of a partition"):
         with_small_state(inner).init(MATRIX)
+
+
+def test_a_gradient_through_an_update_is_refused() -> None:
+    params = {"w": torch.ones(80, 80)}
+
+    def moved(scale: torch.Tensor) -> torch.Tensor:
+        optimizer = with_small_state(adamw(0.1))
+        return optimizer.update({"w": scale * params["w"]}, optimizer.init(params), params)[0]["w"].sum()
+
+    moved(torch.tensor(2.0))
+    with pytest.raises(ValueError, match="rounded codes, which have no derivative"):
+        torch.func.grad(moved)(torch.tensor(2.0))

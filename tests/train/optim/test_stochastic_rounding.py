@@ -185,3 +185,19 @@ def test_the_pure_update_goes_through_vmap() -> None:
         one = {"w": params["w"][i]}
         expected, _ = optimizer.update({"w": grads["w"][i]}, optimizer.init(one), one)
         assert torch.equal(updates["w"][i], expected["w"])
+
+
+def test_the_derivative_is_that_without_rounding() -> None:
+    grads = tree.map(torch.ones_like, _params())
+
+    def moved(rate: torch.Tensor, rounded: bool) -> torch.Tensor:
+        optimizer = with_stochastic_rounding(adamw(rate)) if rounded else adamw(rate)
+        params = _params() if rounded else tree.map(torch.Tensor.float, _params())
+        return optimizer.update(grads, optimizer.init(params), params)[0]["w"].sum()
+
+    rate = torch.tensor(0.1)
+    wanted = torch.func.grad(moved)(rate, False)
+    torch.testing.assert_close(torch.func.grad(moved)(rate, True), wanted)
+    tracked = rate.clone().requires_grad_()
+    moved(tracked, True).backward()
+    torch.testing.assert_close(tracked.grad, wanted)

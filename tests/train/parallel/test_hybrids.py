@@ -13,10 +13,25 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.family import parsed
 from tests.support.copies import may_differ
-from tests.support.one_process import HYBRIDS, SEQUENTIAL, config_of, errors_of, one_process, spec_of, worst
+from tests.support.one_process import (
+    GATHERED,
+    HYBRIDS,
+    SEQUENTIAL,
+    config_of,
+    error,
+    errors_of,
+    one_process,
+    placed,
+    spec_of,
+    weights_of,
+    worst,
+)
 from tests.support.ranks_pool import Ranks
-from train.parallel import Mesh
+from train.comm.dtensor import full_tensor
+from train.parallel import Mesh, fsdp
+from train.parallel.ngram_tables import TableRows, is_table
 from train.parallel.pipeline import staged_loss
+from train.parallel.tensor import leaf_wrappers
 
 LIMIT = 1e-5
 FAMILIES = (*HYBRIDS, *SEQUENTIAL)
@@ -62,6 +77,11 @@ BORDERS = [
     ("glm_moe_dsa", "pp=2", {"schedule": "ZBVZeroBubble"}, 4),
     ("glm_moe_dsa", "pp=2,cp=2", {"split": (1, 3)}, 2),
     ("glm_moe_dsa", "pp=2,tp=2", {"split": (1, 3), "sequence": True}, 2),
+    ("axk2", "pp=2,tp=2", {"sequence": True}, 2),  # gates of norms read and write the residual stream
+    ("qwen4_exp", "pp=2,tp=2", {"sequence": True}, 2),  # streams that are mixed by gates
+    # streams that are not mixed, and choices, cross a border together
+    ("hy_v4", "pp=2,tp=2", {"sequence": True}, 2),
+    ("hy_v4", "pp=2,cp=2", {"split": (2, 1)}, 2),
     ("gemma4_e", "pp=4", {"schedule": "1F1B"}, 4),
     ("gemma4_e", "pp=2", {"schedule": "ZBVZeroBubble"}, 4),
     ("gemma4_e", "pp=2", {"schedule": "InterleavedZeroBubble"}, 4),
@@ -69,6 +89,10 @@ BORDERS = [
     ("gemma4_e", "pp=2,tp=2", {"sequence": True}, 2),
     ("gemma4_e", "pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble"}, 4),
     ("gemma4_moe", "pp=2,ep=2", {}, 2),
+    ("mistral_large4", "pp=2,tp=2", {"sequence": True}, 2),  # tables of learned frequencies, on each stage
+    ("mistral_large4", "cp=2,tp=2", {}, 1),
+    ("rwkv7", "pp=2,tp=2", {}, 2),  # the values of the first layer, of heads
+    ("rwkv7", "pp=2,cp=2", {}, 2),
 ]
 
 
@@ -76,7 +100,8 @@ BORDERS = [
 def test_what_later_stages_read_crosses_borders(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], parts: int
 ) -> None:
-    assert any(kind.source or kind.indexed for kind in parsed(kinds_of(name))) or name == "gemma4_moe"
+    kinds = parsed(kinds_of(name))
+    assert any(kind.source or kind.indexed or kind.joins for kind in kinds) or name == "gemma4_moe"
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, {"accumulate": parts}), name)
 
 
@@ -94,23 +119,151 @@ STREAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-# tables of n-grams that the embedding reads, and what half of a layer leaves for the other
+# tables of n-grams that the embedding or layers read, and what half of a layer leaves for the other
 NGRAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("fsdp=2", {}, {"remat": "full"}),
+    ("fsdp=4", {}, {}),
+    ("dp=2,fsdp=2", {}, {}),
+    ("tp=2", {}, {}),
     ("tp=2", {"sequence": True}, {}),
     ("cp=2", {}, {}),
     ("ep=2", {}, {}),
     ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
     ("pp=2,tp=2", {"sequence": True}, {"accumulate": 2}),
+    ("fsdp=2,tp=2", {}, {"remat": "full"}),
+    ("fsdp=2,tp=2", {"sequence": True}, {}),
+    ("cp=2,tp=2", {"sequence": True}, {}),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "strategy", "options"), NGRAMS)
+@pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen4_exp_ngrams"])
 def test_ngrams_and_a_summand_of_the_layer_before(
-    ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    name = "longcat_flash_ngram"
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
+
+
+LOOPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fsdp=2", {}, {"remat": "full"}),
+    ("tp=2", {"sequence": True}, {}),
+    ("cp=2", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "options"), LOOPS)
+@pytest.mark.parametrize("name", ["hrm_text", "zamba2"])
+def test_layers_that_run_several_times(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
+
+
+def shapes_gathered(name: str, mesh: str) -> list[tuple[int, ...]]:
+    """The shapes of all parameters that a step gathers."""
+    seen: set[tuple[int, ...]] = set()
+    right = fsdp.gather
+
+    def gather(shards: Any) -> Any:
+        seen.update(tuple(shard.sharding.shape) for shard in shards)
+        return right(shards)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "gather", gather)
+        errors_of(name, mesh, {}, {})
+    return sorted(seen)
+
+
+def tables_of(name: str) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in tree.flatten(spec_of(name)).items() if is_table(path)}
+
+
+@pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen4_exp_ngrams"])
+def test_tables_of_ngrams_are_read_where_they_are(ranks: Ranks, name: str) -> None:
+    """Rows are sharded, odd numbers of them too, and no rank ever has a whole table."""
+    tables = set(tables_of(name).values())
+    assert len(tables) > 1 and all(rows % 2 for rows, _ in tables) == (name == "longcat_flash_ngram")
+    for seen in ranks(2)(shapes_gathered, name, "fsdp=2"):
+        assert seen and not set(map(tuple, seen)) & tables
+
+
+def table_shards(name: str, mesh: str) -> dict[str, tuple[tuple[int, ...], float]]:
+    """{table: (the shape of this rank's shard, how far the table is from the original once it is gathered)}."""
+    params, whole = tree.flatten(placed(name, Mesh.parse(mesh))), tree.flatten(weights_of(config_of(name)))
+    paths = [path for path in params if is_table(path)]
+    return {p: (tuple(params[p].to_local().shape), error(full_tensor(params[p]), whole[p])) for p in paths}
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "fsdp=2,tp=2", "fsdp=4"])
+@pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen4_exp_ngrams"])
+def test_ranges_of_rows_are_shards_of_tables(ranks: Ranks, name: str, mesh: str) -> None:
+    """Each rank has its rows, none twice and none of padding; with tp, of which fsdp shards the columns."""
+    sizes = Mesh.parse(mesh)
+    every = ranks(sizes.world)(table_shards, name, mesh)
+    by_columns = sizes.fsdp if sizes.tp > 1 else 1
+    for path, (rows, columns) in tables_of(name).items():
+        shapes = [shards[path][0] for shards in every]
+        assert sum(shape[0] for shape in shapes) == rows * by_columns
+        assert {shape[1] for shape in shapes} == {columns // by_columns}
+        assert max(shape[0] for shape in shapes) == -(-rows // (sizes.world // by_columns))
+        assert all(shards[path][1] == 0 for shards in every)
+
+
+def own_positions_alone(
+    weight: Any, convolve: Callable[..., Any], x: Tensor, segment_ids: Tensor, *given: Any, **how: Any
+) -> Any:
+    """A convolution that does not see the positions of other ranks."""
+    rank, length = weight.entry.region.rank, x.shape[1]
+    return convolve(x, weight.weight, segment_ids[:, rank * length : (rank + 1) * length], *given, **how)
+
+
+def errors_with_piecewise_conv() -> dict[str, float]:
+    one_process("qwen4_exp_ngrams")  # before it is spoiled
+    with pytest.MonkeyPatch.context() as patch, may_differ():
+        patch.setattr(leaf_wrappers._Along, "along_rows", own_positions_alone)
+        return errors_of("qwen4_exp_ngrams", "tp=2", {"sequence": True}, {})
+
+
+def errors_with_shifted_rows() -> dict[str, float]:
+    """Ranges of rows that begin one row too late."""
+    one_process("longcat_flash_ngram")
+    right = TableRows.look_up
+
+    def look_up(table: TableRows, ids: Tensor) -> Tensor:
+        return right(table, (ids + 1) % table.rows)
+
+    with pytest.MonkeyPatch.context() as patch, may_differ():
+        patch.setattr(TableRows, "look_up", look_up)
+        return errors_of("longcat_flash_ngram", "tp=2", {}, {})
+
+
+@pytest.mark.parametrize("spoiled", [errors_with_piecewise_conv, errors_with_shifted_rows])
+def test_mistakes_of_sharded_ngrams_are_seen(ranks: Ranks, spoiled: Callable[[], dict[str, float]]) -> None:
+    assert worst(ranks(2)(spoiled), "gradient")[0] > 100 * LIMIT
+
+
+# choices of blocks of keys, of which each rank of tp makes those of its heads; of more ranks than heads, one
+BLOCKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fsdp=2", {}, {"remat": "full"}),
+    ("tp=2", {}, {}),
+    ("tp=4", {"sequence": True}, {"remat": "full"}),
+    ("cp=2", {}, {}),
+    ("ep=2", {}, {}),
+    ("pp=2,tp=2", {"sequence": True}, {"accumulate": 2}),
+    ("cp=2,tp=2", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "options"), BLOCKS)
+def test_choices_by_head_of_keys(ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, "minimax_m3", mesh, strategy, options), "minimax_m3")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_keys(ranks: Ranks, name: str, mesh: str) -> None:
+    """kernel="sparse" on the heads of each rank, and with cp on keys of all ranks."""
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, {}, {}), name)
 
 
 @pytest.mark.parametrize(("mesh", "strategy", "options"), STREAMS)

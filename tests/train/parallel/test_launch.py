@@ -48,7 +48,8 @@ from train.job.processes import controller
 from train.job.processes import launch as joining
 from train.job.recipe import resolved, with_optimizer_defaults
 from train.job.settings import Settings
-from train.job.tasks.language_model import blueprint, check_model_fits
+from train.job.tasks.language_model import blueprint
+from train.job.tasks.language_model_checks import check_model_fits
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.whole_model import fetching

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.family import function_of, parsed, traits_of
+from fnmodels.models.common.family import field_of, parsed, shares_rows, traits_of
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams
 from params import Rules, plan
+from params.axes import SHIFTED
 from tests.support.cases import (
     Case,
     cases,
@@ -190,8 +191,13 @@ def test_recurrent_layers_are_shared() -> None:
 
 
 def modes() -> list[tuple[Case, bool]]:
-    """Each model type with or without sequence=True, in turn; `representatives` with both."""
-    shared, both = [case for case in TYPES if shareable(case)], {case.name for case in representatives()}
+    """Each model type with or without sequence=True, in turn; `representatives` with both.
+
+    A step of models whose layers run several times is compared in test_hybrids: here torch adds the gradients of their
+    passes as DTensors, for which it searches placements for minutes.
+    """
+    shared = [case for case in TYPES if shareable(case) and not field_of(case.config, "passes")]
+    both = {case.name for case in representatives()}
     return [
         (case, bool(i))
         for n, case in enumerate(shared)
@@ -201,14 +207,23 @@ def modes() -> list[tuple[Case, bool]]:
 
 
 def reads_whole_rows(case: Case) -> bool:
-    """Whether its layers read tensors of full rows, which sequence=True refuses."""
-    return function_of(fnmodels.family_of(case.config), "shared") is not None
+    """Whether its layers read tensors of full rows, or the token before each one, which sequence=True refuses."""
+    family = fnmodels.family_of(case.config)
+    shifts = any(SHIFTED in leaf.axes for leaf in tree.leaves(family.spec(case.config)))
+    return shifts or shares_rows(family) or traits_of(family).reads_ids
 
 
-def test_layers_that_read_whole_rows_raise() -> None:
-    config = variant("mpnet")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("mpnet", "of a mpnet read tensors of full rows .* use sequence=False"),
+        ("rwkv7", "of a rwkv7 read the token before each one, .* use sequence=False"),
+    ],
+)
+def test_layers_that_read_whole_rows_raise(name: str, sentence: str) -> None:
+    config = variant(name)
     placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), {"tp": 2})
-    with pytest.raises(ValueError, match=r"of a mpnet read tensors of full rows .* use sequence=False"):
+    with pytest.raises(ValueError, match=sentence):
         tensor_parallel(config, placements, sequence=True)
 
 

@@ -58,7 +58,7 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> str:
-        """What the source is, as far as that is known without reading it."""
+        """The identity of the source, as far as it is known without reading it."""
 
     @property
     def size(self) -> int | None:

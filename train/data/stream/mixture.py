@@ -17,7 +17,7 @@ from .windows import Background, Encode, Window, windows
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a stream is read.
+    """Options of reading a stream.
 
     Attributes:
         length: Tokens of a row.
@@ -123,7 +123,7 @@ class StreamMixture:
         return joined(rows)
 
     def position(self, steps: int) -> list[dict[str, Any]]:
-        """Where the sources are after `steps` steps, the last ones made, as JSON for `seek`."""
+        """The positions of the sources after `steps` steps, the last ones made, as JSON for `seek`."""
         begins = [stream.begin(samples) for stream, samples in zip(self._streams, self._samples(steps), strict=True)]
         return [{"window": number, "cursor": list(cursor)} for number, cursor in begins]
 

@@ -67,7 +67,7 @@ def _texts(opened: IO[bytes], place: int) -> Iterator[tuple[int, Record]]:
 
 
 def _cut(data: bytes) -> int:
-    """Where a piece ends: behind its last line, or behind its last full character where it has no line end."""
+    """The end of a piece: behind its last line, or behind its last full character where it has no line end."""
     if end := data.rfind(b"\n") + 1:
         return end
     last = next((n for n in range(1, 5) if data[-n] & 0xC0 != 0x80), 1)  # bytes of the last character that are there

@@ -1,4 +1,4 @@
-"""What --data names, as streamed sources with weights."""
+"""The streamed sources that --data names, with their weights."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

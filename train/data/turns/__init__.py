@@ -1,1 +1,1 @@
-"""What the turns of a conversation say, and whether a rendered text has all of it."""
+"""Texts in the turns of a conversation, and checks that a rendered text has all of them."""

@@ -1,4 +1,4 @@
-"""What a turn of a conversation says: each text that a chat template has to write for it.
+"""The texts in a turn of a conversation, each of which a chat template has to write.
 
 Every key of a turn is one of four: a key of this file whose texts are read, bookkeeping, the switch that makes a turn
 context, or another, all of whose texts count as said. So a key that nobody knows is written by the template, or the

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 from train.eval import pretrained
 
@@ -57,8 +58,17 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Base:
-    """A base model; its weights are read by all clients and written by none."""
+    """A base model; its weights are read by all clients and written by none.
+
+    kernel: of sampling and of training, see `fnmodels.forward`; with "invariant" both have the same bits.
+    """
 
     folder: Path
     config: DecoderConfig
     params: Tree
+    kernel: Kernel = "auto"
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The keywords by which all passes run the model."""
+        return {"config": self.config, "kernel": self.kernel}

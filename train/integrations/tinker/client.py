@@ -13,18 +13,22 @@ client is its own future, for releases of Tinker return either. Methods have twi
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import params as P
+from fnmodels.options import Kernel
 from train.eval import pretrained
 
-from .base import Base
+from .base import Base, Future
+from .packed import saved_state
 from .sampling import SamplingClient
-from .training import LoraConfig, TrainingClient, saved_state
+from .traced import TracedLoss, trace
+from .training import LoraConfig, TrainingClient
 
 
 class Client:
@@ -39,6 +43,8 @@ class Client:
         base_url: Must be None, for there is no server.
         folder: Where saved weights and states go.
         dtype: Of base models; adapters are fp32.
+        kernel: Of sampling and of training, see `fnmodels.forward`. With "invariant" the log-probabilities of sampled
+            tokens and those of a pass with the same weights have the same bits.
 
     Raises:
         ValueError: There is a base_url.
@@ -53,11 +59,12 @@ class Client:
         base_url: str | None = None,
         folder: str | os.PathLike[str] = "tinker",
         dtype: torch.dtype = torch.float32,
+        kernel: Kernel = "auto",
     ) -> None:
         if base_url is not None:
             raise ValueError(f"base_url is {base_url!r}; this service runs in this process and has none.")
         self.user_metadata, self.project_id, self.display_name = user_metadata, project_id, display_name
-        self.folder, self.dtype = Path(folder), dtype
+        self.folder, self.dtype, self.kernel = Path(folder), dtype, kernel
         self._bases: dict[Path, Base] = {}
 
     def base(self, base_model: str | os.PathLike[str]) -> Base:
@@ -72,7 +79,7 @@ class Client:
         folder = Path(base_model)
         if folder not in self._bases:
             config, params = pretrained.load_model(folder, dtype=self.dtype)
-            self._bases[folder] = Base(folder, config, params)
+            self._bases[folder] = Base(folder, config, params, self.kernel)
         return self._bases[folder]
 
     def create_lora_training_client(
@@ -103,6 +110,25 @@ class Client:
             The client.
         """
         return self.create_lora_training_client(base_model, **lora)
+
+    def create_custom_loss(
+        self, fn: Callable[..., tuple[Tensor, Mapping[str, Tensor]]], input_ranks: Mapping[str, int]
+    ) -> Future[TracedLoss]:
+        """A loss of one datum, traced by torch.fx, for `TrainingClient.forward_backward_custom`.
+
+        Args:
+            fn: (logprobs [T], the entries of loss_fn_inputs that its parameters are named for) -> (loss, metrics), both
+                of tensors without dimensions; metrics are named custom/NAME:sum or custom/NAME:mean. It may call
+                functions and methods of torch that work on each element, sum or select.
+            input_ranks: The rank of each parameter: 1 for logprobs and [T], 0 for a number, 2 for [T, K].
+
+        Returns:
+            A future of the loss.
+
+        Raises:
+            ValueError: torch.fx cannot trace the function, or it calls something else.
+        """
+        return Future(trace(fn, input_ranks))
 
     def create_training_client_from_state(self, path: str | os.PathLike[str]) -> TrainingClient:
         """A client that goes on from saved weights, with a new optimizer state.
@@ -135,13 +161,18 @@ class Client:
         return self.create_lora_training_client(progress["base"], **progress["lora"])
 
     def create_sampling_client(
-        self, model_path: str | os.PathLike[str] | None = None, base_model: str | os.PathLike[str] | None = None
+        self,
+        model_path: str | os.PathLike[str] | None = None,
+        base_model: str | os.PathLike[str] | None = None,
+        *,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
         """A client that draws answers, from saved adapters or from a base model.
 
         Args:
             model_path: A folder of adapters that `save_weights_for_sampler` wrote.
             base_model: The folder of a checkpoint, without adapters.
+            record_stability_info: Whether sequences have the experts of their tokens, of a model with experts.
 
         Returns:
             The client.
@@ -153,15 +184,16 @@ class Client:
             raise ValueError("A sampling client needs one of model_path and base_model.")
         if model_path is None:
             base = self.base(str(base_model))
-            return SamplingClient(base, base.params)
+            return SamplingClient(base, base.params, record_stability_info)
         base = self.base(pretrained.weights_folder(Path(model_path)))
-        return SamplingClient(base, P.lora.load_adapters(model_path, base.config, base.params))
+        params = P.lora.load_adapters(model_path, base.config, base.params)
+        return SamplingClient(base, params, record_stability_info)
 
     async def create_sampling_client_async(self, **places: Any) -> SamplingClient:
         """`create_sampling_client` for code that awaits; the work is done when it returns.
 
         Args:
-            **places: model_path or base_model.
+            **places: model_path or base_model, and perhaps record_stability_info.
 
         Returns:
             The client.

@@ -9,11 +9,14 @@ from fnmodels.tree import Tree
 from train.data.token_budget import token_budget
 from train.eval import pretrained
 from train.generation.loops import generate
+from train.generation.routing import expert_layers
 from train.generation.sampling import Sampling
 from train.losses.logprobs import token_logprobs
 
 from . import types
 from .base import Base, Future, Ready, TextTokenizer
+
+_STOPS: dict[str, types.StopReason] = {"max_new": "length"}
 
 
 class SamplingClient(Ready):
@@ -22,10 +25,12 @@ class SamplingClient(Ready):
     Args:
         base: The base model.
         params: Its parameters, with adapters that this client alone reads.
+        records: Whether sequences have the experts of their tokens, of a model with experts.
     """
 
-    def __init__(self, base: Base, params: Tree) -> None:
+    def __init__(self, base: Base, params: Tree, records: bool = False) -> None:
         self.base, self.params = base, params
+        self.records = records and bool(expert_layers(base.config))
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -74,10 +79,13 @@ class SamplingClient(Ready):
             stop_ids=pretrained.end_ids(self.base.folder) if stop is None else ids,
             stop_texts=texts,
             tokenizer=self.get_tokenizer().inner if texts else None,
+            record_routing=self.records,
+            kernel=self.base.kernel,
         )
+        routing = list(map(types.Routing, found.routing)) if self.records else [None] * num_samples
         sequences = [
-            types.SampledSequence("length" if reason == "max_new" else "stop", answer, logp.tolist(), uuid.uuid4().hex)
-            for reason, answer, logp in zip(found.reasons, found.tokens, found.logp, strict=True)
+            types.SampledSequence(_STOPS.get(reason, "stop"), answer, logp.tolist(), uuid.uuid4().hex, experts)
+            for reason, answer, logp, experts in zip(found.reasons, found.tokens, found.logp, routing, strict=True)
         ]
         prompt_logprobs = self.compute_logprobs(prompt).result() if include_prompt_logprobs else None
         return Future(types.SampleResponse(sequences, prompt_logprobs))
@@ -111,7 +119,7 @@ class SamplingClient(Ready):
             raise ValueError("The prompt is empty; log-probabilities need at least one token.")
         (row,) = token_budget({"tokens": [tokens]}, len(tokens))[0]
         with torch.no_grad():
-            logp = token_logprobs(self.params, row.batch, config=self.base.config)[0]
+            logp = token_logprobs(self.params, row.batch, **self.base.run)[0]
         return Future([None, *logp[0, :-1].tolist()])
 
     async def compute_logprobs_async(self, prompt: Any) -> list[float | None]:

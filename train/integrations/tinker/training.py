@@ -14,27 +14,27 @@ import params as P
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from train import checkpoint
-from train.data.token_budget import PackedRow, token_budget, unpacked
+from train.data.token_budget import unpacked
 from train.engine import Engine
 from train.losses.logprobs import token_logprobs
-from train.losses.output_loss import OutputLoss, logprob_loss
 from train.optim.adamw import adamw
 from train.optim.base import clip_factor, global_norm
 from train.state import State, init_state
 
 from . import types
 from .base import Base, Future, Ready, TextTokenizer
-from .losses import LOSSES, LossFunction, NamedLoss, gradient_times_logp
+from .losses import gradient_times_logp, of_each_datum
+from .packed import Losses, output_of, packed_data, packed_inputs, saved_place, saved_state
 from .sampling import SamplingClient
+from .traced import TracedLoss
 
 ALPHA = 32.0  # of every adapter, whatever its rank, as in Tinker
-BUDGET = 4096  # tokens of a packed row; a longer sequence has a row of its own
 CustomLoss = Callable[[list[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Which weights are adapted: linear ones of MLPs (experts included), lm_head where the model has one,
+    """The weights that are adapted: linear ones of MLPs (experts included), lm_head where the model has one,
     and with train_attn all others: those of attention and recurrent layers."""
 
     rank: int = 32
@@ -74,7 +74,7 @@ class TrainingClient(Ready):
         params = P.lora.attach(params, tree.map(torch.Tensor.float, P.lora.adapters(params)))
         optimizer = adamw(1e-4, spec=P.lora.spec(base.config, params))
         self.engine = Engine(base.config, params, optimizer, copy=False)  # the base's weights stay shared
-        self._losses: dict[Any, OutputLoss] = {}
+        self._losses = Losses(base)
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -91,10 +91,11 @@ class TrainingClient(Ready):
 
         Args:
             data: `Datum`s, each with the entries that the loss reads.
-            loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo" and "cispo" with logprobs and
-                advantages.
-            loss_fn_config: The clipping of "ppo" and "cispo"; None: {"clip_low_threshold": 0.8, "clip_high_threshold":
-                1.2}.
+            loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo", "cispo", "dro" and "gspo" with logprobs
+                and advantages, "gspo" also with sequence_ratio_mask.
+            loss_fn_config: The numbers of a loss; None: its defaults. Those of "ppo" and "cispo" are
+                {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}; "gspo" has the same numbers and "dro" beta,
+                without defaults. Clips may be entries of the data instead, a number per token.
 
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.
@@ -102,9 +103,9 @@ class TrainingClient(Ready):
         Raises:
             ValueError: The loss is unknown, or a datum lacks an entry or has one of another length.
         """
-        loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
+        loss, rows = self._losses.named(loss_fn, loss_fn_config, data), packed_data(data, loss_fn)
         found = self.engine.forward_backward([row.batch for row in rows], loss)
-        return Future(_output(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
+        return Future(output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
 
     def forward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
@@ -114,41 +115,58 @@ class TrainingClient(Ready):
         Args:
             data: `Datum`s, each with the entries that the loss reads.
             loss_fn: The name of a loss, as for `forward_backward`.
-            loss_fn_config: The clipping of "ppo" and "cispo"; None: as for `forward_backward`.
+            loss_fn_config: The numbers of a loss; None: as for `forward_backward`.
 
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.
         """
-        loss, rows = self._loss(loss_fn, loss_fn_config), packed_data(data, loss_fn)
+        loss, rows = self._losses.named(loss_fn, loss_fn_config, data), packed_data(data, loss_fn)
         found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
         total = sum(float(one[0]) for one in found)
-        return Future(_output(rows, [one[3]["logp"] for one in found], total))
+        return Future(output_of(rows, [one[3]["logp"] for one in found], total))
 
-    def forward_backward_custom(self, data: Sequence[Any], loss_fn: CustomLoss) -> Future[types.ForwardBackwardOutput]:
+    def forward_backward_custom(
+        self, data: Sequence[Any], loss_fn: CustomLoss | TracedLoss
+    ) -> Future[types.ForwardBackwardOutput]:
         """Adds the gradients of a loss of one's own of the log-probabilities.
 
-        It takes a forward pass more than a named loss: gradients by the log-probabilities come first.
+        A function takes a forward pass more than a named loss: gradients by the log-probabilities come first. A traced
+        loss does not.
 
         Args:
-            data: `Datum`s with target_tokens.
-            loss_fn: (data, log-probabilities [T] of each datum) -> (loss, metrics).
+            data: `Datum`s with target_tokens, and for a traced loss with its inputs.
+            loss_fn: (data, log-probabilities [T] of each datum) -> (loss, metrics), or the result of
+                `Client.create_custom_loss`.
 
         Returns:
             A future of the log-probabilities in nats, and of the metrics.
+
+        Raises:
+            ValueError: A datum lacks an entry or has one of another shape, or a traced loss fails.
         """
+        if isinstance(loss_fn, TracedLoss):
+            return self._forward_backward_traced(data, loss_fn)
         rows = packed_data(data, None)
-        config = self.base.config
-        found = self.engine.infer(
-            [row.batch for row in rows], lambda params, batch: token_logprobs(params, batch, config=config)[0]
-        )
+        run = self.base.run
+        batches = [row.batch for row in rows]
+        found = self.engine.infer(batches, lambda params, batch: token_logprobs(params, batch, **run)[0])
         logps = [logp.requires_grad_() for logp in unpacked(rows, found).values()]
         loss, metrics = loss_fn(list(data), logps)
         each = torch.autograd.grad(loss, logps, allow_unused=True)
         given = [torch.zeros_like(logp) if grad is None else grad for grad, logp in zip(each, logps, strict=True)]
         for row in rows:
             row.batch["gradient"] = torch.cat([given[number] for number in row.sequences])[None]
-        self.engine.forward_backward([row.batch for row in rows], self._kept("custom", gradient_times_logp))
-        output = _output(rows, found, float(loss.detach()))
+        self.engine.forward_backward([row.batch for row in rows], self._losses.of("gradient", gradient_times_logp))
+        output = output_of(rows, found, float(loss.detach()))
+        return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
+
+    def _forward_backward_traced(self, data: Sequence[Any], loss: TracedLoss) -> Future[types.ForwardBackwardOutput]:
+        rows = packed_inputs(data, loss)
+        function = self._losses.of(("traced", loss.key), of_each_datum(loss))
+        found = self.engine.forward_backward([row.batch for row in rows], function)
+        output = output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]))
+        means = {name: len(data) if name.endswith(":mean") else 1 for name in found["aux"]}
+        metrics = {name: float(value) / means[name] for name, value in found["aux"].items()}
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
 
     def optim_step(self, adam_params: Any) -> Future[types.OptimStepResponse]:
@@ -197,11 +215,7 @@ class TrainingClient(Ready):
         return Future(types.SaveWeightsResponse(str(path)))
 
     def _place(self, kind: str, name: str) -> Path:
-        folder = self._folder / f"model-{self.id}" / kind
-        path = folder / name
-        if folder.resolve() not in path.resolve().parents:
-            raise ValueError(f"The name {name!r} leads out of the client's folder; it must be that of a folder in it.")
-        return path
+        return saved_place(self._folder / f"model-{self.id}" / kind, name)
 
     def load_state(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
         """Loads the weights of a saved state; the optimizer state starts anew.
@@ -263,31 +277,30 @@ class TrainingClient(Ready):
 
         Args:
             name: The name of a folder into which they are saved too; None: they are not saved.
-            record_stability_info: Must be False: the loss "stable_reinforce" of Tinker's servers alone reads it.
+            record_stability_info: Whether sequences have the experts of their tokens, of a model with experts.
 
         Returns:
             The client.
 
         Raises:
-            ValueError: record_stability_info is True, or the name leads out of the client's folder.
+            ValueError: The name leads out of the client's folder.
         """
-        if record_stability_info:
-            raise ValueError('record_stability_info is for the loss "stable_reinforce", whose maths is not published.')
         if name is not None:
             self.save_weights_for_sampler(name)
         adapters = tree.map(torch.clone, P.lora.adapters(self.engine.params))  # the next update overwrites them
-        return SamplingClient(self.base, P.lora.attach(self.base.params, adapters))
+        return SamplingClient(self.base, P.lora.attach(self.base.params, adapters), record_stability_info)
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+    async def save_weights_and_get_sampling_client_async(self, *args: Any, **options: Any) -> SamplingClient:
         """`save_weights_and_get_sampling_client` for code that awaits; the work is done when it returns.
 
         Args:
-            name: The name of a folder into which the weights are saved too; None: they are not saved.
+            *args: Those of `save_weights_and_get_sampling_client`.
+            **options: Those of `save_weights_and_get_sampling_client` by name.
 
         Returns:
             The client.
         """
-        return self.save_weights_and_get_sampling_client(name)
+        return self.save_weights_and_get_sampling_client(*args, **options)
 
     async def forward_backward_async(self, *args: Any, **options: Any) -> Future[types.ForwardBackwardOutput]:
         """`forward_backward` for code that awaits; the work is done when it returns.
@@ -381,61 +394,3 @@ class TrainingClient(Ready):
             A future of the folder's path.
         """
         return self.load_state_with_optimizer(path)
-
-    def _loss(self, name: str, given: Mapping[str, float] | None) -> OutputLoss:
-        """The loss of a name and its numbers, one object each, for code is compiled per function."""
-        loss = named_loss(name)
-        if unknown := sorted((given or {}).keys() - loss.config.keys()):
-            raise ValueError(f"The loss {name!r} has no {unknown[0]!r}; its numbers are {sorted(loss.config)}.")
-        config = {**loss.config, **(given or {})}
-        return self._kept((name, *sorted(config.items())), loss.make(config))
-
-    def _kept(self, key: Any, function: LossFunction) -> OutputLoss:
-        if key not in self._losses:
-            self._losses[key] = logprob_loss(function, config=self.base.config)
-        return self._losses[key]
-
-
-def named_loss(name: str) -> NamedLoss:
-    """ValueError for an unknown name."""
-    if name not in LOSSES:
-        raise ValueError(f"There is no loss {name!r}; there are {', '.join(LOSSES)}, and forward_backward_custom.")
-    return LOSSES[name]
-
-
-def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:
-    """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form."""
-    needed = ("target_tokens", *(() if loss_fn is None else named_loss(loss_fn).inputs))
-    if not data:
-        raise ValueError("There is no datum: data is empty.")
-    entries: dict[str, list[Tensor]] = {"tokens": [], **{name: [] for name in needed}}
-    for number, datum in enumerate(data):
-        tokens = datum.model_input.to_ints()
-        entries["tokens"].append(torch.tensor(tokens, dtype=torch.int64))
-        for name in needed:
-            if name not in datum.loss_fn_inputs:
-                given = sorted(datum.loss_fn_inputs)
-                raise ValueError(f"Datum {number} has no {name!r}, which the loss {loss_fn!r} needs; it has {given}.")
-            values = datum.loss_fn_inputs[name].to_torch()
-            if values.shape != (len(tokens),):
-                raise ValueError(
-                    f"{name!r} of datum {number} has the shape {list(values.shape)}; it needs one number for each of "
-                    f"the {len(tokens)} tokens."
-                )
-            entries[name].append(values if name == "target_tokens" else values.float())
-    entries["labels"] = [values.long() for values in entries.pop("target_tokens")]
-    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
-
-
-def _output(rows: Sequence[PackedRow], logps: Sequence[Tensor], total: float) -> types.ForwardBackwardOutput:
-    each = unpacked(rows, [logp.detach() for logp in logps]).values()
-    outputs = [{"logprobs": types.TensorData.from_torch(logp)} for logp in each]
-    return types.ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total})
-
-
-def saved_state(path: str | os.PathLike[str]) -> checkpoint.Checkpoint:
-    """The newest state in a folder. FileNotFoundError where there is none."""
-    found = checkpoint.latest(Path(path))
-    if found is None:
-        raise FileNotFoundError(f"{path} holds no saved state; TrainingClient.save_state makes one.")
-    return found

@@ -66,7 +66,9 @@ class TensorData:
         Returns:
             A new tensor of the shape and dtype.
         """
-        return torch.tensor(self.data, dtype=getattr(torch, self.dtype)).reshape(self.shape or [len(self.data)])
+        return torch.tensor(self.data, dtype=getattr(torch, self.dtype)).reshape(
+            [len(self.data)] if self.shape is None else self.shape
+        )
 
     def to_numpy(self) -> "np.ndarray[Any, Any]":
         """An array of these elements.
@@ -84,6 +86,25 @@ class TensorData:
         """
         found: list[Any] = self.to_torch().tolist()
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The experts that computed the tokens of a sequence, for `Datum.loss_fn_inputs` under the name "routing".
+
+    Args:
+        experts: Integers [tokens, layers with experts, k].
+    """
+
+    experts: Tensor
+
+    def to_torch(self) -> Tensor:
+        """The experts.
+
+        Returns:
+            The same tensor.
+        """
+        return self.experts
 
 
 @dataclass(frozen=True)
@@ -171,7 +192,8 @@ class Datum:
     Args:
         model_input: A `ModelInput`.
         loss_fn_inputs: {"target_tokens": ..., "weights": ...} and the like. Values are TensorData, tensors, arrays or
-            lists; they are stored as TensorData.
+            lists; they are stored as TensorData. "routing", integers [tokens, layers with experts, k], are the experts
+            that the pass replays; all data of a call have it or none.
     """
 
     model_input: Any
@@ -211,7 +233,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is drawn.
+    """Settings of drawing an answer.
 
     Args:
         max_tokens: Tokens of an answer at most; None: as many as the model has positions.
@@ -239,12 +261,15 @@ class SampledSequence:
         tokens: Ids, the one that stopped the answer included.
         logprobs: Nats of each token at the temperature.
         sequence_id: Another one for each answer, which comparisons leave out.
+        routing: The experts that computed the prompt and all tokens but the last, as a Datum of these tokens takes
+            them; None where they were not recorded.
     """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float]
     sequence_id: str = field(default="", compare=False)
+    routing: Routing | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

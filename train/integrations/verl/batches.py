@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.family import DecoderConfig
 from train.data.token_budget import rows_within
+
+from .routing import routing_of
 
 NUMBER = "number"  # batch entry [1, T]: the number of the microbatch, by which a loss finds what is not per token
 TEMPERATURE = "temperature"  # batch entry [1, T], where it is not 1
@@ -68,10 +71,13 @@ def _check_jagged(tokens: Tensor) -> None:
         raise ValueError('input_ids must be jagged, [N, T*]: fnmodels takes pad_mode="no_padding".')
 
 
-def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
+def packed_row(
+    micro: Any, number: int, multiple: int = 1, *, replays: DecoderConfig | None = None
+) -> dict[str, Tensor]:
     """The row of microbatch `number`: tokens, positions, segment_ids, labels, NUMBER and perhaps TEMPERATURE.
 
     labels are the next tokens, -100 at the end of a sequence. The row is padded to a multiple of `multiple` tokens.
+    replays: the config of the model whose experts are those of the rollout, as the entry "routing"; None: its own.
     NotImplementedError for images and positions of several axes.
     """
     tokens, positions = micro["input_ids"], micro["position_ids"]
@@ -89,9 +95,14 @@ def packed_row(micro: Any, number: int, multiple: int = 1) -> dict[str, Tensor]:
     if has_temperature(micro):
         each = torch.as_tensor(micro[TEMPERATURE], dtype=torch.float32, device=flat.device)
         row[TEMPERATURE] = each.expand(len(lengths)).repeat_interleave(lengths)
-    padding = (0, -len(flat) % multiple)
+    if replays is not None:
+        row["routing"] = routing_of(micro, replays)
+    padding = -len(flat) % multiple
     fill = {"labels": IGNORE, NUMBER: number, TEMPERATURE: 1.0}
-    return {name: F.pad(value, padding, value=fill.get(name, 0))[None] for name, value in row.items()}
+    return {
+        name: F.pad(value, (0, 0) * (value.ndim - 1) + (0, padding), value=fill.get(name, 0))[None]
+        for name, value in row.items()
+    }
 
 
 def has_temperature(micro: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 import params as P
 from fnmodels.tree import Tree
 from train.engine import Engine
+from train.generation.routing import expert_layers
 from train.handover.offload import offload
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import OutputLoss
@@ -69,6 +70,7 @@ class VerlEngine:
         self._away: dict[str, Callable[[], None]] = {}  # part of the state on the host -> the way back
         self._losses: dict[bool, tuple[OutputLoss, Callable[..., Outputs]]] = {}  # with temperatures, without
         self._saved: list[Path] = []
+        self._replays = settings.replays_routing(engine_config)
 
     # Who computes what
 
@@ -102,6 +104,8 @@ class VerlEngine:
             optimizer = settings.optimizer_of(self.config, params, self.optimizer_config)
             self.optimizer = settings.hyperparameters(self.optimizer_config)
             self.lr_scheduler = settings.schedule_of(self.optimizer_config, self.optimizer)
+        if self._replays and not expert_layers(self.config):
+            raise ValueError(f"engine.router_replay.mode is R3, and a {self.config.model_type} has no experts.")
         remat = "full" if self.model_config.enable_gradient_checkpointing else "none"
         clip = None if optimizer is None else self.optimizer_config.clip_grad
         self.engine = Engine(self.config, params, optimizer, copy=False, clip=clip, remat=remat, **self._common)
@@ -153,7 +157,8 @@ class VerlEngine:
 
     def _rows(self, micros: list[Any]) -> list[dict[str, Tensor]]:
         multiple = self.mesh.cp * (self.mesh.tp if self.strategy.sequence else 1)
-        return [packed_row(micro, number, multiple) for number, micro in enumerate(micros)]
+        replays = self.config if self._replays else None
+        return [packed_row(micro, number, multiple, replays=replays) for number, micro in enumerate(micros)]
 
     def _judged(
         self, outputs: Outputs, batch: Mapping[str, Tensor], micros: list[Any], function: Any, judged: dict[int, Any]
@@ -365,7 +370,7 @@ def _jagged(outputs: Outputs, micro: Any) -> dict[str, Tensor]:
 
 
 def _check_supported(data: Any) -> None:
-    for name in ("distillation_use_topk", "calculate_sum_pi_squared", "enable_routing_replay"):
+    for name in ("distillation_use_topk", "calculate_sum_pi_squared"):
         if entry(data, name, False):
             raise NotImplementedError(f"The batch requests {name}, which train.integrations.verl does not have.")
 

@@ -19,7 +19,7 @@ from train.parallel.placement import rules_of
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters are: over a mesh, or with devices=None on one device of the type."""
+    """The place of parameters: over a mesh, or with devices=None on one device of the type."""
 
     mesh: Mesh
     strategy: Strategy

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from torch import Tensor
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
@@ -25,6 +26,7 @@ from train.generation.loops import serve
 from train.generation.requests import Request
 from train.generation.sampling import Sampling
 
+from .routing import layers_of
 from .settings import DTYPES
 
 NAME = "fnmodels"
@@ -123,7 +125,8 @@ class Server:
         room = self._capacity() - len(prompt)
         if room < 1:
             raise ValueError(f"The prompt has {len(prompt)} tokens; the rollout has room for {self._capacity()}.")
-        request = Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids)
+        records = bool(getattr(self.settings, "enable_rollout_routing_replay", False))
+        request = Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids, record_routing=records)
         # here, so that a mistake is its caller's alone and no other answer waits for it
         check_request(self.count, request, self.config, learned=learned_positions(self.config))
         return request
@@ -148,18 +151,26 @@ class Server:
         """Answers requests until there are none; one call uses one version of the weights."""
         if self.weights is None:
             raise RuntimeError("The rollout has no weights yet: update_weights comes first.")
-        answers: dict[int, tuple[list[int], list[float]]] = {}
+        answers: dict[int, tuple[list[int], list[float], list[Tensor]]] = {}
         (params, version), taken = self.weights, self._requests.taken
         slots = min(self.settings.max_num_seqs, SLOTS)
         for event in serve(params, self.config, self._requests, slots=slots, capacity=self._capacity()):
-            tokens, logp = answers.setdefault(event.row, ([], []))
+            tokens, logp, experts = answers.setdefault(event.row, ([], [], []))
             tokens.append(event.token)
             logp.append(event.logp)
+            experts += [] if event.routing is None else [event.routing]
             if event.reason is not None:
                 fields: dict[str, Any] = {"global_steps": version, "finish_reason": event.reason}
                 del answers[event.row]
+                routed = layers_of(torch.cat(experts), self.config).numpy() if experts else None
                 taken[event.row].set_result(
-                    TokenOutput(token_ids=tokens, log_probs=logp, stop_reason="completed", extra_fields=fields)
+                    TokenOutput(
+                        token_ids=tokens,
+                        log_probs=logp,
+                        routed_experts=routed,
+                        stop_reason="completed",
+                        extra_fields=fields,
+                    )
                 )
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]], last: bool, version: int | None) -> None:

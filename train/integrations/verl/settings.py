@@ -107,12 +107,21 @@ def _nested(model: Any, engine: Any) -> dict[str, Any]:
     override = override.get("model_config", override)
     changes = {name: value for name, value in override.items() if name not in WITHOUT_MEANING}
     mtp = {name for name in ("enable", "enable_train", "enable_rollout") if getattr(model.mtp, name, False)}
-    replay = getattr(getattr(engine, "router_replay", None), "mode", "disabled")
+    replay = _replay_mode(engine)
     return {
         "model.override_config": changes,
         "model.tiled_mlp.enabled": (model.tiled_mlp or {}).get("enabled", False),
-        "engine.router_replay.mode": "" if replay == "disabled" else replay,
+        "engine.router_replay.mode": "" if replay in ("disabled", "R3") else replay,
     } | {f"model.mtp.{name}": True for name in sorted(mtp)}
+
+
+def _replay_mode(engine: Any) -> str:
+    return str(getattr(getattr(engine, "router_replay", None), "mode", "disabled"))
+
+
+def replays_routing(engine_config: Any) -> bool:
+    """Whether passes take the experts of each token from the rollout (router_replay.mode=R3)."""
+    return _replay_mode(engine_config) == "R3"
 
 
 def with_adapters(config: DecoderConfig, params: Tree, model_config: Any, seed: int) -> Tree:

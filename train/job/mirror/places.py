@@ -1,4 +1,4 @@
-"""What a copy of a run consists of, and which of its steps are complete."""
+"""The files of a copy of a run, and the steps that are complete in it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How fast each process computes by itself: the time of a small piece of work, without waiting for anybody.
+"""The speed of each process by itself: the time of a small piece of work, without waiting for other processes.
 
 The steps of all ranks take equally long, because each waits for the slowest in every collective. So each rank times the
 same product of matrices by itself from time to time, and rank 0 compares (`train.job.watch.slow_ranks`).

@@ -1,4 +1,4 @@
-"""How many threads compute in a process: those that it may use, shared among the processes of one machine.
+"""The number of a process's computing threads: the cores it may use, shared among the processes of one machine.
 
 Torch starts a thread for each core of the machine or of the process's affinity. A quota of its control group, as
 containers have it, is no such limit: the threads above it wait for each other, for far longer than they compute.

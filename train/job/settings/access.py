@@ -1,4 +1,4 @@
-"""What follows from a setting's declaration: its flag, its JSON, its absolute paths, the code that it names."""
+"""Properties that a setting's declaration implies: its flag, its JSON, its absolute paths, the code that it names."""
 
 import json
 import os

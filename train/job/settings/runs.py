@@ -167,7 +167,7 @@ class RunSettings:
 
     @property
     def replaced(self) -> tuple[str, tuple[str, ...]]:
-        """What makes settings of a new model void, as a sentence, and their names."""
+        """The reason why settings of a new model are void, as the end of a sentence, and their names."""
         if self.init is None:
             return "", ()
         return f"is for a new model, and --init {self.init} names a checkpoint", model_sizes(type(self))

@@ -1,4 +1,4 @@
-"""What tasks on single examples share: the files that a run depends on, its curves, summary, card and evaluation."""
+"""Parts that tasks on single examples share: the files of a run, its curves, summary, card and evaluation."""
 
 import hashlib
 import json

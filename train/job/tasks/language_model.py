@@ -15,16 +15,11 @@ from typing import Any
 
 import torch
 
-import fnmodels
-import params as P
-from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.files import copy_file, write_text
-from fnmodels.inputs.load_balance import head_tail_order
 from fnmodels.inputs.noise import noise_keys
 from fnmodels.models.common.config_json import strict_json
-from fnmodels.models.common.dropout import check_dropout
-from fnmodels.models.common.family import DecoderConfig, field_of, traits_of
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from params.io.files import plain_file
@@ -40,7 +35,7 @@ from train.job import heldout, report, run_folder
 from train.job.blueprint import Blueprint
 from train.job.flops import flops_per_token
 from train.job.heldout import SumOf
-from train.job.mesh_flags import MeshSetup, check_shards
+from train.job.mesh_flags import MeshSetup
 from train.job.metrics_log import Row, six_digits, step_metrics
 from train.job.model_card import name_of
 from train.job.pictures import RunRows
@@ -48,11 +43,11 @@ from train.job.settings import Settings, fixed_settings, flag, imports, to_toml
 from train.job.task import Card, Json, Weights
 from train.loss import LossFn
 from train.losses.next_token import next_token_loss
-from train.parallel.context.api import resolved_order
 from train.run_options import Balance
 
 from . import initial_model, text_data
 from .initial_model import InitialModel
+from .language_model_checks import check_agreement, check_model_fits, check_model_settings, is_routed
 from .new_model import new_config
 from .text_data import TextData
 
@@ -334,39 +329,9 @@ def moe_balance(settings: Settings) -> Balance | None:
     return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
 
 
-def is_routed(config: DecoderConfig) -> bool:
-    return bool(traits_of(fnmodels.family_of(config)).routed)
-
-
 def is_cross_entropy(settings: Settings) -> bool:
     """Whether the training loss is a plain cross entropy apart from load balancing, so that perplexity is defined."""
     return not settings.label_smoothing and not settings.z_loss and settings.loss is None
-
-
-def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:
-    """UserError where the mesh cannot shard the model or its rows."""
-    mesh, strategy = mesh_setup.mesh, mesh_setup.strategy
-    length, spec = min(settings.row_length, config.max_position_embeddings), initial_model.run_spec(config, settings)
-    if length % mesh.cp:
-        raise UserError(f"--mesh {mesh} splits the tokens of a row over {mesh.cp} ranks, and a row has {length}")
-    check_shards(mesh_setup, settings, config, initial_model.family_spec(config), spec)
-    if mesh.cp > 1 and resolved_order(strategy.order, config) == "head_tail":
-        padded = length + -length % (mesh.cp * mesh.tp if strategy.sequence else 1)
-        try:
-            head_tail_order(padded, mesh.cp)
-        except ValueError as error:
-            raise UserError(f"--mesh {mesh}: {error}") from error
-    heads = [config.num_attention_heads]
-    heads.append(getattr(config, "num_key_value_heads", heads[0]))
-    if strategy.context == "ulysses" and any(max(1, number // mesh.tp) % mesh.cp for number in heads):
-        raise UserError(
-            f"--context ulysses distributes heads, and --mesh {mesh} does not divide the model's: take gather or ring"
-        )
-    if mesh.tp > 1 and isinstance(spec.get("lm_head"), P.lora.Lora):
-        raise UserError(
-            f"--mesh {mesh}: tp shards the vocabulary, and lm_head then cannot have an adapter: leave it out of the "
-            f"targets of --lora {settings.lora}"
-        )
 
 
 def is_complete(summary: Json | None) -> bool:
@@ -394,42 +359,3 @@ def init_run_folder(path: Path, identity: Json, model: InitialModel, length: int
         run_folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=length))
     else:
         pretrained.copy_companions(model.source, path)
-
-
-def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
-    """UserError where text, tokenizer, config or base weights differ from those the run started with."""
-    changes = {
-        "corpus": "the text has changed since the run started",
-        "tokenizer": "tokenizer.json is not the one that the run started with",
-        "config": "config.json is not the one that the run started with",
-        "weights": "the weights that its adapters belong to have changed",
-    }
-    for name, change in changes.items():
-        if recorded.get(name) != identity[name]:
-            raise UserError(f"--run {path}: {change}, so resuming would not give the same result: name another --run")
-
-
-def check_model_settings(config: DecoderConfig, spec: Tree, settings: Settings) -> None:
-    """UserError where settings of dropout and of load balancing do not apply to the model."""
-    if settings.dropout == "config":
-        if not field_of(config, "dropout").acts:
-            raise UserError(
-                f"--dropout config is for the rates of a config.json, and {settings.init or 'the new model'} states "
-                "none above 0"
-            )
-        try:
-            check_dropout(config)
-        except ValueError as error:
-            raise UserError(f"--dropout config: {error}") from error
-    reason = f"and {settings.init or 'the new model'} has none"
-    for name in ("balance_loss", "router_z_loss"):
-        if getattr(settings, name) and not is_routed(config):
-            raise UserError(f"{flag(name)} {getattr(settings, name)} is for models with experts, {reason}")
-    if settings.balance_rate is not None:
-        if not any(path.endswith("selection_bias") for path in tree.flatten(spec)):
-            raise UserError(f"--balance-rate {settings.balance_rate} moves the selection bias of routers, {reason}")
-        if settings.lora:
-            raise UserError(
-                f"--balance-rate {settings.balance_rate} moves parameters outside of the adapters, and --lora saves "
-                "only these: leave one of the two out"
-            )

@@ -28,8 +28,9 @@ def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int])
     if not traits_of(family).causal or traits_of(family).inputs != "tokens":
         raise UserError(f"{what}: this job trains next-token prediction of text, which this is no model for")
     optional = () if settings.preset else tuple(name for name in _optional(settings) if name not in changes)
+    chosen = bool(settings.preset) or settings.num_attention_heads != DEFAULT.num_attention_heads
     try:
-        return _read(family, values, optional)
+        return _read(family, values, optional, () if chosen else tuple(_OF_ATTENTION - changes.keys()))
     except CheckpointError as error:
         text = str(error).removeprefix("config.json").lstrip(": ").partition(" If they do not, ignore_fields=")[0]
         raise UserError(
@@ -46,8 +47,15 @@ def _optional(settings: Settings) -> tuple[str, ...]:
     return (*unchosen, "rms_norm_eps", "tie_word_embeddings")
 
 
-def _read(family: Family, values: dict[str, Any], optional: tuple[str, ...]) -> DecoderConfig:
+_OF_ATTENTION = {"num_attention_heads", "max_position_embeddings"}  # which recurrent models do not have
+
+
+def _read(
+    family: Family, values: dict[str, Any], optional: tuple[str, ...], of_attention: tuple[str, ...]
+) -> DecoderConfig:
     """The Config of config.json's fields, without the fewest of `optional` with which the family refuses them.
+
+    Where it refuses all, those of attention are left out too.
 
     Raises:
         CheckpointError: It refuses them in any case; the reason is one that leaving a field out did not cause.
@@ -65,7 +73,12 @@ def _read(family: Family, values: dict[str, Any], optional: tuple[str, ...]) -> 
             else:
                 return config
     assert reason is not None
-    raise reason
+    if not of_attention:
+        raise reason
+    try:
+        return _read(family, {n: value for n, value in values.items() if n not in of_attention}, optional, ())
+    except CheckpointError:
+        raise reason from None
 
 
 def _published(preset: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class ExampleSettings(RunSettings):
 
 @dataclass(frozen=True)
 class DocumentSettings(ExampleSettings):
-    """Those of `fnmodels-documents`."""
+    """Settings of `fnmodels-documents`."""
 
     loss: str | None = text(None, choice(*KINDS), "what is trained (needed)")
     length: int = text(256, integer(1), "tokens of a text at most; longer ones are cut")
@@ -46,7 +46,7 @@ class DocumentSettings(ExampleSettings):
 
 @dataclass(frozen=True)
 class FlowSettings(ExampleSettings):
-    """Those of `fnmodels-flow`."""
+    """Settings of `fnmodels-flow`."""
 
     side: int | None = text(
         None,

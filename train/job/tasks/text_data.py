@@ -68,7 +68,7 @@ class TextData:
 
 
 def read_texts(path: Path, settings: Settings) -> Texts:
-    """What --data names: read into memory, or opened as a stream. UserError where it cannot be read."""
+    """The texts that --data names: read into memory, or opened as a stream. UserError where they cannot be read."""
     if not is_stream(settings):
         return sources.read_sources(settings.data, without=path, strict=settings.broken == "stop")
     return open_sources(str(settings.data), lambda item: Imported(item, "--data").function, without=path)

@@ -1,4 +1,4 @@
-"""What a run notices about itself while it trains.
+"""Monitors of a run while it trains.
 
 trouble       updates that are skipped, jumps of the loss, a loss that does not decrease
 slow_ranks    processes that compute slower than the others

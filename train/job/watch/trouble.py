@@ -73,7 +73,7 @@ class Trouble:
         return said + self._look(step)
 
     def _excess(self, loss: float) -> float:
-        """How far a finite loss is above the median of the good steps before it, in units of the bound's distance."""
+        """The excess of a finite loss over the median of the good steps before it, in units of the bound's distance."""
         if not self._good:
             return 0.0
         middle = median(self._good)

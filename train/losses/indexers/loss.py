@@ -84,8 +84,15 @@ def _check(
 ) -> None:
     if stage not in ("dense", "sparse"):
         raise ValueError(f"stage is {stage!r}; it is 'dense', the warm-up, or 'sparse'.")
-    if not own_choices(fnmodels.family_of(config).kinds(config)):
+    family = fnmodels.family_of(config)
+    if not (own := own_choices(family.kinds(config))):
         raise ValueError(f"indexer_loss is for models whose attention chooses its keys; {config.model_type} does not.")
+    flat = tree.flatten(family.spec(config))
+    if any(f"layers.{i}.attention.indexer.{leaf}" not in flat for i in own for leaf in ("k_proj", "weights_proj")):
+        raise ValueError(
+            f"indexer_loss trains indexers that score single keys, and layers of a {config.model_type} choose blocks "
+            "or windows of keys, whose indexers have no such loss yet."
+        )
     if options.context is not None:
         raise ValueError("indexer_loss has a context of its own, in which layers compare scores: leave context out.")
     if stage == "dense" and "choices" in batch:

@@ -91,10 +91,11 @@ class _Teaching(Context):
             ranks, seen = keys_of_ranks(self.options.kernel), self.seen
             k = k.detach() if ranks is None else ranks.gather(k.detach())
             seen = ranks.mask(seen) if ranks is not None and isinstance(seen, Mask) else seen
-            self.aux[TAP] = self._divergences(q.detach(), k, seen, scale)
+            sinks = scoring.get("sinks")
+            self.aux[TAP] = self._divergences(q.detach(), k, seen, scale, None if sinks is None else sinks.detach())
         return out
 
-    def _divergences(self, q: Tensor, k: Tensor, seen: Any, scale: float) -> Tensor:
+    def _divergences(self, q: Tensor, k: Tensor, seen: Any, scale: float, sinks: Tensor | None) -> Tensor:
         """[B, Q], few queries at a time, whose scores are computed again in the backward pass."""
         learner, parts = self.learner, []
         assert learner is not None
@@ -102,7 +103,7 @@ class _Teaching(Context):
         for rows in pieces(q.shape[1], q.shape[0] * heads * k.shape[1]):
             allowed = _allowed(seen, rows)
             with torch.no_grad():
-                mass = _looked_at(q[:, rows], k, allowed, scale)
+                mass = _looked_at(q[:, rows], k, allowed, scale, sinks)
                 mass = mass if self.teach.region is None else collectives.summed(mass, self.teach.region.group)
             given = learner.q[:, rows], learner.share[:, rows], learner.k, allowed, mass
             whole = not torch.is_grad_enabled() or learner.q[:, rows].shape == learner.q.shape
@@ -119,12 +120,19 @@ def _allowed(seen: Any, rows: slice) -> Tensor:
     return to_dense(seen)[:, :, rows].any(dim=1)
 
 
-def _looked_at(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    """fp32 [B, Q, K]: the weights of attention of q [B, Q, N, H] on k [B, K, G, H], summed over heads."""
+def _looked_at(q: Tensor, k: Tensor, allowed: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """fp32 [B, Q, K]: the weights of attention of q [B, Q, N, H] on k [B, K, G, H], summed over heads.
+
+    sinks: [N] or None; what a head gives to its sink it takes from its keys.
+    """
     groups = k.shape[2]
     rows = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # [B, G, R, Q, H]
     scores = upcast(rows @ k.permute(0, 2, 3, 1).unsqueeze(2)) * scale
-    weights = scores.masked_fill(~allowed[:, None, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    if sinks is not None:
+        sunk = upcast(sinks).unflatten(0, (groups, -1))[..., None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sunk), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
     return weights.nan_to_num(0).sum((1, 2))  # NaN for a query without keys
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.carried import borrowed, joins, takes_choice
-from fnmodels.models.common.family import field_of, stream_shape
+from fnmodels.models.common.family import field_of, stream_shape, traits_of
+from train.parallel.compose import full_width
 from train.run_options import RouterTerms
 
 from .microbatch import Microbatch
@@ -28,10 +29,15 @@ from .tree_split import stream_like
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a mesh shards what stages send. key_heads: how many of a layer's key heads a rank has. cp: ranks of a row."""
+    """The sharding of what stages send.
+
+    key_heads: the number of a layer's key heads on a rank. cp: ranks of a row. width: the number of (entries, along an
+    axis) on a rank.
+    """
 
     key_heads: Callable[[int], int] = int
     cp: int = 1
+    width: Callable[[int, str], int] = full_width
 
 
 NOTHING_SHARED = Sharing()
@@ -67,7 +73,8 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
     if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
         found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
     if joins(kinds, lo):
-        found["carried.left"] = torch.empty_like(found["x"])
+        left, axis = found["x"], traits_of(fnmodels.family_of(config)).left_axis
+        found["carried.left"] = left.new_empty(*left.shape[:-1], sharing.width(left.shape[-1], axis))
     sources = borrowed(kinds, lo)
     entries = fnmodels.init_cache(config, 1, 1).layers if sources else ()
     for kind in sources:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.apply import embedded, layer_inputs_of, noise_of, stack_params
+from fnmodels.apply import layer_inputs_of, stack_params
 from fnmodels.edits import edit_end, edits_of_stage
-from fnmodels.models.common.decoder import scores
 from fnmodels.models.common.family import function_of, parsed
+from fnmodels.noise import embedded, noise_of, with_final_dropout
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
+from fnmodels.unembedding import unembedded
 from train.gradients import exact, loss_and_outputs
 from train.loss import ModelLoss
 from train.losses.moe_balance import balance_terms
@@ -155,7 +156,8 @@ def _through(
     if numbers.start == 0:
         if "x" in earlier:  # of the encoder
             encoder = stacks_of(part.config)[0]
-            memory = scores(stack_params(given, encoder.name), earlier["x"], config=encoder.config)
+            dropping = with_final_dropout({}, encoder.part(part.inputs), encoder.config)
+            memory, _ = unembedded(stack_params(given, encoder.name), earlier["x"], encoder.config, (), dropping)
         states = edit_end(edits, "embed", embedded(params, inputs, config=config))
         beside = layer_inputs_of(params, inputs, states, config=config)
     else:

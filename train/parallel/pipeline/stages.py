@@ -51,6 +51,6 @@ def stages_of(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.Proces
     devices, strategy = placed.devices, placed.strategy
     split = strategy.schedule in SPLITTING and (devices.size() > devices["pp"].size() or composed.remat)
     multiple = devices["tp"].size() if strategy.sequence else 1
-    sharing = Sharing(composed.key_heads, devices["cp"].size())
+    sharing = Sharing(composed.key_heads, devices["cp"].size(), composed.width)
     hooks = StageHooks(composed.full_states, strategy.gather_dtype, split, multiple, sharing)
     return pipeline_of(placed.config, mesh_of(devices), strategy), devices.get_group("pp"), hooks

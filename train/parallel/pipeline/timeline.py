@@ -86,7 +86,7 @@ def _cost(action: Action, pipe: Pipeline, again: Sequence[int]) -> int:
 
 
 def repeats(actions: Sequence[Action], stage: int) -> int:
-    """How often a rematerialised layer of this stage is recomputed: once in each half of a backward pass."""
+    """The number of recomputations of a rematerialised layer of this stage: one in each half of a backward pass."""
     return sum(of == stage and kind in ("BW" if stage == 0 else "BIW") for kind, of, _ in actions)
 
 

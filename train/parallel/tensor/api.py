@@ -19,7 +19,7 @@ the memory; all parameters used there get partial gradients.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
-from fnmodels.models.common.family import DecoderConfig, function_of, traits_of
+from fnmodels.models.common.family import DecoderConfig, field_of, shares_rows, stored_layers, traits_of
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
-from params.axes import EXPERT_MLP, HEADS, VOCAB
+from params.axes import EXPERT_MLP, HEADS, MLP, NGRAM, SHIFTED, VOCAB, regions_of
 from params.quantized.kept import KeptWeight
 from params.sharding import Sharding
 from train.comm import collectives
@@ -42,10 +42,12 @@ from train.comm.dtensor import is_dtensor
 from train.comm.region import Region
 from train.losses.indexers.teaching import TeachIndexers
 from train.losses.vocab_parallel import Vocab
+from train.parallel.ngram_tables import ShardedTable, TableRows
 
 from . import taps
 from .cache import CacheShards, cache_shards
-from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
+from .head_choices import of_all_heads, of_own_heads
+from .leaf_roles import SHARDED, Use, path_in_layer, sharded_dims, uses_of
 from .leaf_wrappers import NODES, RegionEntry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
@@ -67,6 +69,9 @@ class TensorParallel:
     uses: Mapping[type, Mapping[str, Mapping[str, Use]]]  # by class of a tower's config, kind of layer and path in it
     sharded: frozenset[str]  # logical axes
     shards: CacheShards
+    tables: tuple[int, ...]  # the rows of each table of n-grams that the embedding reads
+    partial: frozenset[str] = frozenset()  # leaves outside of layers that act within a region of heads
+    shares_tables: bool = False  # whether what layers share are tables that attention reads, with all positions
 
     def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
         """For `fnmodels.forward`: the block on this rank's shards. around: other wrappers (remat, compilation).
@@ -111,8 +116,9 @@ class TensorParallel:
         if gathered:
             made = taps.context(self.region, how["config"], how["kind"], gathered)
             how["options"] = dataclasses.replace(how["options"], context=made)
-        if "noise" in more and HEADS in self.sharded:
-            more["noise"] = dataclasses.replace(more["noise"], head_shard=self.region.rank)
+        if "noise" in more:
+            heads, neurons = (self.region.rank if part in self.sharded else 0 for part in (HEADS, MLP))
+            more["noise"] = dataclasses.replace(more["noise"], head_shard=heads, mlp_shard=neurons)
         if "valid" in more and EXPERT_MLP in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
@@ -120,7 +126,13 @@ class TensorParallel:
         teaching = how["options"].context
         if isinstance(teaching, TeachIndexers):
             how["options"] = dataclasses.replace(how["options"], context=teaching.over_heads(self.region))
+        heads = field_of(how["config"], "choice_heads") if HEADS in self.sharded else 0
+        if heads and more.get("choices") is not None:
+            more["choices"] = of_own_heads(more["choices"], heads, self.region)
         x, aux = block(here, x, mask, self._of_heads(freqs), **how, **more)
+        for name in ("chosen", "choices"):
+            if heads and name in aux:
+                aux[name] = of_all_heads(aux[name], heads, self.region)
         whole = (*_WHOLE, *gathered)
         return x, {name: value if name in whole else self._tap(value) for name, value in aux.items()}
 
@@ -131,8 +143,12 @@ class TensorParallel:
         return {**freqs, "slopes": freqs["slopes"].chunk(self.region.size, -1)[self.region.rank]}
 
     def key_heads(self, count: int) -> int:
-        """How many of the `count` key heads of a layer this rank has: one at least, where query heads are sharded."""
+        """The number of a layer's `count` key heads that this rank has: one at least, where query heads are sharded."""
         return max(count // self.region.size, 1) if HEADS in self.sharded else count
+
+    def width(self, size: int, axis: str) -> int:
+        """The entries that this rank has of an axis of `size` in its layers."""
+        return size // self.region.size if axis in self.sharded else size
 
     def cache(self, cache: Cache) -> Cache:
         """This rank's heads and channels of a cache of `fnmodels.init_cache`; latents, which all heads share, are
@@ -155,6 +171,11 @@ class TensorParallel:
                         "not known: leave it out of their targets, or vocab out of the rules."
                     )
                 leaf = Vocab(leaf, self.region)
+            elif name == "ngrams" and NGRAM in self.sharded:
+                tables = zip(leaf["tables"], self.tables, strict=True)
+                leaf = leaf | {"tables": [TableRows(table, self.region, rows, of_all=True) for table, rows in tables]}
+            elif name in self.partial:
+                leaf = self.region.shared(leaf)
             elif (name.startswith(("norm", "score")) or name == "head") and self.region.sequence:
                 leaf = tree.map(self.region.shared, leaf)
             elif name == "mtp" and self.region.sequence:
@@ -172,6 +193,8 @@ class TensorParallel:
             raise ValueError(f"A layer has the leaf {unknown[0]!r}, which is not in the plan.")
         flat = {path: local(leaf) for path, leaf in flat.items()}
         shared = {path: flat[path] for path in plain if uses[path].shared}
+        for path in [path for path, leaf in shared.items() if isinstance(leaf, ShardedTable)]:
+            flat[path] = shared.pop(path).shared(self.region)
         for dtype in {leaf.dtype: None for leaf in shared.values()}:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
@@ -181,6 +204,8 @@ class TensorParallel:
 
         def standing(path: str, leaf: Any) -> Any:  # a tensor, or a weight with its adapter
             kind = uses[path].kind
+            if kind == "table":
+                return TableRows(leaf, self.region, uses[path].full)
             leaf = _kept_rows(uses[path], leaf)
             return leaf if kind == "plain" else NODES[kind](leaf, entry)
 
@@ -198,7 +223,7 @@ class TensorParallel:
         own = slice(self.region.rank * x.shape[1], (self.region.rank + 1) * x.shape[1])
 
         def mine(name: str, value: Any) -> Any:
-            if value is None or name in _WHOLE:
+            if value is None or name in _WHOLE or (name == "shared" and self.shares_tables):
                 return value
             if name == "shared":  # of each token, see `Traits.reads_ids`
                 return tree.map(lambda of_tokens: mine("", of_tokens), value)
@@ -223,7 +248,7 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     before any communication, for a plan or a family that cannot run so.
     """
     family = family_of(config)
-    if sequence and function_of(family, "shared") is not None and not traits_of(family).reads_ids:
+    if sequence and shares_rows(family):
         raise ValueError(
             f"The layers of a {config.model_type} read tensors of full rows beside the residual stream, of which "
             "sequence=True has pieces: use sequence=False."
@@ -232,14 +257,26 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
     dims, sharded = sharded_dims(spec, plans, sequence=sequence)
+    if sequence and any(SHIFTED in leaf.axes for leaf in spec.values()):
+        raise ValueError(
+            f"The layers of a {config.model_type} read the token before each one, of which sequence=True has some on "
+            "another process: use sequence=False."
+        )
     mesh = next(iter(plans.values())).mesh
     if mesh is None:
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
     uses = {type(own): uses_of(leaves, dims, sharded, region, kinds) for own, leaves, kinds in _towers(config, spec)}
-    shards = cache_shards(spec, dims, uses.get(type(config), {}), family.kinds(config), sharded, region)
-    return TensorParallel(region, uses, sharded, shards)
+    kinds = family.kinds(config)
+    own, stored = uses.get(type(config), {}), stored_layers(config, kinds)
+    shards = cache_shards(spec, dims, own, kinds, stored, sharded, region)
+    # not those that are sharded by heads themselves, such as tables of relative biases
+    partial = frozenset(
+        p for p, leaf in spec.items() if "." not in p and dims[p] is None and regions_of(leaf.axes) & sharded
+    )
+    tables = tuple(leaf.shape[0] for path, leaf in spec.items() if NGRAM in leaf.axes and path_in_layer(path) is None)
+    return TensorParallel(region, uses, sharded, shards, tables, partial, traits_of(family).shares_tables)
 
 
 def _by_weight(placements: Tree) -> dict[str, Sharding]:
@@ -256,13 +293,24 @@ def _kept_rows(use: Use, leaf: Any) -> Any:
     return use.own(leaf) if isinstance(leaf, KeptWeight) else leaf
 
 
-def _towers(config: DecoderConfig, spec: Mapping[str, Leaf]) -> Iterator[tuple[Any, dict[str, Leaf], Sequence[str]]]:
-    """(config, leaves, kinds of its layers) of each tower, which has heads of its own; of the model if it has none."""
+def _towers(
+    config: DecoderConfig, spec: Mapping[str, Leaf]
+) -> Iterator[tuple[Any, dict[str, Leaf], list[tuple[str, ...]]]]:
+    """(config, leaves, kinds under which each layer runs) of each tower, which has heads of its own; of the model if it
+    has none."""
     family: Any = family_of(config)
     towers = family.towers(config) if hasattr(family, "towers") else {"": config}
     for name, own in towers.items():
         prefix = f"{name}." if name else ""
-        yield own, {path: leaf for path, leaf in spec.items() if path.startswith(prefix)}, family_of(own).kinds(own)
+        yield own, {path: leaf for path, leaf in spec.items() if path.startswith(prefix)}, _kinds_of_layers(own)
+
+
+def _kinds_of_layers(config: DecoderConfig) -> list[tuple[str, ...]]:
+    """The kinds under which each layer of the params runs: one, or those of its passes."""
+    kinds = family_of(config).kinds(config)
+    stored = stored_layers(config, kinds)
+    pairs = list(dict.fromkeys(zip(stored, kinds, strict=True)))
+    return [tuple(kind for at, kind in pairs if at == layer) for layer in range(max(stored) + 1)]
 
 
 def local(leaf: Any) -> Tensor:

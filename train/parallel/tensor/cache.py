@@ -52,10 +52,14 @@ def cache_shards(
     dims: Mapping[str, int | None],
     uses: Mapping[str, Mapping[str, Use]],
     kinds: Sequence[str],
+    stored: Sequence[int],
     sharded: frozenset[str],
     region: Region,
 ) -> CacheShards:
-    """The `CacheShards` of a plan. A tail has the channels of a layer's convolutions in the order of its parameters."""
+    """The `CacheShards` of a plan. A tail has the channels of a layer's convolutions in the order of its parameters.
+
+    stored: which layer's parameters each layer of the cache reads, see `family.stored_layers`.
+    """
     channels: dict[int, list[Tensor]] = {}
     widths: dict[int, int] = {}
     for path, leaf in spec.items():
@@ -63,9 +67,9 @@ def cache_shards(
             continue
         layer, inner = int(path.split(".")[1]), path_in_layer(path)
         index = torch.arange(leaf.shape[0])
-        rows = uses[kinds[layer]][inner or ""].rows
+        rows = uses[kinds[stored.index(layer)]][inner or ""].rows
         own = index.chunk(region.size)[region.rank] if dims[path] == 0 else index if rows is None else index[rows]
         channels.setdefault(layer, []).append(own + widths.get(layer, 0))
         widths[layer] = widths.get(layer, 0) + leaf.shape[0]
-    indices = {layer: torch.cat(parts) for layer, parts in channels.items()}
+    indices = {i: torch.cat(channels[layer]) for i, layer in enumerate(stored) if layer in channels}
     return CacheShards(region, indices, HEADS in sharded, LINEAR_HEADS in sharded)

@@ -15,6 +15,7 @@ from params.axes import (
     AXES,
     BUCKET,
     EMBED,
+    EMBED_TWICE,
     EXPERT,
     EXPERT_MLP,
     HEAD_DIM,
@@ -23,6 +24,8 @@ from params.axes import (
     KV_HEADS,
     LINEAR_HEADS,
     LINEAR_KV_HEADS,
+    NGRAM,
+    NGRAM_STREAMS,
     VOCAB,
     has_whole_rows,
     regions_of,
@@ -43,13 +46,15 @@ class Use:
 
     kind: "read" (column-parallel: its input is the residual stream), "write" (row-parallel: its output is added to the
     stream), "norm" (over sharded heads), "gather" and "cut" (they read and write pieces of the stream around what every
-    rank computes with all positions) or "plain". shared: its gradient is partial on each rank. rows: the rows of a
-    replicated parameter that this rank uses.
+    rank computes with all positions), "along" (it reads and writes such pieces by itself), "table" (a range of rows) or
+    "plain". shared: its gradient is partial on each rank. rows: the rows of a replicated parameter that this rank uses.
+    full: the rows of a full table.
     """
 
     kind: str
     shared: bool
     rows: slice | None = None
+    full: int = 0
 
     def own(self, leaf: LeafT) -> LeafT:
         """The rows of the parameter that this rank uses."""
@@ -61,30 +66,32 @@ def uses_of(
     dims: Mapping[str, int | None],
     sharded: frozenset[str],
     region: Region,
-    kinds: Sequence[str],
+    kinds: Sequence[Sequence[str]],
 ) -> dict[str, dict[str, Use]]:
     """{kind of layer: the `Use` of each parameter, and of parts of adapters, by path within a layer}.
 
-    spec: of one tower. dims, sharded: from `sharded_dims`. kinds: of each layer, one stack after the other; an MTP
-    head's block has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
+    spec: of one tower. dims, sharded: from `sharded_dims`. kinds: those under which each layer runs, stack by stack; an
+    MTP head's block has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
     """
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
-    kind_of = dict(zip(layers, kinds, strict=True))
-    by_kind: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
+    kinds_of = dict(zip(layers, kinds, strict=True))
+    by_kind: dict[str, dict[str, Use]] = {kind: {} for several in kinds for kind in several}
     normed = {HEADS, KV_HEADS} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
             layer = _LAYER.fullmatch(path)
-            uses = by_kind[kinds[-1] if layer is None else kind_of[layer[1]]]
             is_norm = dims[path] is not None and leaf.axes[0] in normed and leaf.axes[1:] == () and "norm" in inner
             use = Use("norm", False) if is_norm else _use(leaf, dims[path] is not None, sharded, region)
-            if uses.setdefault(inner, use) != use:
-                raise ValueError(
-                    f"{path} is used by each process in another way than {inner} of another stack; leave heads out of "
-                    "the rules."
-                )
-            uses |= {f"{inner}.{part}": one for part, one in _adapted(leaf, dims[path], use, sharded, region).items()}
+            adapted = _adapted(leaf, dims[path], use, sharded, region)
+            for kind in kinds[-1][-1:] if layer is None else kinds_of[layer[1]]:
+                uses = by_kind[kind]
+                if uses.setdefault(inner, use) != use:
+                    raise ValueError(
+                        f"{path} is used by each process in another way than {inner} of another stack; leave heads out "
+                        "of the rules."
+                    )
+                uses |= {f"{inner}.{part}": one for part, one in adapted.items()}
     return by_kind
 
 
@@ -106,7 +113,8 @@ def sharded_dims(
             raise ValueError(
                 f"{path}: tensor parallelism shards {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
             )
-        if n is not None and leaf.axes[n] != VOCAB and path_in_layer(path) is None and BUCKET not in leaf.axes:
+        known = BUCKET in leaf.axes or (n is not None and leaf.axes[n] in (VOCAB, NGRAM))
+        if n is not None and path_in_layer(path) is None and not known:
             raise ValueError(
                 f"{path} is outside of the layers, where tensor parallelism shards vocabularies alone, and its "
                 f"{leaf.axes[n]} are sharded: give the leaf an axis of its own in the family's spec."
@@ -178,6 +186,10 @@ def _use(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> 
 
 def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
     axes, sequence = leaf.axes, region.sequence
+    if NGRAM in axes:
+        return Use("table", False, full=leaf.shape[0]) if is_part else Use("plain", sequence)
+    if NGRAM_STREAMS in axes:
+        return Use("along" if sequence else "plain", False)
     if EXPERT in axes:
         return Use("plain", not is_part and EXPERT_MLP in sharded)
     if has_whole_rows(axes):  # all ranks compute the same
@@ -193,7 +205,7 @@ def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Reg
         first = region.rank * heads // region.size
         count = max(1, heads // region.size)
         rows = slice(first * leaf.unit, (first + count) * leaf.unit)
-    if axes[-1] == EMBED:
+    if axes[-1] in (EMBED, EMBED_TWICE):
         return Use("read", not is_part, rows)
     return Use("plain", not is_part, rows)
 

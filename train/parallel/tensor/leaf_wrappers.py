@@ -49,6 +49,11 @@ class _Map:
     weight: Any
     entry: RegionEntry
 
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or isinstance(args[0], cls):
@@ -107,12 +112,26 @@ class _Norm:
         return x * torch.rsqrt(mean + eps) * own.weight
 
 
+@dataclass(frozen=True, eq=False)
+class _Along:
+    """The weight of a convolution along rows, of whose positions this rank has some outside of the convolution."""
+
+    weight: Tensor
+    entry: RegionEntry
+
+    def along_rows(self, convolve: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *given: Any, **how: Any) -> Any:
+        """(this rank's positions of the result, the state after all) of convolve(x, weight, ...)."""
+        y, after = convolve(self.entry.joined(x), self.weight, *given, **how)
+        return self.entry.region.cut(y), after
+
+
 NODES: dict[str, Callable[[Any, RegionEntry], Any]] = {
     "read": functools.partial(_Map, _read),
     "write": functools.partial(_Map, _write),
     "norm": _Norm,
     "gather": functools.partial(_Map, _gather),
     "cut": functools.partial(_Map, _cut),
+    "along": _Along,
 }
 
 

@@ -54,7 +54,7 @@ def _shape(said: str) -> Shape:
 
 @dataclass(frozen=True)
 class _Shard:
-    """How a value in a region is a part of the full one. dim: None if every rank has all of it.
+    """A value in a region as a shard of the full one along `dim`; None if every rank has all of it.
 
     copies: how many ranks have the same key head, where there are fewer of these than ranks.
     """

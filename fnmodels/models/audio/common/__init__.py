@@ -1,1 +1,1 @@
-"""What encoders of waves share."""
+"""Config fields and convolutions that encoders of raw waves share."""

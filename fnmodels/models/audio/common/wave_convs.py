@@ -129,7 +129,7 @@ def conv_names(config: ConvConfig, at: str) -> dict[str, str]:
 
 
 def batch_inputs(config: ConvConfig, positions: Tensor) -> dict[str, Any]:
-    """How the wide convolution reads a row: its tokens on a line with zeros between clips, as many as it reaches.
+    """Inputs of the wide convolution: a row's tokens on a line, with as many zeros between clips as it reaches.
 
     Returns {"line" [B, L]: the token at each place, -1 for zeros; "place" [B, S] of each token; "order": `Segments`,
     for tokens that were permuted would have other neighbours}. L depends on values, on the meta device on the

@@ -17,11 +17,13 @@ from .embed_and_head import (
     embed_by_width,
     head,
     is_lm,
+    ngram_inputs,
     project,
     scores,
     unembed,
     unembed_fp32_weight,
     unembed_layer_norm,
+    unembed_zero_centered,
     without_padding,
 )
 from .layer_kinds import (
@@ -43,4 +45,14 @@ __all__ += ["kinds", "sliding_layers", "one_window", "sliding_pattern", "pattern
 __all__ += ["listed_kinds", "layer_types", "rotating_layers"]
 __all__ += ["attention_masks", "freqs_cis", "freqs_cis_by_window", "freqs_cis_with_temperature"]
 __all__ += ["embed", "embed_by_width", "head", "project", "is_lm", "scores", "classify", "without_padding"]
-__all__ += ["unembed", "unembed_fp32_weight", "unembed_layer_norm", "spec", "hf_names", "decoder_name", "fused"]
+__all__ += ["ngram_inputs"]
+__all__ += [
+    "unembed",
+    "unembed_fp32_weight",
+    "unembed_layer_norm",
+    "unembed_zero_centered",
+    "spec",
+    "hf_names",
+    "decoder_name",
+    "fused",
+]

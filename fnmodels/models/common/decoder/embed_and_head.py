@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fnmodels.inputs.documents import Documents, pool
 from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
-from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
+from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered
 from fnmodels.tree import Tree
 
 from ..family import DecoderConfig, LayerNormConfig, RMSNormConfig, UsualConfig, field_of
@@ -29,6 +30,21 @@ def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Ten
     return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
 
 
+def ngram_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
+    """(ids [B, S], those before each in its document [B, S, n - 1]) of the inputs of a model that embeds n-grams.
+
+    ValueError where they are not there.
+    """
+    given: Mapping[str, Tensor] = inputs if isinstance(inputs, Mapping) else {"tokens": inputs}
+    tokens = given["token_ids"] if "token_ids" in given else given["tokens"]
+    if "preceding" not in given or tokens.is_floating_point():
+        raise ValueError(
+            "This model embeds n-grams of tokens: pass the inputs of fnmodels.prepare, which hold the tokens before "
+            'each one in its document, "preceding", and beside vectors their ids, "token_ids".'
+        )
+    return tokens.long(), given["preceding"]
+
+
 def without_padding(x: Tensor, inputs: Any) -> Tensor:
     """x [B, S, D] with zeros for padding, if `inputs` say where it is: for a norm of embeddings.
 
@@ -43,16 +59,23 @@ def head(params: Tree, config: DecoderConfig) -> Tensor:
     """The output head's weight: [V, D], the embedding's if tied, or [labels, D] of a head with labels."""
     if field_of(config, "head") in DECODER_HEADS:
         weight: Tensor = params["score"]
-    else:
-        weight = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+        return weight
+    return token_head(params, config)
+
+
+def token_head(params: Tree, config: Any) -> Tensor:
+    """The weight of a head for tokens [V, D]: the embedding's if tied."""
+    weight: Tensor = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return weight
 
 
 def project(params: Tree, normed: Tensor, config: Any) -> Tensor:
     """The output head of hidden states [B, S, D] after the final norm: [B, S, V or labels], or they without a head."""
-    if field_of(config, "head") == "none":
+    kind = field_of(config, "head")
+    if kind == "none":
         return normed
-    return linear(normed, head(params, config), params.get("lm_head_bias") if is_lm(config) else None)
+    bias = params.get("lm_head_bias") if kind == "lm" else None
+    return linear(normed, params["score"] if kind in DECODER_HEADS else token_head(params, config), bias)
 
 
 def is_lm(config: Any) -> bool:
@@ -86,3 +109,10 @@ def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -
     """Final LayerNorm and head: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params.get("norm_bias"), eps=config.layer_norm_eps)
     return project(params, normed, config)
+
+
+def unembed_zero_centered(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+    """Final RMSNorm that multiplies by 1 + weight, head, and the config's `final_softcap` or None: logits [B, S, V]."""
+    logits = project(params, rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), config)
+    cap = config.final_softcap
+    return cap * elementwise(torch.tanh, logits / cap) if cap is not None and is_lm(config) else logits

@@ -23,7 +23,7 @@ def sliding_layers(
     *,
     name: str = "layer_types",
 ) -> list[bool]:
-    """Which layers are local (sliding window): from `layer_types` if given, else `default`, the family's rule.
+    """Whether each layer is local (sliding window): from `layer_types` if given, else `default`, the family's rule.
 
     near, far: the names of local and other layers in the list; in Llama 4 the first are "chunked_attention".
     name: that of the list.
@@ -57,7 +57,7 @@ def sliding_pattern(fields: Fields, default: int) -> int:
 
 
 def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
-    """Which layers have a sliding window: from `layer_types`, or by the pattern; ConfigError if the two disagree."""
+    """Whether each layer has a sliding window: from `layer_types`, or by the pattern; ConfigError if these disagree."""
     rule = [(i + 1) % pattern != 0 for i in range(layers)]
     slides = sliding_layers(fields, rule)
     # The new name may disagree: transformers writes its default beside any list and reads only the list.

@@ -53,7 +53,7 @@ class OlderConfig(BaseConfig):
 
 @dataclass(frozen=True)
 class PlacedConfig(OlderConfig):
-    """Of a model with positions that are added to the embeddings, and no rope."""
+    """Config of a model with positions that are added to the embeddings, and no rope."""
 
     rope: Rope = field(default=Rope(), init=False, compare=False, repr=False)
 

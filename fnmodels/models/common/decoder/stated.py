@@ -30,7 +30,7 @@ def stated(config: Any, fields: Fields) -> tuple[str, ...]:
 
 
 def _without_parameters(config: Any, off: list[str]) -> list[str]:
-    """Those of the names that are about biases or norms which no layer has."""
+    """The names in `off` that are about biases or norms which no layer has."""
     if not {*_BIASES, *_ATTENTION_BIASES, *_QUERY_NORMS} & set(off):
         return []
     paths = [path.split(".") for path in tree.flatten(family_of(config).spec(config)["layers"])]

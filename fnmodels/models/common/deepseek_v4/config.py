@@ -47,13 +47,13 @@ def ropes_to_hf(config: Any) -> ConfigJson:
 
 def ratios_of(fields: Fields) -> dict[str, int]:
     """{type of layer: tokens of its windows}, from `compress_rates` or a field of each."""
-    given = fields.take("compress_rates", None)
-    inner = Fields({} if given is None else given, f"{fields.where}, compress_rates")
-    found = {name: inner.integer(name, ratio) for name, ratio in ((INDEXED, 4), (COMPRESSED, 128))}
+    rates = fields.take("compress_rates", None)
+    inner = Fields({} if rates is None else rates, f"{fields.where}, compress_rates")
+    ratios = {name: inner.integer(name, ratio) for name, ratio in ((INDEXED, 4), (COMPRESSED, 128))}
     inner.finish()
     for name, older in ((INDEXED, "compress_rate_csa"), (COMPRESSED, "compress_rate_hca")):
-        found[name] = fields.integer(older, found[name])
-    return found
+        ratios[name] = fields.integer(older, ratios[name])
+    return ratios
 
 
 def layer_kinds_of(fields: Fields, layers: int, ratios: Mapping[str, int]) -> tuple[str, ...]:
@@ -62,12 +62,12 @@ def layer_kinds_of(fields: Fields, layers: int, ratios: Mapping[str, int]) -> tu
     listed = fields.take("compress_ratios", None)  # of MTP parts too
     if listed is not None:
         known = {0: "sliding_attention", 4: INDEXED, 128: COMPRESSED}
-        if not isinstance(listed, list) or len(listed) < layers or any(one not in known for one in listed):
+        if not isinstance(listed, list) or len(listed) < layers or any(ratio not in known for ratio in listed):
             raise ConfigError(
                 f"{fields.where}: 'compress_ratios' is {shown(listed)}, but must be a list of 0, 4 or 128 for each of "
                 f"{layers} layers."
             )
-        types = [known[one] for one in listed[:layers]]
+        types = [known[ratio] for ratio in listed[:layers]]
     attention = _per_layer(fields, "layer_types", ATTENTION, types)
     hashed = fields.integer("num_hash_layers", 3, low=0)
     mlps = _per_layer(fields, "mlp_layer_types", MLP, ["hash_moe" if i < hashed else "moe" for i in range(layers)])
@@ -76,12 +76,12 @@ def layer_kinds_of(fields: Fields, layers: int, ratios: Mapping[str, int]) -> tu
 
 def _per_layer(fields: Fields, name: str, known: Mapping[str, str], default: list[str]) -> list[str]:
     """The value in `known` of each layer's entry in the list of field `name`; ConfigError if it is not such a list."""
-    given = fields.take(name, default)
-    given = default if given is None else given
-    if not isinstance(given, list) or len(given) != len(default) or any(one not in list(known) for one in given):
-        wanted = f"a list of {len(default)} entries, each {' or '.join(map(repr, known))}"
-        raise ConfigError(f"{fields.where}: {name!r} is {shown(given)}, but must be {wanted}.")
-    return [known[one] for one in given]
+    types = fields.take(name, default)
+    types = default if types is None else types
+    if not isinstance(types, list) or len(types) != len(default) or any(kind not in list(known) for kind in types):
+        expected = f"a list of {len(default)} entries, each {' or '.join(map(repr, known))}"
+        raise ConfigError(f"{fields.where}: {name!r} is {shown(types)}, but must be {expected}.")
+    return [known[kind] for kind in types]
 
 
 def ropes_of(fields: Fields, head_dim: int, max_positions: int) -> dict[str, Rope]:
@@ -94,18 +94,18 @@ def ropes_of(fields: Fields, head_dim: int, max_positions: int) -> dict[str, Rop
         fields.expect("partial_rotary_factor", rotary / head_dim)
     thetas = {"main": fields.number("rope_theta", 1e4), "compress": fields.number("compress_rope_theta", 1.6e5)}
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
-    given = new if new is not None else old if old is not None else {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{fields.where}: the rope is {shown(given)}, but must be an object.")
-    nested = given if set(given) & set(thetas) else {"main": {}, "compress": given}
+    rope = new if new is not None else old if old is not None else {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{fields.where}: the rope is {shown(rope)}, but must be an object.")
+    nested = rope if set(rope) & set(thetas) else {"main": {}, "compress": rope}
     if unknown := sorted(set(nested) - set(thetas)):
         raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside main and compress.")
     ropes = {}
     for name, theta in thetas.items():
         values = {"partial_rotary_factor": rotary / head_dim, **(nested.get(name) or {})}
-        if nested is not given:
+        if nested is not rope:
             values |= {"rope_theta": theta}
-        if "yarn" in (values.get("rope_type"), values.get("type")) and nested is not given:
+        if "yarn" in (values.get("rope_type"), values.get("type")) and nested is not rope:
             values.setdefault("attention_factor", 1.0)
         inner = Fields(values, f"{fields.where}, rope of {name}")
         ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=0.125)

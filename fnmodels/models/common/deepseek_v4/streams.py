@@ -6,7 +6,7 @@ many, knows nothing of rows but their shape, `family.stream_shape`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,18 @@ from fnmodels.ops.streams import hyper
 from fnmodels.ops.streams.hyper import HyperConnection
 from fnmodels.tree import Tree
 
+T = TypeVar("T")
+
 
 def with_ends(kinds: Sequence[str]) -> tuple[str, ...]:
     """The kinds of layers, with the words of the first and the last one."""
     last = len(kinds) - 1
     return tuple(f"{kind}{'_opens' * (i == 0)}{'_folds' * (i == last)}" for i, kind in enumerate(kinds))
+
+
+def by_ends(kinds: Sequence[str], made: Mapping[str, T]) -> dict[str, T]:
+    """{kind with the words of the ends: what `made` holds for the kind without them}, of the kinds of layers."""
+    return {kind: made[plain] for kind, plain in zip(with_ends(kinds), kinds, strict=True)}
 
 
 def hyper_leaves(config: Any, rows: int, scales: int) -> dict[str, Leaf]:
@@ -52,6 +59,6 @@ def tap_mean(ctx: Context, name: str, x: Tensor) -> Tensor:
 
 
 def ended(ctx: Context, layer: Tree, x: Tensor, how: HyperConnection) -> Tensor:
-    """What a layer returns: its streams, which are the tap "streams", folded to [B, S, D] by the last one."""
+    """The result of a layer: its streams, which are the tap "streams", folded to [B, S, D] by the last layer."""
     x = ctx.tap("streams", x)
     return hyper.fold(layer["fold"], x, how) if "fold" in layer else x

@@ -36,7 +36,7 @@ from fnmodels.ops.norm import rms_norm_fp32_weight
 
 @dataclass(frozen=True)
 class Compressor:
-    """How a layer makes the keys of windows. name: the beginning of their names in a cache, "window" or "index".
+    """Settings of a layer's keys of windows. name: the prefix of their names in a cache, "window" or "index".
 
     overlap: with the tokens of the window before. eps: of the norm. rotate: for the window's first position.
     """
@@ -77,7 +77,7 @@ def _keys(
 
 
 def _of_ranks(new: OfTokens, ranks: Any) -> OfTokens:
-    """What windows read of the tokens of all ranks of cp; gradients are reduced in fp32 at least."""
+    """The inputs of windows from the tokens of all ranks of cp; gradients are reduced in fp32 at least."""
     both = ranks.gather(upcast(torch.cat((new.numbers, new.gates), -1))).to(new.numbers.dtype)
     numbers, gates = both.chunk(2, -1)
     positions, segments = ranks.gather(torch.stack((new.positions, new.segments), -1)).unbind(-1)
@@ -100,13 +100,13 @@ def _with_cache(
     known = continued(OfTokens(*(entry[f"{name}_{part}"] for part in _OPEN)), new)
     slots = window_slots(known.positions, known.segments, ratio)
     none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(starts.shape[0], count, -1, -1)
-    found = _keys(weights, known, slots, torch.cat((none, starts), 1), how)
+    new_keys = _keys(weights, known, slots, torch.cat((none, starts), 1), how)
     last, index = last_tokens(known, slots, ratio), torch.arange(known.positions.shape[1], device=slots.device)
-    fresh = in_slots((index >= count).expand_as(last), last, found.keys.shape[1])
-    held = WindowKeys(*(entry[f"{name}_{part}"] for part in _KEYS))
+    fresh = in_slots((index >= count).expand_as(last), last, new_keys.keys.shape[1])
+    cached = WindowKeys(*(entry[f"{name}_{part}"] for part in _KEYS))
     if "occupied" in ctx.tensors:  # empty slots may hold NaN
-        held = held._replace(keys=held.keys.where((held.segments > 0)[..., None], 0))
-    keys = appended(held, found, fresh, inplace=ctx.use.inplace)
+        cached = cached._replace(keys=cached.keys.where((cached.segments > 0)[..., None], 0))
+    keys = appended(cached, new_keys, fresh, inplace=ctx.use.inplace)
     ctx.keep(**_named(name, keys, last_of(known, count)))
     return keys._replace(keys=keys.keys.to(new.numbers.dtype))
 
@@ -138,18 +138,18 @@ def choose_windows(
     """
     with torch.no_grad():
         x, latent = (t.detach() for t in inputs)
-        given, windows = ctx.tensors.get("choices"), mask["windows"]
+        choices, windows = ctx.tensors.get("choices"), mask["windows"]
         keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
         allowed = visible(windows, keys)
         named = Keys(allowed, windows.segments, keys.segments, keys.ends)
-        if given is None and keys.keys.shape[1] <= indexer.count:
+        if choices is None and keys.keys.shape[1] <= indexer.count:
             if ctx.wants("choices"):
                 ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
             return None
-        if given is None:
-            given = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
-        given = ctx.aux["chosen"] = ctx.tap("choices", given)
-        return chosen(named, given)
+        if choices is None:
+            choices = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
+        choices = ctx.aux["chosen"] = ctx.tap("choices", choices)
+        return chosen(named, choices)
 
 
 def attend_to_windows(

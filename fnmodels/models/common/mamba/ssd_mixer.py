@@ -110,8 +110,8 @@ def mamba_from_hf(
 
 def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIELDS) -> ConfigJson:
     """The fields that `mamba_from_hf` reads, for config.json."""
-    own = {name: getattr(mixer, field) for field, (name, _) in names.items()}
-    return own | {"time_step_limit": list(mixer.limits)}
+    fields = {name: getattr(mixer, field) for field, (name, _) in names.items()}
+    return fields | {"time_step_limit": list(mixer.limits)}
 
 
 def time_step_limit(fields: Fields) -> tuple[float, float]:
@@ -119,8 +119,8 @@ def time_step_limit(fields: Fields) -> tuple[float, float]:
     for name in ("time_step_min", "time_step_max", "time_step_floor"):  # of fresh parameters
         fields.take(name, None)
     value = fields.take("time_step_limit", (0.0, math.inf))
-    limits = [math.inf if one == {"__float__": "Infinity"} else one for one in value] if _is_list(value) else []
-    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in limits)
+    limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in value] if _is_list(value) else []
+    numbers = all(isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit >= 0 for limit in limits)
     if len(limits) != 2 or not numbers:
         raise ConfigError(
             f"{fields.where}: 'time_step_limit' is {shown(value)}, but must be two numbers from 0 to infinity."
@@ -138,12 +138,12 @@ def mamba_leaves(width: int, mixer: Mamba, *, std: float) -> dict[str, Leaf]:
     axes = {name: "linear_kv_heads" if name in "bc" else "linear_heads" for name in _PROJECTIONS}
     leaves: dict[str, Leaf] = {}
     for name, rows in mixer.rows.items():
-        axis, own = axes[name], unit.get(name, 1)
-        leaves[f"{name}_proj"] = weight((rows, width), (axis, "embed"), std, unit=own)
-        leaves |= {f"{name}_bias": bias(rows, axis, unit=own)} if mixer.proj_bias else {}
+        axis, unit_size = axes[name], unit.get(name, 1)
+        leaves[f"{name}_proj"] = weight((rows, width), (axis, "embed"), std, unit=unit_size)
+        leaves |= {f"{name}_bias": bias(rows, axis, unit=unit_size)} if mixer.proj_bias else {}
         if name in _CONVOLVED:
-            leaves[f"{name}_conv"] = weight((rows, 1, mixer.kernel), (axis, "one", "kernel"), std, unit=own)
-            leaves |= {f"{name}_conv_bias": bias(rows, axis, unit=own)} if mixer.conv_bias else {}
+            leaves[f"{name}_conv"] = weight((rows, 1, mixer.kernel), (axis, "one", "kernel"), std, unit=unit_size)
+            leaves |= {f"{name}_conv_bias": bias(rows, axis, unit=unit_size)} if mixer.conv_bias else {}
     leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(1.0, 16.0), decay=False)
     steps = LogUniform(math.expm1(1e-3), math.expm1(1e-1))  # softplus of it: from 0.001 to 0.1
     leaves["dt_bias"] = Leaf((heads,), torch.float32, ("linear_heads",), steps, decay=False)
@@ -202,8 +202,8 @@ def mamba(
     taps = [weights[f"{name}_conv"][:, 0] for name in _CONVOLVED]
     added = torch.cat([weights[f"{name}_conv_bias"] for name in _CONVOLVED]) if mixer.conv_bias else None
     before, silu = torch.cat([projected(name) for name in _CONVOLVED], -1), activation == "silu"
-    given = torch.cat(taps), added, ids, state.get("conv"), last
-    mixed, tail = short_conv(before, *given, silu=silu, overwrite=True, kernel=kernel)
+    conv_arguments = torch.cat(taps), added, ids, state.get("conv"), last
+    mixed, tail = short_conv(before, *conv_arguments, silu=silu, overwrite=True, kernel=kernel)
     del before  # as long as the sequence, and not read again
     mixed = mixed if silu else elementwise(ACTIVATIONS[activation], mixed)
     inner, B, C = mixed.split([len(tap) for tap in taps], -1)

@@ -1,1 +1,1 @@
-"""What vision towers have in common beside `common.vision`, and models of two towers (CLIP, SigLIP)."""
+"""Parts that vision towers share beside `common.vision`, and models of two towers (CLIP, SigLIP)."""

@@ -25,6 +25,23 @@ def bicubic(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     return taps.clamp(0, side - 1), torch.stack((far[0], near[0], near[1], far[1]), -1)
 
 
+def bilinear(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As `bicubic`, but as `F.interpolate(mode="bilinear")` without antialiasing; there are 2 taps."""
+    at = ((index.double() + 0.5) * (side / count.double()) - 0.5).clamp(min=0)
+    low = at.floor()
+    taps = low.long()[..., None] + torch.arange(2, device=index.device)
+    return taps.clamp(max=side - 1), torch.stack((1 - (at - low), at - low), -1)
+
+
+def bilinear_zeros(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As `bilinear`, but outside of the table are zeros, as `F.grid_sample` reads it without aligned corners."""
+    at = (index.double() + 0.5) * (side / count.double()) - 0.5
+    low = at.floor()
+    taps = low.long()[..., None] + torch.arange(2, device=index.device)
+    weights = torch.stack((1 - (at - low), at - low), -1) * ((taps >= 0) & (taps < side))
+    return taps.clamp(0, side - 1), weights
+
+
 def bilinear_corners(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """As `bicubic`, but as `F.interpolate(mode="bilinear", align_corners=True)`; there are 2 taps."""
     at = index.double() * ((side - 1) / (count.double() - 1).clamp(min=1))

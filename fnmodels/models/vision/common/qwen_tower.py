@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
+from fnmodels.inputs.mask import Create, MaskLike, build_mask
+from fnmodels.inputs.rules import Everything, SameSpan
+from fnmodels.inputs.segments import text_order
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.decoder import expressible
@@ -93,7 +96,7 @@ def patch_leaf(config: QwenTowerConfig) -> Leaf:
 
 def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> StoredNames:
     """{path: name on disk} of the layers: q, k and v are fused; parts {path in a layer: its name without ".weight"}."""
-    names: dict[str, Any] = {}
+    names: StoredNames = {}
     for i in range(config.num_hidden_layers):
         at, there = f"layers.{i}.attention", f"blocks.{i}.attn.qkv"
         for ours, theirs in (("proj", "weight"), ("bias", "bias")):
@@ -118,10 +121,23 @@ def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = N
     return dict.fromkeys(sorted(set(vision_kinds(config))), table)
 
 
+def window_masks(
+    config: Any, positions: Tensor, segment_ids: Tensor, side: int, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask} of the kinds "full", the image, and "window", its squares of `side` patches. positions [B, S, 4]."""
+    masks = {"full": vision.attention_masks(config, positions, segment_ids, create=create)["full"]}
+    if "window" in config.layer_kinds:
+        row, column = (positions[..., :2] // side).unbind(-1)
+        spans = 1 + row * (positions[..., 3] // side + 1) + column
+        order = text_order(positions[..., :2], segment_ids)
+        masks["window"] = build_mask(Everything() & SameSpan(), order, segment_ids, spans=spans, create=create)
+    return {kind: masks[kind] for kind in sorted(set(config.layer_kinds))}
+
+
 def vision_kinds(config: Any) -> tuple[str, ...]:
     """The kind of each layer: its `layer_kinds`, or "full"."""
-    found: tuple[str, ...] = getattr(config, "layer_kinds", vision.kinds(config))
-    return found
+    layer_kinds: tuple[str, ...] = getattr(config, "layer_kinds", vision.kinds(config))
+    return layer_kinds
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:

@@ -52,12 +52,12 @@ def towers_to_hf(config: Any, architecture: str, **rest: Any) -> ConfigJson:
 
 
 def towers(config: Any) -> dict[str, Any]:
-    """{key of the parameters: Config of the tower}."""
-    return {"text": config.text, "vision": config.vision}
+    """{key of the parameters: Config of the tower}, of a text, images or sound."""
+    return {name: getattr(config, name) for name in ("text", "vision", "audio") if hasattr(config, name)}
 
 
 def towers_spec(config: Any) -> Tree:
-    """The parameters of both towers."""
+    """The parameters of all towers."""
     return {name: family_of(inner).spec(inner) for name, inner in towers(config).items()}
 
 
@@ -73,7 +73,7 @@ def with_prefix(names: dict[str, Any], path: str, prefix: str) -> dict[str, Any]
 
 
 def kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of the text tower's layers, then of the vision tower's."""
+    """The kinds of the text tower's layers, then of the others'."""
     return tuple(kind for inner in towers(config).values() for kind in family_of(inner).kinds(inner))
 
 

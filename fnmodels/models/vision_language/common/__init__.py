@@ -1,1 +1,1 @@
-"""What vision-language models have in common: a text model of any family with a tower (`fnmodels.models.vision`)."""
+"""Parts of vision-language models: a text model of any family with a tower (`fnmodels.models.vision`)."""

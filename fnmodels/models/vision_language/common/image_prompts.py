@@ -1,4 +1,4 @@
-"""What families share where a picture becomes the images that a tower reads and the text that stands for them.
+"""Steps that families share between a picture and the images that a tower reads, with the text that stands for them.
 
 `read_image(image, settings, name, *, config)` of a family takes a picture, uint8 [3, H, W], the fields of
 preprocessor_config.json, and a function from ids to their tokens. It returns the images, sized but not normalized, and

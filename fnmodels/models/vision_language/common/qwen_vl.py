@@ -72,10 +72,12 @@ def text_config(
     fields.choice("model_type", (text_type, outer.values["model_type"]), text_type)
 
     def read(text: Mapping[str, Any]) -> Any:
-        own = {**defaults, **text, "model_type": plain, "architectures": None}
-        rope = {name: own.pop(name) for name in ("mrope_section", "rope_theta")}
-        given = [own.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
-        return family_for(plain).Config.from_hf(own | {"rope_parameters": rope | dict(given[0] or given[1] or {})})
+        completed = {**defaults, **text, "model_type": plain, "architectures": None}
+        rope = {name: completed.pop(name) for name in ("mrope_section", "rope_theta")}
+        ropes = [completed.pop(name, None) for name in ("rope_parameters", "rope_scaling")]
+        return family_for(plain).Config.from_hf(
+            completed | {"rope_parameters": rope | dict(ropes[0] or ropes[1] or {})}
+        )
 
     flat = outer.take("text_config", None) is None
     text = read(values) if flat else vision_language.read_once(outer, values, read)
@@ -109,10 +111,10 @@ def normed_merger_leaves(config: Any, width: int, *, joined_first: bool = False)
 def normed_merger_names(path: str, name: str) -> dict[str, Stored]:
     """{path of a parameter: its name on disk} of a merger of Qwen3-VL."""
     parts = {"norm": "norm", "up": "linear_fc1", "out": "linear_fc2"}
-    found: dict[str, Stored] = {}
+    names: dict[str, Stored] = {}
     for ours, theirs in parts.items():
-        found |= weight_and_bias(f"{path}.{ours}", f"{name}.{theirs}")
-    return found
+        names |= weight_and_bias(f"{path}.{ours}", f"{name}.{theirs}")
+    return names
 
 
 def project(weights: Tree, x: Tensor, places: Tensor, *, joined_first: bool = False) -> Tensor:
@@ -128,13 +130,17 @@ def placeholder(config: Any, name: image_prompts.Name) -> tuple[str, str]:
     return pad, f"<|vision_start|>{pad}<|vision_end|>"
 
 
+def areas(settings: image_prompts.ImageSettings, least: int, most: int) -> tuple[int, int]:
+    """The least and the largest number of pixels of an image, with those of settings that leave them out."""
+    read = functools.partial(image_prompts.number, settings, most=50_000_000)
+    least, most = read("size", "shortest_edge", least), read("size", "longest_edge", most)
+    return read("min_pixels", "", least), read("max_pixels", "", most)  # of older files
+
+
 def read_image(
     image: Tensor, settings: image_prompts.ImageSettings, name: image_prompts.Name, *, config: Any
 ) -> tuple[list[Tensor], str]:
     """(the image for the tower, text in place of the placeholder), see `image_prompts`."""
     cell = config.vision.patch_size * config.vision.merge
-    read = functools.partial(image_prompts.number, settings, most=50_000_000)
-    least, most = read("size", "shortest_edge", 56 * 56), read("size", "longest_edge", 28 * 28 * 1280)
-    least, most = read("min_pixels", "", least), read("max_pixels", "", most)  # of older files
-    found = image_prompts.resized(image, fit_area(image, cell, least, most), settings)
-    return [found], name(config.image_token) * (found.shape[1] * found.shape[2] // cell**2)
+    picture = image_prompts.resized(image, fit_area(image, cell, *areas(settings, 56 * 56, 28 * 28 * 1280)), settings)
+    return [picture], name(config.image_token) * (picture.shape[1] * picture.shape[2] // cell**2)

@@ -21,6 +21,7 @@ from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, StoredNames, renamed
 from fnmodels.models.vision.common.two_towers import towers, with_prefix
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.run_params import with_run
 from fnmodels.tree import Tree
@@ -74,7 +75,9 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
     known = defaults if model_type == default else _SIZES.get(model_type, {})
     family = family_for(model_type)
-    read = read_once(outer, values, lambda own: family.Config.from_hf({**known, "model_type": model_type, **own}))
+    read = read_once(
+        outer, values, lambda text_fields: family.Config.from_hf({**known, "model_type": model_type, **text_fields})
+    )
     return with_outer_head(outer, read)
 
 
@@ -103,16 +106,16 @@ def read_once(outer: Fields, values: Mapping[str, Any], read: Callable[[Mapping[
 
 def with_tie(text: Any, tied: bool) -> Any:
     """The text's Config, whose head is tied or not, as the model's own field says."""
-    found = replace(text, tie_word_embeddings=tied)
-    object.__setattr__(found, "extra", text.extra)
-    return found
+    tied_text = replace(text, tie_word_embeddings=tied)
+    object.__setattr__(tied_text, "extra", text.extra)
+    return tied_text
 
 
 def kept(outer: Fields, *names: str, ignored: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
     """The entries of `extra`: those of `Fields.finish`, and the fields `names`, which mean nothing here."""
-    own = tuple((name, json.dumps(value)) for name in names if (value := outer.take(name, None)) is not None)
+    unused = tuple((name, json.dumps(value)) for name in names if (value := outer.take(name, None)) is not None)
     outer.expect("is_encoder_decoder", False)
-    return outer.finish(ignored) + own
+    return outer.finish(ignored) + unused
 
 
 def to_hf(config: Any, architecture: str, **own: Any) -> ConfigJson:
@@ -127,7 +130,7 @@ def to_hf(config: Any, architecture: str, **own: Any) -> ConfigJson:
 
 def part_names(config: Any, **prefixes: str) -> StoredNames:
     """{path of a parameter: its name on disk} of the parts, whose names begin with prefixes {part: prefix}."""
-    names: dict[str, Any] = {}
+    names: StoredNames = {}
     for path, prefix in prefixes.items():
         part = towers(config)[path]
         names |= with_prefix(family_of(part).hf_names(part), path, prefix)
@@ -159,19 +162,19 @@ def tied_head(outer: Fields, text: Any, default: bool) -> bool:
 
 
 def feature_layers(value: Any, layers: int) -> tuple[int, ...]:
-    """How many layers of the tower run for each of the hidden states that `vision_feature_layer` names.
+    """The number of layers of the tower that run for each of the hidden states that `vision_feature_layer` names.
 
     0 is that of the embeddings, which is not supported, and -1 the last layer's.
     """
-    found = []
+    counts = []
     for index in value if isinstance(value, list | tuple) and value else [value]:
         if type(index) is not int:
             raise UnsupportedError(f"'vision_feature_layer' is {value!r}; it must be a layer, or a list of layers.")
         count = index if index >= 0 else layers + 1 + index
         if not 0 < count <= layers:
             raise ConfigError(f"'vision_feature_layer' is {index}, but the tower has {layers} layers.")
-        found.append(count)
-    return tuple(found)
+        counts.append(count)
+    return tuple(counts)
 
 
 def cut_tower(params: Tree, config: Any) -> tuple[Tree, Any]:
@@ -237,6 +240,17 @@ def features_by_config(
     """As `features_of`, of a family whose `project` reads the config."""
     family: Any = family_of(config)
     return (family.project(params, x, places, config=config),)
+
+
+def with_raw_images(
+    params: Tree, inputs: Mapping[str, Any], features: Tensor, places: Tensor, *, config: Any
+) -> dict[str, Any]:
+    """As `with_images`, for a text that adds to or multiplies all vectors that it is given, features included.
+
+    The id of image tokens may be none of the vocabulary.
+    """
+    tokens = inputs["tokens"].where(places[..., 0] < 0, 0)
+    return {**inputs, "tokens": place(embed_tokens(params["text"]["embed_tokens"], tokens), features, places)}
 
 
 def with_images(

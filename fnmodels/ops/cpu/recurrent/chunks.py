@@ -101,7 +101,7 @@ def _steps(by: ByHand, state: Tensor, along: _Tensors, constants: _Tensors, chun
 
 
 def chunks_at_once(state: Tensor, chunk: int) -> int:
-    """How many chunks a step takes."""
+    """The number of chunks that one step computes."""
     if not state.is_cuda:
         return 1
     return max(1, _ELEMENTS // (state.shape[0] * state.shape[1] * chunk * chunk))

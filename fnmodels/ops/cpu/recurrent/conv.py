@@ -60,9 +60,9 @@ class _ShortConv(torch.autograd.Function):
                 before = upcast(_block(flat, taps, bias, marks, start, more).to(x.dtype))
                 sigmoid = before.sigmoid()
                 outer = (before.mul_(1 - sigmoid).add_(1)).mul_(sigmoid).mul_(outer)
-            own, block = outer[: stop - start], upcast(flat[start:stop])
-            into = own * taps[-1]
-            grad_taps[-1] += (own * block).sum(0)
+            grad_block, block = outer[: stop - start], upcast(flat[start:stop])
+            into = grad_block * taps[-1]
+            grad_taps[-1] += (grad_block * block).sum(0)
             for j in range(1, K):
                 for low, high, keep in _stretches(marks, j, start + j, min(stop + j, more)):
                     of, by = slice(low - j - start, high - j - start), slice(low - start, high - start)
@@ -71,7 +71,7 @@ class _ShortConv(torch.autograd.Function):
                     grad_taps[-1 - j] += (outward * block[of]).sum(0)
             grad_x[start:stop] = into
             if bias is not None:
-                grad_bias += own.sum(0)
+                grad_bias += grad_block.sum(0)
         of_bias = None if bias is None else grad_bias.to(bias.dtype)
         return grad_x.view(x.shape), grad_taps.t().to(weight.dtype), of_bias, None, None
 
@@ -153,6 +153,6 @@ def _differentiable(
         shifted = F.pad(upcast(x)[:, :-j], (0, 0, min(j, x.shape[1]), 0))
         y = y + shifted * read[j - 1].view(x.shape[:2])[..., None] * upcast(weight)[:, -1 - j]
     y = F.silu(y.to(x.dtype)) if silu else y.to(x.dtype)
-    wanted = [t for t, need in zip((x, weight, bias), needed, strict=False) if need and t is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=True, materialize_grads=True))
-    return tuple(next(found) if need else None for need in needed[:3]) + (None, None)
+    inputs = [t for t, need in zip((x, weight, bias), needed, strict=False) if need and t is not None]
+    gradients = iter(torch.autograd.grad(y, inputs, grad_y, create_graph=True, materialize_grads=True))
+    return tuple(next(gradients) if need else None for need in needed[:3]) + (None, None)

@@ -14,7 +14,7 @@ from fnmodels.ops.decay import decay_in_document, decay_of, earlier_of_document,
 
 
 class Decays(NamedTuple):
-    """Those of all chunks of C tokens; the last tokens of the last chunk may mean nothing."""
+    """Decays of all chunks of C tokens; the last tokens of the last chunk may mean nothing."""
 
     log: Tensor  # from `decay_in_document`, fp64 [chunks, B, H, C]
     since: Tensor  # decay since the chunk began, 0 where the state before it is of another document, as log

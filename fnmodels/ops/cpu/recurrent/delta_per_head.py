@@ -141,12 +141,12 @@ def _step(options: _Options, state: Tensor, given: Given, after: Tensor, y: Tens
     now, befores = state.flatten(0, 1), []
     parts = (c.k, c.v, c.inverse, c.strength, c.read, c.since[:, -1:], c.until, errors, w)
     each = zip(*(_each(t, n) for t in parts), after, strict=True)
-    for k, v, inverse, strength, read, ended, until, scratch, own, new in each:
-        torch.bmm(inverse, _errors(k, v, read, now, scratch).mul_(strength), out=own)
+    for k, v, inverse, strength, read, ended, until, scratch, written, new in each:
+        torch.bmm(inverse, _errors(k, v, read, now, scratch).mul_(strength), out=written)
         befores.append(now)
         if n == 1:
             _write_output(c, now, w, errors, y)  # here, because the state after may be written over the one before
-        now = torch.mul(now, ended, out=new.view(now.shape)).baddbmm_(k.mT, torch.mul(own, until, out=scratch))
+        now = torch.mul(now, ended, out=new.view(now.shape)).baddbmm_(k.mT, torch.mul(written, until, out=scratch))
     if n > 1:
         _write_output(c, torch.cat(befores), w, errors, y)
 

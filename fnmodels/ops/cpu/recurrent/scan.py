@@ -21,7 +21,7 @@ from .chunks import ByHand, ChunkStep, Given, scan_backward, scan_forward
 
 
 class Output(NamedTuple):
-    """Where and how a scan writes y."""
+    """Shape, dtype and memory of the y that a scan writes."""
 
     of: int  # the index of the tensor along the sequence whose shape it has
     dtype: torch.dtype
@@ -52,8 +52,8 @@ def scan(
     if kernel != "math" and by_hand is not None and torch.compiler.is_compiling() and in_graph(*tensors, cuda=True):
         from .scan_op import compiled_scan  # imported late: it imports dynamo, which imports sympy
 
-        found = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
-        return found[0], found[1]
+        results = compiled_scan(by_hand.name, list(by_hand.options), chunk, len(along), of, dtype, list(tensors))
+        return results[0], results[1]
     if kernel == "math" or not is_plain_eager(*tensors, cuda=by_hand is not None):
         return _written_out(step, chunk, state, along, constants)
     by = _by_autograd(step, tuple(t.requires_grad for t in tensors)) if by_hand is None else by_hand
@@ -120,7 +120,7 @@ class _Scan(torch.autograd.Function):
 
 def _by_autograd(step: ChunkStep, needed: tuple[bool, ...]) -> ByHand:
     """`step` and autograd's gradient. needed: of the state, the tensors along the sequence and the constants."""
-    wanted = [i for i, need in enumerate(needed) if need or not i]
+    differentiated = [i for i, need in enumerate(needed) if need or not i]
 
     def in_place(state: Tensor, given: Given, after: Tensor, y: Tensor) -> None:
         part, new = step(state, given.slices, given.constants)
@@ -129,13 +129,13 @@ def _by_autograd(step: ChunkStep, needed: tuple[bool, ...]) -> ByHand:
 
     def gradient(states: Tensor, given: Given, of_y: Tensor, of_state: Tensor, into: Any) -> None:
         tensors = (states[0], *given.slices, *given.constants)
-        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        leaves = [t.detach().requires_grad_(i in differentiated) for i, t in enumerate(tensors)]
         count = 1 + len(given.slices)
         with torch.enable_grad():
             results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
-        of = [leaves[i] for i in wanted]
-        found = torch.autograd.grad(results, of, (of_y, of_state), materialize_grads=True, allow_unused=True)
-        for i, grad in zip(wanted, found, strict=True):
+        of = [leaves[i] for i in differentiated]
+        gradients = torch.autograd.grad(results, of, (of_y, of_state), materialize_grads=True, allow_unused=True)
+        for i, grad in zip(differentiated, gradients, strict=True):
             if not i:
                 of_state.copy_(grad)
             elif i < count:
@@ -152,6 +152,6 @@ def _differentiable(
     """The gradients as a graph that can be differentiated again."""
     along, constants = tuple(tensors[1 : 1 + ctx.count]), tuple(tensors[1 + ctx.count :])
     results = _written_out(ctx.step, ctx.chunk, tensors[0], along, constants)
-    wanted = [t for t, need in zip(tensors, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, materialize_grads=True))
-    return [next(found) if need else None for need in needed]
+    inputs = [t for t, need in zip(tensors, needed, strict=True) if need]
+    gradients = iter(torch.autograd.grad(results, inputs, grads, create_graph=True, materialize_grads=True))
+    return [next(gradients) if need else None for need in needed]

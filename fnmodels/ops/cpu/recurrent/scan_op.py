@@ -3,7 +3,7 @@
 Unrolled, a graph grows with the length of the row, and takes minutes to compile. The operator is used in graphs only,
 because torch.func does not see the derivative of a custom operator.
 
-Row: recurrent step, block-compiled.
+Row: recurrent step, block-compiled, the first.
 """
 
 from collections.abc import Callable

@@ -79,7 +79,7 @@ def _grouped(x: Tensor, B: Tensor) -> Tensor:
 
 
 def _read(c: _Parts, states: Tensor, space: Space) -> Tensor:
-    """What the tokens read of the states before their chunks [R n, H, P, N]: [R n, C, H, P]."""
+    """Reads [R n, C, H, P] by the tokens of the states [R n, H, P, N] before their chunks."""
     read = c.C @ of_groups(states, c.C.shape[1]).transpose(-1, -2)
     return torch.mul(of_heads(read, c.x.shape[3]), c.since, out=space("read", *c.x.shape))
 
@@ -133,16 +133,16 @@ def _gradient(states: Tensor, given: Given, grad_y: Tensor, grad_state: Tensor, 
     d_dt = d_g * A + torch.mul(d_scaled, c.x, out=space("of scaled", *c.x.shape)).sum(-1)
     d_A, d_D = (d_g * dt).sum((0, 1)), torch.mul(grad_y, c.x, out=space("of scaled", *c.x.shape)).sum((0, 1, 3))
     d_x = d_scaled.mul_(dt[..., None]).addcmul_(D[:, None], grad_y)
-    for grad, found in zip(into, (d_x, d_dt, d_B.transpose(1, 2), d_C.transpose(1, 2)), strict=False):
+    for grad, value in zip(into, (d_x, d_dt, d_B.transpose(1, 2), d_C.transpose(1, 2)), strict=False):
         if grad is not None:
-            grad.unflatten(1, (n, -1)).copy_(found.unflatten(0, (-1, n)))
-    for grad, found in zip(into[6:], (d_A, d_D), strict=True):
+            grad.unflatten(1, (n, -1)).copy_(value.unflatten(0, (-1, n)))
+    for grad, value in zip(into[6:], (d_A, d_D), strict=True):
         if grad is not None:
-            grad += found
+            grad += value
 
 
 def _gradients_of_states(new: Tensor, n: int, d_read: Tensor, C: Tensor, ended: Tensor) -> Tensor:
-    """Those of the states after each of n chunks [R n, H, P, N]; `new`, of the last one, becomes that of the first."""
+    """Gradients [R n, H, P, N] of the states after n chunks; `new`, of the last, becomes that of the initial state."""
     after = []
     d_read, C, ended = (t.unflatten(0, (-1, n)) for t in (d_read, C, ended))
     for i in reversed(range(n)):

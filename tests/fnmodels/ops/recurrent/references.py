@@ -37,14 +37,14 @@ def by_row(segment_ids: Tensor, state: Tensor, last: Tensor | None, step: Callab
     return torch.stack([torch.stack([y.expand(shape) for y in row]) for row in rows]), torch.stack(states)
 
 
-def convolve(x, weight, bias, segment_ids, tail=None, last=None, *, silu=False):  # type: ignore[no-untyped-def]
-    def step(tail: Tensor, b: int, t: int) -> tuple[Tensor, Tensor]:
+def convolve(x, weight, bias, segment_ids, tail=None, last=None, *, silu=False, step=1):  # type: ignore[no-untyped-def]
+    def next_token(tail: Tensor, b: int, t: int) -> tuple[Tensor, Tensor]:
         window = torch.cat((tail, x[b, t][None]))
-        y = (window * weight.T).sum(0) + (0 if bias is None else bias)
+        y = (window[::step] * weight.T).sum(0) + (0 if bias is None else bias)
         return F.silu(y) if silu else y, window[1:]
 
-    start = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if tail is None else tail
-    return by_row(segment_ids.expand(x.shape[:2]), start, last, step)
+    start = x.new_zeros(len(x), (weight.shape[1] - 1) * step, x.shape[2]) if tail is None else tail
+    return by_row(segment_ids.expand(x.shape[:2]), start, last, next_token)
 
 
 def delta(q, k, v, g, beta, segment_ids, state=None, last=None):  # type: ignore[no-untyped-def]
@@ -81,3 +81,19 @@ def state_space(x, dt, A, B, C, D, segment_ids, state=None, last=None):  # type:
 
     start = x.new_zeros(len(x), x.shape[2], x.shape[3], B.shape[3]) if state is None else state
     return by_row(segment_ids.expand(x.shape[:2]), start, last, step)
+
+
+def two_keys(r, k, v, g, a, b, segment_ids, state=None, last=None):  # type: ignore[no-untyped-def]
+    def step(S: Tensor, i: int, t: int) -> tuple[Tensor, Tensor]:
+        u = torch.einsum("hkv,hk->hv", S, a[i, t])
+        S = g[i, t].exp()[..., None] * S + torch.einsum("hk,hv->hkv", b[i, t], u)
+        S = S + torch.einsum("hk,hv->hkv", k[i, t], v[i, t])
+        return torch.einsum("hkv,hk->hv", S, r[i, t]), S
+
+    start = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    return by_row(segment_ids.expand(v.shape[:2]), start, last, step)
+
+
+def shift(x, segment_ids, tail=None, last=None):  # type: ignore[no-untyped-def]
+    start = x.new_zeros(len(x), 1, x.shape[2]) if tail is None else tail
+    return by_row(segment_ids.expand(x.shape[:2]), start, last, lambda tail, b, t: (tail[0], x[b, t][None]))

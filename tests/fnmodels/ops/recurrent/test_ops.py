@@ -15,7 +15,7 @@ from fnmodels.inputs import order
 from fnmodels.ops import decay
 from fnmodels.ops.cpu.recurrent import scan
 from fnmodels.ops.norm_taps import watched_norms
-from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, selective_scan, ssd
+from fnmodels.ops.recurrent import conv, conv_reads, delta_rule, gated_norm, selective_scan, ssd, token_shift, two_keys
 from tests.fnmodels.ops.recurrent import references
 from tests.fnmodels.ops.recurrent.references import ROWS, VALID
 
@@ -57,12 +57,24 @@ def delta(channels: bool, speed: float, strength: float) -> Op:
     return Op(delta_rule.delta_rule, references.delta, along, tuple, (4, 6, 5))
 
 
-def short_conv(bias: bool, silu: bool) -> Op:
+def two_key_inputs(B: int, S: int, *, speed: float) -> tuple[Tensor, ...]:
+    """As in RWKV-7: a = -kappa, b = kappa * rate, with a key kappa of length 1 and rates from 0 to 1."""
+    kappa, rate = torch.nn.functional.normalize(normal(B, S, 4, 6), dim=-1), uniform(B, S, 4, 6)
+    keys = (normal(B, S, 4, 6), normal(B, S, 4, 6))
+    return *keys, normal(B, S, 4, 5), -speed * uniform(B, S, 4, 6), -kappa, kappa * rate
+
+
+def two_key_rule(speed: float) -> Op:
+    along = functools.partial(two_key_inputs, speed=speed)
+    return Op(lambda *a, **k: two_keys.two_key_rule(*a, **k), references.two_keys, along, tuple, (4, 6, 5))
+
+
+def short_conv(bias: bool, silu: bool, step: int = 1) -> Op:
     """The op with its arguments in the order of the others: x, segment ids, state, last, then constants."""
 
     def adapted(function: Any) -> Any:
         def run(x: Tensor, weight: Tensor, bias: Any, segment_ids: Tensor, *state: Any, **options: Any) -> Any:
-            return function(x, weight, bias, segment_ids, *state, silu=silu, **options)
+            return function(x, weight, bias, segment_ids, *state, silu=silu, step=step, **options)
 
         return run
 
@@ -72,7 +84,7 @@ def short_conv(bias: bool, silu: bool) -> Op:
         adapted(references.convolve),
         lambda B, S: (normal(B, S, 7),),
         constants,
-        (3, 7),
+        (3 * step, 7),
         chunked=False,
     )
 
@@ -80,10 +92,21 @@ def short_conv(bias: bool, silu: bool) -> Op:
 OPS = {
     "conv": short_conv(False, False),
     "conv_bias_silu": short_conv(True, True),
+    "conv_silu_steps": short_conv(False, True, 3),
     "delta": delta(False, 0.2, 1.0),
     "delta_negative": delta(False, 2.0, 2.0),
     "delta_channels": delta(True, 0.2, 1.0),
     "delta_channels_fast": delta(True, 30.0, 1.0),
+    "two_keys": two_key_rule(0.2),
+    "two_keys_fast": two_key_rule(1.0),
+    "shift": Op(
+        lambda *given, **options: token_shift.token_shift(*given, **options),
+        references.shift,
+        lambda B, S: (normal(B, S, 7),),
+        tuple,
+        (1, 7),
+        chunked=False,
+    ),
     "selective": Op(
         lambda *given, **options: selective_scan.selective_scan(*given, **options),
         references.selective,
@@ -408,8 +431,17 @@ def taps_across(segment_ids: Tensor, K: int) -> Any:
     return [(index - j).clamp(min=-1) for j in range(1, K)], order.runs(segment_ids)[0]
 
 
-def zero_tail(x: Tensor, *_: Any) -> Tensor:
-    return torch.zeros(x.shape[0], 3, x.shape[2], dtype=x.dtype)
+def zero_tail(x: Tensor, index: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], index.shape[1], x.shape[2], dtype=x.dtype)
+
+
+def all_earlier(run: Tensor) -> Tensor:
+    return torch.ones(run.shape[1], run.shape[1], dtype=torch.bool).tril().expand(len(run), -1, -1)
+
+
+def decay_once(g: Tensor, same: Tensor) -> Tensor:
+    """Of each token alone, and not of those before it."""
+    return g.double()
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 8), (2, 8), (31, 32), (32, 32), (71, 100)])
@@ -432,6 +464,12 @@ BUGS = {
     "selective: the state of another document goes on": (OPS["selective"], selective_scan, "runs", wrong_handover),
     "ssd: the state is not reset": (OPS["ssd"], ssd, "runs", no_reset),
     "ssd: the state of another document goes on": (OPS["ssd"], ssd, "runs", wrong_handover),
+    "two keys: the state is not reset": (OPS["two_keys"], two_keys, "runs", no_reset),
+    "two keys: the state of another document goes on": (OPS["two_keys"], two_keys, "runs", wrong_handover),
+    "two keys: tokens of other documents are read": (OPS["two_keys"], two_keys, "earlier_of_document", all_earlier),
+    "two keys: decays begin before the document": (OPS["two_keys"], two_keys, "decay_in_document", decay_once),
+    "shift: across documents": (OPS["shift"], conv_reads, "_sources", taps_across),
+    "shift: no tail": (OPS["shift"], conv, "_taken", zero_tail),
     "conv: taps across documents": (OPS["conv"], conv_reads, "_sources", taps_across),
     "conv: no tail": (OPS["conv"], conv, "_taken", zero_tail),
     "delta: decays of pairs ignored": (

@@ -80,6 +80,35 @@ def _ratio(logp: Tensor, given: dict[str, Tensor]) -> Tensor:
     return (logp - given["logprobs"]).exp()
 
 
+def _sequence_ratio(logp: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """The geometric mean of the marked tokens' ratios, with the gradient of each token's own log-probability."""
+    marked = given["sequence_ratio_mask"] != 0
+    mean = (logp.detach() - given["logprobs"])[marked].mean()
+    return (mean + logp - logp.detach()).exp()
+
+
+def _clipped(ratio: Tensor, given: dict[str, Tensor], low: Any, high: Any) -> Tensor:
+    bounded = torch.minimum(torch.maximum(ratio, torch.as_tensor(low)), torch.as_tensor(high))
+    return torch.minimum(ratio * given["advantages"], bounded * given["advantages"])
+
+
+def _bounded(ratio: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return _clipped(ratio, given, given["clip_low_threshold"], given["clip_high_threshold"])
+
+
+def _with(data: list[types.Datum], name: str, make: Callable[[int], Any]) -> list[types.Datum]:
+    """The data with one more entry, a function of their lengths."""
+    return [
+        types.Datum(datum.model_input, {**datum.loss_fn_inputs, name: make(datum.model_input.length)}) for datum in data
+    ]
+
+
+def _bounded_data() -> list[types.Datum]:
+    """Policy data with a clip of its own for each token."""
+    low = _with(_policy_data(), "clip_low_threshold", lambda length: torch.linspace(0.2, 0.9, length))
+    return _with(low, "clip_high_threshold", lambda length: torch.linspace(1.1, 3.0, length))
+
+
 LOSSES: dict[str, tuple[Callable[[], list[types.Datum]], Callable[..., Tensor], dict[str, float] | None]] = {
     "cross_entropy": (
         lambda: _data(weights=lambda length: np.linspace(0, 1, length)),
@@ -105,6 +134,40 @@ LOSSES: dict[str, tuple[Callable[[], list[types.Datum]], Callable[..., Tensor], 
         lambda logp, given: -(_ratio(logp, given).clamp(0.5, 1.1).detach() * logp * given["advantages"]).sum(),
         {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1},
     ),
+    "dro": (
+        _policy_data,
+        lambda logp, given: -(logp * given["advantages"]).sum() + 0.5 * 0.05 * ((logp - given["logprobs"]) ** 2).sum(),
+        {"beta": 0.05},
+    ),
+    "gspo": (
+        lambda: _with(
+            _policy_data(), "sequence_ratio_mask", lambda length: [float(i > 0 or length < 3) for i in range(length)]
+        ),
+        lambda logp, given: -_clipped(_sequence_ratio(logp, given), given, 0.6, 1.3).sum(),
+        {"clip_low_threshold": 0.6, "clip_high_threshold": 1.3},
+    ),
+    "ppo of each token and a number": (
+        lambda: _with(_policy_data(), "clip_low_threshold", lambda length: torch.linspace(0.2, 0.9, length)),
+        lambda logp, given: -_clipped(_ratio(logp, given), given, given["clip_low_threshold"], 1.2).sum(),
+        None,
+    ),
+    "cispo of a number and each token": (
+        lambda: _with(_policy_data(), "clip_high_threshold", lambda length: torch.linspace(1.1, 3.0, length)),
+        lambda logp, given: (
+            -(
+                torch.minimum(_ratio(logp, given).clamp(min=0.5), given["clip_high_threshold"]).detach()
+                * logp
+                * given["advantages"]
+            ).sum()
+        ),
+        {"clip_low_threshold": 0.5},
+    ),
+    "ppo of each token": (_bounded_data, lambda logp, given: -_bounded(_ratio(logp, given), given).sum(), None),
+    "gspo of each token": (
+        lambda: _with(_bounded_data(), "sequence_ratio_mask", torch.ones),
+        lambda logp, given: -_bounded(_sequence_ratio(logp, given), given).sum(),
+        None,
+    ),
 }
 
 
@@ -113,7 +176,7 @@ def test_a_loss_is_the_loop_over_documents(client: tinker.Client, base: Path, na
     training = client.create_lora_training_client(base_model=base, rank=2, seed=0)
     _move(training)
     make, of, numbers = LOSSES[name]
-    data = make()
+    name, data = name.partition(" ")[0], make()
     total, wanted = _loop(training, data, of)
     first = training.forward_backward(data[:2], loss_fn=name, loss_fn_config=numbers).result()
     second = training.forward_backward(data[2:], loss_fn=name, loss_fn_config=numbers).result()
@@ -281,6 +344,19 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
             lambda t, c: t.forward_backward(_policy_data(), "ppo", {"clip": 1.0}),
             "The loss 'ppo' has no 'clip'; its numbers",
         ),
+        (lambda t, c: t.forward_backward(_policy_data(), "dro"), "The loss 'dro' needs a number 'beta'"),
+        (
+            lambda t, c: t.forward_backward(_with(_policy_data(), "sequence_ratio_mask", torch.ones), "gspo"),
+            "The loss 'gspo' needs a number 'clip_low_threshold'",
+        ),
+        (
+            lambda t, c: t.forward_backward(_with(_bounded_data(), "sequence_ratio_mask", torch.zeros), "gspo"),
+            "'sequence_ratio_mask' of datum 0 marks no token",
+        ),
+        (
+            lambda t, c: t.forward_backward([*_bounded_data()[:2], *_policy_data()[2:]], "ppo"),
+            "Datum 2 has no 'clip_low_threshold', which other data",
+        ),
         (lambda t, c: t.optim_step(types.AdamParams()), "no gradients yet"),
         (
             lambda t, c: c.create_lora_training_client(
@@ -299,7 +375,6 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
         ),
         (lambda t, c: c.create_sampling_client(), "needs one of model_path and base_model"),
         (lambda t, c: c.create_lora_training_client("nowhere"), "nowhere"),
-        (lambda t, c: t.save_weights_and_get_sampling_client(record_stability_info=True), "maths is not published"),
         (
             lambda t, c: tinker.ServiceClient(base_url="http://a.b"),
             "base_url is 'http://a.b'; this service runs in",

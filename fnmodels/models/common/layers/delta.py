@@ -5,7 +5,7 @@ has one decay per head, from a projection `a_proj`; its output is normalized and
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from fnmodels.ops.recurrent.delta_rule import delta_rule
 from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid, norm_then_silu
 from fnmodels.tree import Tree
 
-from .config_json import Fields
-from .context import Context
-from .spec import Leaf, LogUniform, norm, weight
+from ..config_json import Fields
+from ..context import Context
+from ..spec import Leaf, LogUniform, norm, weight
+from ..storage import Stored, fuse
 
 # Config fields of Gated DeltaNet, under the names that config.json has too.
 SIZES = (
@@ -93,6 +94,20 @@ def separate_names(ours: str, theirs: str, leaves: Iterable[str]) -> dict[str, s
     }
 
 
+def gated_delta_names(
+    there: str, own: Mapping[str, str], flat: Mapping[str, Leaf], fused: Sequence[str], groups: int
+) -> dict[str, Stored]:
+    """{path: name on disk} of Gated DeltaNet at `there`, whose files have the projections of the letters in `fused` as
+    one tensor each, by rows of one of `groups` key heads after the other. own: {leaf: path}."""
+    names: dict[str, Stored] = {own[name]: f"{there}.{name}" for name in ("A_log", "dt_bias")}
+    names |= {own["norm"]: f"{there}.norm.weight", own["o_proj"]: f"{there}.out_proj.weight"}
+    names |= fuse(f"{there}.conv1d.weight", {own[f"{n}_conv"]: flat[own[f"{n}_conv"]].shape[0] for n in "qkv"})
+    for parts in fused:
+        rows = {own[f"{n}_proj"]: flat[own[f"{n}_proj"]].shape[0] for n in parts}
+        names |= fuse(f"{there}.in_proj_{parts}.weight", rows, groups=groups)
+    return names
+
+
 def delta_mixer(
     weights: Tree,
     x: Tensor,
@@ -141,7 +156,15 @@ def kimi_delta(
 
 
 def gated_delta_net(
-    weights: Tree, x: Tensor, mask: Segments, config: Any, ctx: Context, *, eps: float, strength: float = 1.0
+    weights: Tree,
+    x: Tensor,
+    mask: Segments,
+    config: Any,
+    ctx: Context,
+    *,
+    eps: float,
+    strength: float = 1.0,
+    gated: Callable[..., Tensor] = norm_then_silu,
 ) -> Tensor:
     """A Gated DeltaNet layer on x [B, S, D]: the delta rule and a gated norm. strength: the largest beta, at most 2."""
     beta = elementwise(torch.sigmoid, linear(x, weights["b_proj"]))
@@ -151,4 +174,4 @@ def gated_delta_net(
     widths = config.linear_key_head_dim, config.linear_value_head_dim
     o = delta_mixer(weights, x, mask, g, beta, widths=widths, activation=config.hidden_act, ctx=ctx)
     z = split_heads(linear(x, weights["z_proj"]), widths[1])
-    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps))
+    return project_out(weights, gated(o, z, weights["norm"], eps=eps))

@@ -1,4 +1,4 @@
-"""What layers of Gemma 3n and 4 read beside the residual stream: an embedding of the token for each layer.
+"""Inputs of the layers of Gemma 3n and 4 beside the residual stream: an embedding of the token for each layer.
 
 It is gated by a projection of the residual stream, projected to its width, normalized and added to it.
 """
@@ -16,8 +16,8 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.tree import Tree
 
-from .context import Context
-from .spec import Leaf, embedding, norm, weight
+from ..context import Context
+from ..spec import Leaf, embedding, norm, weight
 
 
 def table_leaves(config: Any) -> dict[str, Leaf]:
@@ -33,7 +33,7 @@ def table_leaves(config: Any) -> dict[str, Leaf]:
 
 
 def gate_leaves(config: Any) -> dict[str, Leaf]:
-    """Of a layer: the gate, the projection and the norm."""
+    """The parameters of a layer: the gate, the projection and the norm."""
     D, P, std = config.hidden_size, config.hidden_size_per_layer_input, config.initializer_range
     return {
         "per_layer_input_gate": weight((P, D), ("per_layer", "embed"), std),
@@ -61,7 +61,7 @@ def layer_inputs(params: Tree, inputs: Tree, x: Tensor, /, *, config: Any) -> Te
 
 
 def of_layer(layer: Tree, x: Tensor, config: Any, ctx: Context) -> Tensor:
-    """What a layer adds to the residual stream, [B, S, D], of x [B, S, D] and its input: the tap "per_layer"."""
+    """The tap "per_layer" [B, S, D], which a layer adds to the residual stream: of x [B, S, D] and its own input."""
     gate = elementwise(ACTIVATIONS[config.hidden_act], linear(x, layer["per_layer_input_gate"]))
     added = linear(gate * ctx.layer_input(), layer["per_layer_projection"])
     normed = rms_norm_fp32_weight(added, layer["post_per_layer_input_norm"], eps=config.rms_norm_eps)

@@ -9,8 +9,8 @@ from fnmodels.ops import apply_rotary, gated_mlp, project_out, rms_norm_fp32_wei
 from fnmodels.ops.linear import linears
 from fnmodels.tree import Tree
 
-from .context import Context
-from .spec import joint_head_norms, norm, usual_attention, usual_mlp
+from ..context import Context
+from ..spec import joint_head_norms, norm, usual_attention, usual_mlp
 
 
 def post_norm_leaves(config: Any, mlp: Tree | None = None) -> Tree:

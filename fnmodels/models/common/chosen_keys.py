@@ -1,0 +1,77 @@
+"""The choice of a few keys for each query, by an indexer or as it was made before: what `Context.choose` does."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.convert import shape_of
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.indexer import (
+    Indexer,
+    all_visible,
+    choose,
+    chosen,
+    chosen_places,
+    index_keys,
+    keys_of,
+    keys_of_ranks,
+    reads_choices,
+)
+from fnmodels.ops.invariant.attention import plan_tiles
+from fnmodels.ops.mla import query_latent
+from fnmodels.ops.slots import Entry
+from fnmodels.options import ForwardOptions
+
+
+class Layer(Protocol):
+    """The members of a `Context` that the choice of keys reads, or records itself in."""
+
+    options: ForwardOptions
+    tensors: Mapping[str, Any]
+    aux: dict[str, Any]
+
+    def extend(self, new: Entry) -> Entry: ...
+
+    def wants(self, name: str) -> bool: ...
+
+    def tap(self, name: str, value: Tensor) -> Tensor: ...
+
+
+def chosen_keys(
+    layer: Layer, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer
+) -> Any:
+    """The mask of the keys that a layer chooses, or takes of an earlier one: `Context.choose`, without gradients."""
+    indexer_weights, choices, kernel = weights.get("indexer"), layer.tensors.get("choices"), layer.options.kernel
+    ranks = keys_of_ranks(kernel)
+    whole = mask if ranks is None else ranks.mask(mask)
+    everything, cached = choices is None and shape_of(whole)[-1] <= indexer.count, "cache" in layer.tensors
+    k: Tensor | None = None
+    if indexer_weights is not None and (cached or (choices is None and not everything)):
+        k = index_keys(indexer_weights, x, freqs, indexer)
+        k = layer.extend({"index": k})["index"] if cached else k
+        k = k if ranks is None or everything else ranks.gather(k)
+    if everything:
+        if indexer_weights is not None and layer.wants("choices"):
+            layer.aux["choices"] = all_visible(keys_of(whole)).expand(x.shape[0], -1, -1)
+        return mask
+    if kernel in ("blocks", "varlen"):
+        raise ValueError(
+            f'kernel="{kernel}" reads rules, and here each query sees {indexer.count} keys that the layer chose: '
+            '"auto", "sdpa" and kernel="math" take any mask.'
+        )
+    keys = keys_of(whole)
+    if choices is None:
+        if indexer_weights is None or k is None:
+            raise ValueError(
+                "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer "
+                "that has an indexer, or pass `choices` or `carried`."
+            )
+        choices = choose(indexer_weights, x, query_latent(weights, x), k, freqs, keys, indexer)
+    if indexer_weights is not None:
+        choices = layer.aux["chosen"] = layer.tap("choices", choices)
+    if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():
+        return chosen_places(keys, choices)
+    allowed = chosen(keys, choices)
+    return plan_tiles(mask, allowed) if layer.options.invariant else allowed

@@ -1,0 +1,1 @@
+"""Indexers beside `fnmodels.ops.indexer`: those that choose blocks of keys."""

@@ -1,0 +1,158 @@
+"""Data of Tinker in packed rows, the results of rows as Tinker's, and saved states."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train import checkpoint
+from train.data.token_budget import PackedRow, token_budget, unpacked
+from train.losses.output_loss import OutputLoss, logprob_loss
+
+from . import types
+from .base import Base
+from .losses import LOSSES, PREFIX, LossFunction, NamedLoss
+from .traced import TracedLoss
+
+NAME, PATH = 200, 1000  # bytes of the name of a folder, and characters of one with those above it
+BUDGET = 4096  # tokens of a packed row; a longer sequence has a row of its own
+
+
+ROUTING = "routing"  # entry [T, layers with experts, k]: the experts of each token, which the pass replays
+
+
+def named_loss(name: str) -> NamedLoss:
+    """ValueError for an unknown name."""
+    if name not in LOSSES:
+        raise ValueError(f"There is no loss {name!r}; there are {', '.join(LOSSES)}, and forward_backward_custom.")
+    return LOSSES[name]
+
+
+class Losses:
+    """The losses of a client, one object for each name with its numbers, for code is compiled per function."""
+
+    def __init__(self, base: Base) -> None:
+        self._run, self._made = base.run, dict[Any, OutputLoss]()
+
+    def named(self, name: str, numbers: Mapping[str, float] | None, data: Sequence[Any]) -> OutputLoss:
+        """The loss of a name and its numbers, for these data. ValueError for wrong ones."""
+        loss, given = named_loss(name), data[0].loss_fn_inputs if data else ()
+        found = loss.numbers(name, numbers, [entry for entry in loss.per_token if entry in given])
+        return self.of((name, *sorted(found.items())), loss.make(found))
+
+    def of(self, key: Any, function: LossFunction) -> OutputLoss:
+        """The loss of a function; the first one of a key is kept."""
+        if key not in self._made:
+            self._made[key] = logprob_loss(function, **self._run)
+        return self._made[key]
+
+
+def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:
+    """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form."""
+    loss = None if loss_fn is None else named_loss(loss_fn)
+    if not data:
+        raise ValueError("There is no datum: data is empty.")
+    optional = [name for name in (*(loss.per_token if loss else ()), ROUTING) if _any_has(data, name)]
+    reader = f"the loss {loss_fn!r}"
+    entries: dict[str, list[Tensor]] = {"tokens": [], "labels": []}
+    for number, datum in enumerate(data):
+        tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
+        entries["tokens"].append(tokens)
+        entries["labels"].append(_entry(datum, number, "target_tokens", len(tokens), reader).long())
+        for name in loss.inputs if loss else ():
+            entries.setdefault(name, []).append(_entry(datum, number, name, len(tokens), reader).float())
+        for name in optional:
+            values = _entry(datum, number, name, len(tokens), "other data have")
+            entries.setdefault(name, []).append(values.long() if name == ROUTING else values.float())
+        if "sequence_ratio_mask" in entries and not entries["sequence_ratio_mask"][-1].any():
+            raise ValueError(f"'sequence_ratio_mask' of datum {number} marks no token; the ratio needs one at least.")
+    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
+
+
+def packed_inputs(data: Sequence[Any], loss: TracedLoss) -> list[PackedRow]:
+    """The data in packed rows, with the inputs of a traced loss as entries. ValueError for a datum of another form.
+
+    A number becomes an entry with that number at each token.
+    """
+    if not data:
+        raise ValueError("There is no datum: data is empty.")
+    entries: dict[str, list[Tensor]] = {"tokens": [], "labels": []}
+    reader, wanted = f"the custom loss {loss.name!r}", loss.inputs[1:]
+    routed = _any_has(data, ROUTING)
+    for number, datum in enumerate(data):
+        tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
+        entries["tokens"].append(tokens)
+        entries["labels"].append(_entry(datum, number, "target_tokens", len(tokens), reader).long())
+        if routed:
+            values = _entry(datum, number, ROUTING, len(tokens), "other data have")
+            entries.setdefault(ROUTING, []).append(values.long())
+        for name, rank in wanted:
+            values = _entry(datum, number, name, len(tokens), reader, rank)
+            values = values if rank else values.expand(len(tokens))
+            entries.setdefault(PREFIX + name, []).append(values)
+    for name, rank in wanted:
+        if len({values.shape[1:] for values in entries[PREFIX + name]}) > 1:
+            raise ValueError(f"{name!r}, of rank {rank}, must have as many columns in all data.")
+    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
+
+
+def _any_has(data: Sequence[Any], name: str) -> bool:
+    return any(name in datum.loss_fn_inputs for datum in data)
+
+
+def _entry(datum: Any, number: int, name: str, length: int, reader: str, rank: int = 1) -> Tensor:
+    """An entry of a datum. ValueError where it is missing, or is not of so many tokens.
+
+    reader: who needs it, or "other data have". rank: its dimensions, of which the first are the tokens.
+    """
+    if name not in datum.loss_fn_inputs:
+        given, needs = sorted(datum.loss_fn_inputs), "" if reader.startswith("other") else " needs"
+        raise ValueError(f"Datum {number} has no {name!r}, which {reader}{needs}; it has {given}.")
+    values: Tensor = datum.loss_fn_inputs[name].to_torch()
+    if name == ROUTING:
+        if values.ndim != 3 or len(values) != length or values.is_floating_point():
+            raise ValueError(
+                f"{name!r} of datum {number} has the shape {list(values.shape)}; it needs integers [{length}, layers "
+                "with experts, experts of a token]."
+            )
+    elif rank == 0 and values.numel() == 1:  # a message has the same shape for a number and for a list of one
+        return values.reshape(())
+    elif values.ndim != rank:
+        raise ValueError(f"{name!r} of datum {number} has the shape {list(values.shape)}; its rank must be {rank}.")
+    elif rank and len(values) != length:
+        row = "(a row of them) " if rank > 1 else ""
+        raise ValueError(
+            f"{name!r} of datum {number} has the shape {list(values.shape)}; it needs one number {row}for each of "
+            f"the {length} tokens."
+        )
+    return values
+
+
+def output_of(rows: Sequence[PackedRow], logps: Sequence[Tensor], total: float) -> types.ForwardBackwardOutput:
+    each = unpacked(rows, [logp.detach() for logp in logps]).values()
+    outputs = [{"logprobs": types.TensorData.from_torch(logp)} for logp in each]
+    return types.ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total})
+
+
+def saved_place(folder: Path, name: str) -> Path:
+    """The folder of a name inside of a folder. ValueError for a name that leads out of it, or that no folder can have.
+
+    folder: of one kind of saves of a client.
+    """
+    if "\0" in name or any(len(part.encode()) > NAME for part in name.split("/")) or len(name) > PATH:
+        raise ValueError(f"The name {name[:40]!r} must be that of a folder: without NUL, of at most {NAME} bytes.")
+    place = folder / name
+    if folder.resolve() not in place.resolve().parents:
+        raise ValueError(f"The name {name!r} leads out of the client's folder; it must be that of a folder in it.")
+    return place
+
+
+def saved_state(path: str | os.PathLike[str]) -> checkpoint.Checkpoint:
+    """The newest state in a folder. FileNotFoundError where there is none."""
+    found = checkpoint.latest(Path(path))
+    if found is None:
+        raise FileNotFoundError(f"{path} holds no saved state; TrainingClient.save_state makes one.")
+    return found

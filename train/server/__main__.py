@@ -1,0 +1,7 @@
+"""`python -m train.server`: see train/server/command.py."""
+
+import sys
+
+from .command import main
+
+sys.exit(main())

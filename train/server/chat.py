@@ -1,0 +1,123 @@
+"""`/v1/chat/completions`: conversations, rendered by the checkpoint's chat template."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .answers import Asked, Piece, TokenNats
+from .body import Body
+from .errors import ApiError
+from .grammar import Grammars
+from .model import PICTURES, Model
+from .sampled import HARMLESS, LIKELIEST, WITHOUT_EFFECT, drawn
+
+# variables that a request does not set: the conversation's own, and the arguments of `render_prompt`
+OWN = {"messages", "prompt", "add_generation_prompt", "tools", "documents", "template"}
+
+
+def asked_of(body: Body, model: Model, grammars: Grammars, check_room: Callable[[int], None], capacity: int) -> Asked:
+    """Reads a chat request. ApiError names the field that is wrong.
+
+    check_room: of the worker. capacity: tokens of prompt and answer at most, which an answer may fill unless the
+    request says otherwise.
+    """
+    how = drawn(body, model, grammars)
+    check_room(how.n)
+    messages, urls = _messages(body)
+    extra: Any = body.take("chat_template_kwargs", {})
+    if not isinstance(extra, dict) or extra.keys() & OWN:
+        raise body.wrong("chat_template_kwargs", f"an object without {', '.join(sorted(OWN))}")
+    likeliest = body.integer("top_logprobs", high=LIKELIEST)
+    if not body.flag("logprobs"):
+        if likeliest:
+            raise body.wrong("top_logprobs", "left out where logprobs is not true")
+        nats = None
+    else:
+        nats = likeliest or 0
+    max_new = body.integer("max_tokens", body.integer("max_completion_tokens", low=1), low=1)
+    body.finish(WITHOUT_EFFECT, HARMLESS)
+    prompt = model.chat_prompt(messages, urls, extra)
+    max_new = max(1, capacity - len(prompt.ids)) if max_new is None else max_new
+    return Asked([prompt], how.requests([prompt], max_new, nats or 0), how.n, nats, False, how.stream, how.usage)
+
+
+def _messages(body: Body) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the messages as templates read them, the URLs of their pictures in order)."""
+    given: Any = body.take("messages")
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        raise body.wrong("messages", "a list of at least one object")
+    urls: list[str] = []
+    messages = [_message(i, one, urls) for i, one in enumerate(given)]
+    if len(urls) > PICTURES:
+        raise ApiError(400, f"messages has {len(urls)} images; there are at most {PICTURES}.", param="messages")
+    if urls:  # templates that take parts take them for all messages
+        for one in messages:
+            if isinstance(one.get("content"), str):
+                one["content"] = [{"type": "text", "text": one["content"]}]
+    return messages, urls
+
+
+def _message(number: int, given: dict[str, Any], urls: list[str]) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    message = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where} has no role: it must be system, user or assistant.", param="messages")
+    if message["role"] == "developer":  # OpenAI's later name
+        message["role"] = "system"
+    content = message.get("content", "")
+    if isinstance(content, list):
+        parts = [_part(f"{where}.content[{i}]", one, urls) for i, one in enumerate(content)]
+        only_text = all(one["type"] == "text" for one in parts)
+        message["content"] = "\n".join(one["text"] for one in parts) if only_text else parts
+    elif not isinstance(content, str):
+        raise ApiError(400, f"{where}.content must be a text or a list of parts.", param="messages")
+    return message
+
+
+def _part(where: str, given: Any, urls: list[str]) -> dict[str, Any]:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text" and isinstance(given.get("text"), str):
+        return {"type": "text", "text": given["text"]}
+    if kind == "image_url":
+        url = given.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if isinstance(url, str):
+            urls.append(url)
+            return {"type": "image"}
+    raise ApiError(400, f"{where} must be a part of type text or image_url, with a text or a URL.", param="messages")
+
+
+class ChatForm:
+    """The form of `/v1/chat/completions`.
+
+    Args:
+        model: Whose tokens have texts.
+    """
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
+        """A complete choice."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"message": message, "logprobs": self._nats(piece, asked), "finish_reason": piece.reason}
+
+    def chunk(self, piece: Piece, first: bool, asked: Asked, offset: int) -> dict[str, Any]:
+        """A part of a choice."""
+        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        return {"delta": delta, "logprobs": self._nats(piece, asked), "finish_reason": piece.reason}
+
+    def _nats(self, piece: Piece, asked: Asked) -> dict[str, Any] | None:
+        if asked.nats is None:
+            return None
+        content = []
+        for one in piece.tokens:
+            best = [self._token(TokenNats(token, logp)) for token, logp in one.likeliest]
+            content.append(self._token(one) | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _token(self, one: TokenNats) -> dict[str, Any]:
+        text = self._model.token_text(one.token)
+        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+        return {"token": text, "logprob": one.logp, "bytes": known}

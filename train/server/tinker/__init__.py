@@ -1,0 +1,5 @@
+"""Tinker's protocol over HTTP, over `train.integrations.tinker` in this process.
+
+wire      protobuf messages of the protocol        futures   results that clients fetch later
+trainer   sessions, models and samplers            routes    what Tinker's package calls
+"""

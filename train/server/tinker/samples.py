@@ -1,0 +1,151 @@
+"""Answers for Tinker's clients: the request of `/asample`, and what the worker finds for it."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.generation.requests import Event, Request
+
+from ..answers import REASONS
+from ..body import Body
+from ..errors import ApiError
+from ..sampled import truncated
+from ..scores import PromptScores
+from ..worker import Ticket
+from .sequences import Recorded
+from .wire import Drawn, sample_output
+
+SAMPLES = 1024  # answers of one request, at most
+LIKELIEST = 64  # tokens that are named at each place, at most
+# Fields of Tinker's package with values that ask for nothing: `type` names the request.
+ABSENT = (("prompt_alt_tokens_k", 0), ("type", "sample"))
+
+
+class Sample:
+    """The answers to a prompt.
+
+    Args:
+        body: The request.
+        n: Answers.
+        ends: Token ids that end an answer, unless the request says otherwise.
+        capacity: Tokens of a prompt and an answer at most.
+        done: Called with the message, or with an exception.
+        routed: Whether the model has experts, which are then recorded where the request asks for it.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        n: int,
+        ends: tuple[int, ...],
+        capacity: int,
+        done: Callable[[Any], None],
+        routed: bool = False,
+    ) -> None:
+        self._done, self._failed = done, False
+        self.records = body.flag("record_stability_info") and routed
+        self._experts: list[list[Tensor]] = [[] for _ in range(n)]
+        body.take("sampling_session_id"), body.take("seq_id"), body.take("base_model")
+        self.prompt = _prompt(body)
+        self._wants_prompt = body.flag("prompt_logprobs")
+        self._prompt_k = body.integer("topk_prompt_logprobs", 0, high=LIKELIEST)
+        self._answer_k = body.integer("topk_sample_logprobs", 0, high=LIKELIEST)
+        how = body.object("sampling_params") or Body({}, "sampling_params.")
+        self.requests = self._requests(how, n, ends, capacity)
+        how.finish((("type", "sampling_params"),))
+        body.finish(ABSENT)
+        self._answers = [Drawn([], [], False, []) for _ in range(n)]
+        self._scores: PromptScores | None = None
+        self._open = n
+        self.tickets = [Ticket(self._put(i), request=one) for i, one in enumerate(self.requests)]
+        if self._wants_prompt or self._prompt_k:
+            self.tickets.append(Ticket(self._put(None), prompt=self.prompt, likeliest=self._prompt_k))
+            self._open += 1
+
+    def _requests(self, how: Body, n: int, ends: tuple[int, ...], capacity: int) -> list[Request]:
+        stop: Any = how.take("stop")
+        listed = [stop] if isinstance(stop, str) else stop or []
+        if not isinstance(listed, list) or not all(isinstance(one, str) or type(one) is int for one in listed):
+            raise how.wrong("stop", "a text, or a list of texts or of token ids")
+        ids = ends if stop is None else tuple(one for one in listed if isinstance(one, int))
+        texts = tuple(one for one in listed if isinstance(one, str))
+        seed = how.integer("seed", secrets.randbits(31))
+        new = how.integer("max_tokens", max(1, capacity - len(self.prompt)), low=1)
+        sampling = truncated(how)
+        return [
+            Request(
+                self.prompt,
+                new,
+                sampling,
+                seed,
+                draw,
+                ids,
+                texts,
+                likeliest=self._answer_k,
+                record_routing=self.records,
+            )
+            for draw in range(n)
+        ]
+
+    def _put(self, answer: int | None) -> Callable[[Any], None]:
+        def put(item: Any) -> None:
+            if isinstance(item, Exception):
+                self._failed = True
+                self._done(item)
+                return
+            if isinstance(item, PromptScores):
+                self._scores = item
+                self._open -= 1
+            elif isinstance(item, Event) and answer is not None:
+                self._append(answer, item)
+            if self._open == 0 and not self._failed:
+                self._done(self._message())
+
+        return put
+
+    def _append(self, answer: int, event: Event) -> None:
+        found = self._answers[answer]
+        found.tokens.append(event.token)
+        found.logp.append(event.logp)
+        found.likeliest.append(event.likeliest)
+        if event.routing is not None:
+            self._experts[answer].append(event.routing)
+        if event.reason is not None:
+            stopped = REASONS[event.reason] == "stop"
+            self._answers[answer] = Drawn(found.tokens, found.logp, stopped, found.likeliest)
+            self._open -= 1
+
+    def recorded(self) -> list[Recorded]:
+        """The answers with their experts, where they are recorded."""
+        if not self.records:
+            return []
+        return [
+            Recorded(self.prompt, found.tokens, torch.cat(experts))
+            for found, experts in zip(self._answers, self._experts, strict=True)
+        ]
+
+    def _message(self) -> bytes:
+        scores = self._scores
+        prompt = scores.logp if scores is not None and self._wants_prompt else None
+        likeliest = None if scores is None else scores.likeliest
+        return sample_output(self._answers, prompt, likeliest, self._answer_k, self._prompt_k)
+
+
+def _prompt(body: Body) -> list[int]:
+    given = body.object("prompt")
+    chunks: Any = None if given is None else given.take("chunks")
+    if given is None or not isinstance(chunks, list) or not chunks:
+        raise body.wrong("prompt", "an object with at least one chunk")
+    given.finish()
+    tokens: list[int] = []
+    for number, values in enumerate(chunks):
+        chunk = Body(values if isinstance(values, dict) else {}, f"prompt.chunks[{number}].")
+        own = chunk.take("tokens")
+        if chunk.take("type") != "encoded_text" or not isinstance(own, list):
+            raise ApiError(400, "A chunk of the prompt is no encoded text; images and sounds are not supported here.")
+        chunk.finish()
+        tokens += own
+    return tokens

@@ -1,0 +1,228 @@
+"""`Trainer`: the sessions of Tinker's clients, the adapters that they train, and the samplers made of them."""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import text_config
+from train.generation.routing import expert_layers
+from train.integrations.tinker import types
+from train.integrations.tinker.base import Base
+from train.integrations.tinker.packed import saved_place, saved_state
+from train.integrations.tinker.sampling import SamplingClient
+from train.integrations.tinker.traced import TracedLoss
+from train.integrations.tinker.training import LoraConfig, TrainingClient
+
+from ..app import Service
+from ..errors import ApiError
+from ..worker import Served, Ticket
+from .futures import Futures
+from .sequences import Sequences
+
+SESSION = 3600.0  # seconds after which a session without a sign of life is forgotten, with its models
+HELD = 128  # requests to a model that wait for an earlier one, at most
+SCHEME = "tinker://"
+_PATH = re.compile(r"tinker://([0-9a-f]{12})/(weights|sampler_weights)/(.+)", re.DOTALL)
+Job = Callable[[], Any]
+Done = Callable[[Any], Any]
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+@dataclass
+class Adapters:
+    """A model of a client: `training` once it was made, and what is to be done, in the order of seq_id.
+
+    A request whose predecessor has not arrived yet waits for it, for requests travel by several connections.
+    """
+
+    session: str
+    base_model: str
+    training: TrainingClient | None = None
+    next: int = 1
+    held: dict[int, tuple[Job, Done]] = field(default_factory=dict)
+
+    def ready(self) -> TrainingClient:
+        """The client in this process. ValueError where it could not be made."""
+        if self.training is None:
+            raise ValueError("The model was not made: the request that makes it failed.")
+        return self.training
+
+
+class Trainer:
+    """Sessions and models of Tinker's clients; all methods are called in the server's thread, jobs run in the worker's.
+
+    Args:
+        service: The base model and its worker.
+        folder: Where states and weights are saved.
+    """
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.service, self.folder, self.futures = service, folder, Futures()
+        model = service.model
+        self.base = Base(model.folder.resolve(), model.served.config, model.served.params, service.kernel)
+        self.sessions: dict[str, float] = {}
+        self.models: dict[str, Adapters] = {}
+        self.samplers: dict[str, Served] = {}
+        self.losses: dict[str, TracedLoss] = {}
+        self.sequences, self.routed = Sequences(), bool(expert_layers(text_config(model.served.config)))
+
+    def begin_session(self) -> str:
+        """The id of a new session, which is forgotten when it gives no sign of life for an hour."""
+        made = uuid.uuid4().hex
+        self.sessions[made] = time.monotonic()
+        self._expire(made)
+        return made
+
+    def _expire(self, session: str) -> None:
+        """Forgets a session that is silent, or looks again when it may be."""
+        left = self.sessions[session] + SESSION - time.monotonic()
+        if left > 0:
+            asyncio.get_running_loop().call_later(left, self._expire, session)
+            return
+        del self.sessions[session]
+        self.sequences.forget(session)
+        for model_id in [name for name, one in self.models.items() if one.session == session]:
+            self.unload(model_id)
+        self.samplers = {name: one for name, one in self.samplers.items() if name.partition(":")[0] in self.sessions}
+        self.losses = {name: one for name, one in self.losses.items() if name.partition(":")[0] in self.sessions}
+
+    def unload(self, model_id: str) -> None:
+        """Forgets a model; requests to it that wait for an earlier one end with an error."""
+        model = self.models.pop(model_id, None)
+        for number in () if model is None else model.held:
+            self.futures.end(f"{model_id}:{number}", ApiError(404, f"The model {model_id!r} was unloaded."))
+
+    def keep(self, session: str) -> None:
+        """A sign of life. ApiError for an unknown session."""
+        if session not in self.sessions:
+            raise ApiError(404, f"There is no session {session!r}: it was forgotten, or the server was started anew.")
+        self.sessions[session] = time.monotonic()
+
+    def check_base(self, name: Any) -> None:
+        """ApiError for another base model than that of this server."""
+        model = self.service.model
+        if name not in (model.name, str(model.folder), str(model.folder.resolve())):
+            raise ApiError(404, f"There is no base model {name!r} here; this server has {model.name!r}.")
+
+    def check_data(self, data: Sequence[types.Datum]) -> None:
+        """ValueError for a datum that is longer than the context, or has ids that the model does not have."""
+        context, vocab = self.service.limits.context, self.service.model.vocab_size
+        for number, datum in enumerate(data):
+            tokens = datum.model_input.to_ints()
+            if len(tokens) > context:
+                raise ValueError(f"Datum {number} has {len(tokens)} tokens; the context is {context} tokens.")
+            targets = datum.loss_fn_inputs.get("target_tokens")
+            labels = [] if targets is None else targets.to_torch().flatten().tolist()
+            ids = tokens + [label for label in labels if label != IGNORE]
+            if wrong := [token for token in ids if not 0 <= token < vocab]:
+                raise ValueError(f"Datum {number} has the id {wrong[0]!r}; token ids are from 0 to {vocab - 1}.")
+
+    def model(self, model_id: str) -> Adapters:
+        """The model of an id. ApiError where there is none."""
+        if model_id not in self.models:
+            raise ApiError(404, f"There is no model {model_id!r}: it was forgotten, or the server was started anew.")
+        return self.models[model_id]
+
+    def make(self, session: str, number: int, base_model: str, job: Callable[[Adapters], Any]) -> tuple[str, str]:
+        """(the id of the request, that of a new model), which `job` makes; again the same for a repeated request."""
+        self.keep(session)
+        model_id = f"{session}:train:{number}"
+        request_id = f"{model_id}:create"
+        if request_id not in self.futures:
+            self._begin(request_id)
+            made = self.models[model_id] = Adapters(session, base_model)
+            self._run(request_id, lambda: job(made), _unchanged)
+        return request_id, model_id
+
+    def order(self, model_id: str, seq_id: int, job: Callable[[TrainingClient], Any], done: Done = _unchanged) -> str:
+        """The id of a request to a model, which runs after those with smaller seq_id.
+
+        Where there is no room for it nothing has changed, and the client may send it again: a request that is left out
+        would let those after it run without it.
+
+        done: makes the client's result of that of the job; it runs in the server's thread.
+        """
+        model = self.model(model_id)
+        request_id = f"{model_id}:{seq_id}"
+        if request_id in self.futures:  # sent again, for its answer was lost
+            return request_id
+        if seq_id < model.next:
+            raise ApiError(400, f"seq_id is {seq_id}, and {model.next} is the next one of the model.")
+        if seq_id > model.next and len(model.held) >= HELD:
+            raise ApiError(
+                429, f"{HELD} requests wait for that with seq_id {model.next}: try again later.", retry_after=1
+            )
+        self._begin(request_id)
+        model.held[seq_id] = (lambda: job(model.ready())), done
+        while model.next in model.held:
+            number, model.next = model.next, model.next + 1
+            self._run(f"{model_id}:{number}", *model.held.pop(number))
+        return request_id
+
+    def _begin(self, request_id: str) -> None:
+        """ApiError where there is no room for a request."""
+        self.service.worker.check_room(1)
+        self.futures.begin(request_id)
+
+    def _run(self, request_id: str, job: Job, done: Done) -> None:
+        def put(value: Any) -> None:
+            self.futures.end(request_id, value if isinstance(value, Exception) else done(value))
+
+        try:  # there was room when the request came
+            self.service.worker.submit(None, [Ticket(put, job=job)], accepted=True)
+        except ApiError as error:  # the server is stopping
+            self.futures.end(request_id, error)
+
+    def new(self, lora: LoraConfig) -> TrainingClient:
+        """New adapters over the base model; in the worker's thread."""
+        return TrainingClient(self.folder, self.base, lora)
+
+    def saved(self, path: str, *, optimizer: bool) -> TrainingClient:
+        """Adapters of a saved state, with or without that of the optimizer; in the worker's thread."""
+        made = self.new(LoraConfig(**self.progress(path)["lora"]))
+        place = self.place(path, "weights")
+        (made.load_state_with_optimizer if optimizer else made.load_state)(place)
+        return made
+
+    def progress(self, path: str) -> dict[str, Any]:
+        """The progress saved beside a state: its base model and its `LoraConfig`. ValueError for another base model."""
+        found: dict[str, Any] = saved_state(self.place(path, "weights")).progress
+        if Path(found["base"]).resolve() != self.base.folder:
+            raise ValueError(
+                f"{path!r} was saved of the base model {found['base']!r}; this server has {str(self.base.folder)!r}."
+            )
+        return found
+
+    def add_sampler(self, sampler_id: str, sampling: SamplingClient) -> None:
+        """A sampler with weights of its own, unless its session was forgotten meanwhile."""
+        if sampler_id.partition(":")[0] not in self.sessions:
+            return
+        self.samplers[sampler_id] = Served(sampling.params, self.base.config, self.service.model.tokenizer)
+
+    def path(self, client: TrainingClient, saved: str) -> str:
+        """The address of a folder that a client saved."""
+        inside = Path(saved).relative_to(self.folder / f"model-{client.id}")
+        return f"{SCHEME}{client.id}/{inside.as_posix()}"
+
+    def is_saved(self, client: TrainingClient, name: str) -> bool:
+        """Whether a client has saved a state of this name. ValueError for one that leads out of its folder."""
+        return saved_place(self.folder / f"model-{client.id}" / "weights", name).exists()
+
+    def place(self, path: str, kind: str) -> Path:
+        """The folder of an address. ValueError for an address of another form or kind, or out of the folder."""
+        found = _PATH.fullmatch(path)
+        if found is None or found[2] != kind:
+            raise ValueError(f"The path {path!r} is none of saved {kind}: tinker://ID/{kind}/NAME.")
+        place = saved_place(self.folder / f"model-{found[1]}" / kind, found[3])
+        if not place.is_dir():
+            raise ValueError(f"There is nothing saved at {path!r}.")
+        return place

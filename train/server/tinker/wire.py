@@ -1,0 +1,274 @@
+"""The protobuf messages of Tinker's protocol: requests of a training pass, and its results and answers.
+
+The format of protobuf is a list of (number of the field, value), so that two small functions read and write it.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnmodels.models.common.config_json import shown
+from train.integrations.tinker import types
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # of the enum DType
+Fields = dict[int, list[Any]]  # integers of varints, bytes of all others, in order
+_NUMPY = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
+EMPTY = -99999.0  # the log-probability of a cell of a table without a token
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of a datum, in the form that `types.Datum` takes."""
+
+    tensor: Tensor
+
+    def to_torch(self) -> Tensor:
+        """The numbers."""
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of a datum, which are those of a sequence's prompt, or sampled ones, from `offset` on."""
+
+    sampled: bool
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """A message ForwardBackwardRequest. spans: of each datum the sequences of its tokens, empty where it names none."""
+
+    model_id: str
+    seq_id: int
+    data: list[types.Datum]
+    spans: list[list[Span]]
+    loss_fn: str
+    config: dict[str, float]
+    texts: dict[str, str]  # those of the numbers that are texts, such as the id of a custom loss
+    forward_only: bool
+
+
+def training_pass(data: bytes) -> TrainingPass:
+    """The message in the body of a request. ValueError for other bytes, and for what is not supported."""
+    fields = _fields(data)
+    config = {}
+    for pair in _messages(fields, 5):
+        double = _last_bytes(pair, 2) or bytes(8)
+        if len(double) != 8:
+            raise ValueError(f"loss_fn_config has {len(double)} bytes as {_text(pair, 1)!r}; a number has 8.")
+        config[_text(pair, 1)] = struct.unpack("<d", double)[0]
+    values = {_text(pair, 1): _fields(_last_bytes(pair, 2)) for pair in _messages(fields, 7)}
+    return TrainingPass(
+        _text(fields, 1),
+        _last(fields, 2),
+        [_datum(one) for one in _messages(fields, 3)],
+        [[_span(span) for span in _messages(one, 3)] for one in _messages(fields, 3)],
+        _text(fields, 4),
+        config,
+        {name: _text(value, 2) for name, value in values.items() if 2 in value},
+        bool(_last(fields, 6)),
+    )
+
+
+def _datum(fields: Fields) -> types.Datum:
+    tokens = list[int]()
+    for chunk in _messages(fields, 1):
+        texts = _messages(chunk, 1)
+        if not texts:
+            raise ValueError("A chunk of a datum is no encoded text; images and sounds are not supported here.")
+        tokens += _array(_last_bytes(texts[-1], 1), np.int32).tolist()
+    inputs = {}
+    for pair in _messages(fields, 2):
+        inputs[_text(pair, 1)] = Values(_tensor(_fields(_last_bytes(pair, 2))))
+    return types.Datum(types.ModelInput.from_ints(tokens), inputs)
+
+
+def _span(fields: Fields) -> Span:
+    sampled = 2 in fields
+    found = _messages(fields, 2 if sampled else 1)
+    if not found:
+        raise ValueError("A span of a datum names neither tokens of a prompt nor sampled ones.")
+    return Span(sampled, _text(found[-1], 1), _last(found[-1], 2), _last(found[-1], 3))
+
+
+def _array(data: bytes, dtype: Any) -> "np.ndarray[Any, Any]":
+    """A copy of the numbers in bytes. ValueError for a part of a number."""
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise ValueError(f"The numbers of a datum have {len(data)} bytes, which is no multiple of {size}.")
+    return np.frombuffer(data, dtype).copy()
+
+
+def _tensor(fields: Fields) -> Tensor:
+    if 2 in fields:
+        raise ValueError("An entry of a datum is sparse; dense ones are supported.")
+    kind, raw = _last(fields, 3), _last_bytes(fields, 1)
+    if kind == BFLOAT16:
+        values = torch.from_numpy(_array(raw, np.int16)).view(torch.bfloat16).float()
+    elif kind in _NUMPY:
+        values = torch.from_numpy(_array(raw, _NUMPY[kind]))
+    else:
+        raise ValueError(f"An entry of a datum has the dtype {kind}, which is none of the protocol.")
+    shape = [size for part in fields.get(4, []) for size in (_varints(part) if isinstance(part, bytes) else [part])]
+    if shape and (len(shape) > 8 or math.prod(shape) != len(values) or max(shape) > max(1, len(values))):
+        raise ValueError(f"An entry of a datum has {len(values)} numbers, which are none of the shape {shown(shape)}.")
+    return values.reshape(shape) if shape else values
+
+
+def training_output(output: types.ForwardBackwardOutput, replayed: int = 0) -> bytes:
+    """The message ForwardBackwardOutput: one record with the numbers of all data behind each other.
+
+    replayed: tokens whose experts were those of their sampler, a metric where there are some.
+    """
+    names = list(output.loss_fn_outputs[0]) if output.loss_fn_outputs else []
+    record = b""
+    for name in names:
+        each = [np.asarray(one[name].data, np.float32) for one in output.loss_fn_outputs]
+        offsets = np.cumsum([0, *(len(one) * 4 for one in each)], dtype=np.int64)
+        batched = _field(1, np.concatenate(each).tobytes()) + _field(2, offsets.tobytes()) + _field(3, FLOAT32)
+        record += _field(2, _field(1, name.encode()) + _field(2, batched))
+    record += _field(3, len(output.loss_fn_outputs))
+    message = _field(1, output.loss_fn_output_type.encode()) + _field(2, record)
+    metrics = output.metrics | ({"routing/replayed:sum": replayed} if replayed else {})
+    for name, value in metrics.items():
+        message += _field(3, _field(1, name.encode()) + _field(2, float(value)))
+    return message
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An answer: tokens with nats, whether it ended by a stop, and the likeliest tokens of each place (or none)."""
+
+    tokens: list[int]
+    logp: list[float]
+    stopped: bool
+    likeliest: list[Sequence[tuple[int, float]]]
+
+
+def sample_output(
+    answers: Sequence[Drawn],
+    prompt: Sequence[float | None] | None,
+    prompt_likeliest: Sequence[Sequence[tuple[int, float]] | None] | None,
+    answer_k: int,
+    prompt_k: int,
+) -> bytes:
+    """The message SampleResponse. answer_k, prompt_k: columns of the tables of likeliest tokens; 0: no table."""
+    message = b""
+    for answer in answers:
+        part = _field(1, 0 if answer.stopped else 1) + _field(2, np.asarray(answer.tokens, np.int32).tobytes())
+        part += _field(3, np.asarray(answer.logp, np.float32).tobytes())
+        if answer_k:
+            part += _field(4, _table(answer.likeliest, answer_k))
+        message += _field(1, part)
+    if prompt is not None:
+        nats = np.asarray([np.nan if one is None else one for one in prompt], np.float32)
+        message += _field(2, nats.tobytes())
+    if prompt_k and prompt_likeliest is not None:
+        message += _field(3, _table(prompt_likeliest, prompt_k))
+    return message
+
+
+def _table(rows: Sequence[Sequence[tuple[int, float]] | None], k: int) -> bytes:
+    ids, nats = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY, np.float32)
+    for place, row in enumerate(rows):
+        for rank, (token, logp) in enumerate((row or ())[:k]):
+            ids[place, rank], nats[place, rank] = token, logp
+    return _field(1, ids.tobytes()) + _field(2, nats.tobytes()) + _field(3, k) + _field(4, len(rows))
+
+
+def _fields(data: bytes) -> Fields:
+    """{number: values in order}: integers of varints, bytes of all others. ValueError for bytes that are no message."""
+    found: Fields = {}
+    for number, value in _read(data):
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def _read(data: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        size = {1: 8, 5: 4}.get(kind, 0)
+        if kind == 2:
+            size, at = _varint(data, at)
+        if (not size and kind != 2) or at + size > len(data):
+            raise ValueError("The body is no message of the protocol: a field goes beyond its end.")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128 and value < 2**64:
+            return value, at
+    raise ValueError("The body is no message of the protocol: a number does not end.")
+
+
+def _varints(data: bytes) -> list[int]:
+    at, found = 0, list[int]()
+    while at < len(data):
+        value, at = _varint(data, at)
+        found.append(value)
+    return found
+
+
+def _field(number: int, value: int | float | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return _number(number << 3 | 2) + _number(len(value)) + value
+    if isinstance(value, float):
+        return _number(number << 3 | 1) + struct.pack("<d", value)
+    return _number(number << 3) + _number(value)
+
+
+def _number(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def _messages(fields: Fields, number: int) -> list[Fields]:
+    """All messages that stand under a number. ValueError for something else there."""
+    if not all(isinstance(value, bytes) for value in fields.get(number, [])):
+        raise ValueError(f"The field {number} of a message must be a message.")
+    return [_fields(value) for value in fields.get(number, [])]
+
+
+def _last(fields: Mapping[int, list[Any]], number: int) -> int:
+    value = fields.get(number, [0])[-1]
+    if not isinstance(value, int):
+        raise ValueError(f"The field {number} of a message must be a number.")
+    return value
+
+
+def _last_bytes(fields: Mapping[int, list[Any]], number: int) -> bytes:
+    value = fields.get(number, [b""])[-1]
+    if not isinstance(value, bytes):
+        raise ValueError(f"The field {number} of a message must be bytes.")
+    return value
+
+
+def _text(fields: Mapping[int, list[Any]], number: int) -> str:
+    try:
+        return _last_bytes(fields, number).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The field {number} of a message must be a text in UTF-8.") from error
