@@ -29,7 +29,8 @@ PAGES["index.md"] = "README.md"
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 THUMBNAIL = (480, 300)  # pixels, twice what a card shows
 # Words under which the search of the site puts a page first. Pages that are not named have the titles and text alone.
-# Every word of a query is a beginning: "model" finds "models" too, and "a" whatever begins with it.
+# Every word of a query is a beginning: "model" finds "models" too, and "a" and "to" whatever begins with them, so that
+# "agent" or "tools" here would answer "write a loss" and "how to resume".
 SEARCH_WORDS = {
     "adding-a-family.md": ["model", "family"],
     "adding-a-loss.md": ["loss"],
@@ -38,7 +39,7 @@ SEARCH_WORDS = {
     "conversations.md": ["conversations", "chat"],
     "data.md": ["data", "jsonl", "parquet", "stream"],
     "engine.md": ["rl", "engine"],
-    "environments.md": ["environment", "tools", "agent", "multi-turn"],
+    "environments.md": ["environment", "grpo", "multi-turn"],
     "evaluation.md": ["evaluate", "evaluation"],
     "generation.md": ["generate", "sample", "sampling", "text", "cache"],
     "lora.md": ["lora", "peft", "finetune", "fine-tune"],
