@@ -42,6 +42,11 @@ class ImageFeatures:
 
 
 Image = Tensor | TiledImage
+# Which functions of `train` generate from what is given beside the tokens.
+_GENERATION = {
+    "image_memory": "Generation with them is that of train.generate and stream, from a sequence of prompts.",
+    "with_sound": "Generation with them is not supported.",
+}
 
 
 def check_reads_images(config: Any) -> None:
@@ -51,7 +56,7 @@ def check_reads_images(config: Any) -> None:
         if hasattr(family, name):
             raise TypeError(
                 f"Nothing takes a token's place in {config.model_type}: {family.__name__}.{name} gives its text images "
-                "or sounds, as the first lines of that module show. Generation with them is not supported."
+                f"or sounds, as the first lines of that module show. {_GENERATION[name]}"
             )
     if text_config(config) is config:
         raise TypeError(
@@ -123,6 +128,25 @@ def image_features(params: Tree, images: Sequence[Image], *, config: Any, kernel
         else:
             features.append(_features(params, image, family, config, kernel))
     return ImageFeatures(tuple(torch.cat(feature, 1) for feature in zip(*features, strict=True)), grids)
+
+
+@torch.no_grad()
+def image_tiles(params: Tree, images: Sequence[Tensor], *, config: Any, kernel: Any = "auto") -> tuple[Tensor, Tensor]:
+    """(features [images, tokens, D], positions [images, tokens, 4]) for `family.image_memory`; each is computed alone.
+
+    params, config: of the whole model, whose text attends to images. images: floats [C, rows * side, columns * side].
+    ValueError for an image of other sizes.
+    """
+    family: Any = family_of(config)
+    like, features, positions = next(iter(tree.leaves(params["vision"]))), [], []
+    for image in images:
+        patches, at = family.tile_rows([image.to(like.device, like.dtype)], config.vision)
+        batch = prepare(config.vision, patches, positions=at)
+        names = family.taps(config)
+        x, tapped = hidden(params["vision"], *batch, config=config.vision, taps=names, kernel=kernel)
+        features.append(family.project(params, x, tapped, config=config))
+        positions.append(at)
+    return torch.cat(features), torch.cat(positions)
 
 
 def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any) -> tuple[Tensor, ...]:

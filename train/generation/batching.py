@@ -14,9 +14,9 @@ from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
 from .decoder_traits import Decodes
-from .pairs import Sources, decoding_model
+from .memories import Memories, decoding_model
 from .prompts import Prefilled, activations, continued, empty_caches, prefilled
-from .requests import Answer, Event, Held, Request
+from .requests import Answer, Event, Held, Request, length_of
 from .routing import NONE
 from .sampling import stack_samplings
 from .serve import admit, empty_state, serve_step, take_slots
@@ -44,7 +44,7 @@ class BatchSettings:
         chunk: Tokens of prompts computed between two steps of the others.
         dtype: Of the activations; None: that of the parameters.
         kv_dtype: torch.int8 for a cache of half the size, see `fnmodels.init_cache`; None: `dtype`.
-        sources: The encoder of the run, of a model of both stacks; None: of other models.
+        memories: What cross attention of the run reads; None: of a run without any.
     """
 
     tokenizer: Decodes | None = None
@@ -53,7 +53,7 @@ class BatchSettings:
     chunk: int = 512
     dtype: torch.dtype | None = None
     kv_dtype: torch.dtype | None = None
-    sources: Sources | None = None
+    memories: Memories | None = None
 
 
 class ContinuousBatch:
@@ -91,13 +91,13 @@ class ContinuousBatch:
         self._params, self._config, self._options = params, config, options
         self._text_params, self._text = decoding_model(params, config)
         self._settings = settings = settings or BatchSettings()
-        sources, kv_dtype = settings.sources, settings.kv_dtype
+        memories, kv_dtype = settings.memories, settings.kv_dtype
         dtype, self._device = activations(params, settings.dtype)
-        read = config if sources is None else self._text
+        read = config if memories is None else self._text
         self._empty = empty_caches(params, read, capacity, dtype=dtype, kv_dtype=kv_dtype)
         begin = slots if allocated is None else allocated
         state = empty_state(self._text, begin, capacity, dtype=dtype, device=self._device, kv_dtype=kv_dtype)
-        self._state = state if sources is None else replace(state, cache=sources.with_memory(state.cache))
+        self._state = state if memories is None else replace(state, cache=memories.with_memory(state.cache))
         self._slots = self._idle = slots  # _idle: slot-steps without a request
         self._places = list[Answer | None]([None] * begin)
         self._admission: _Admission | None = None
@@ -137,10 +137,10 @@ class ContinuousBatch:
         answers = [Answer(row, request, settings.tokenizer, settings.skip_special_tokens) for row, request in requests]
         self._grow(self._active() + len(answers))
         free = [row for row, answer in enumerate(self._places) if answer is None]
-        if settings.sources is None:
+        if settings.memories is None:
             chunks = self._chunks([answer.request for answer in answers])
         else:
-            chunks = settings.sources.encoded([answer.request for answer in answers], **self._options)
+            chunks = settings.memories.encoded([answer.request for answer in answers], **self._options)
         self._admission = _Admission(free[: len(answers)], answers, chunks)
 
     def _chunks(self, requests: Sequence[Request]) -> Generator[None, None, Prefilled]:
@@ -155,7 +155,7 @@ class ContinuousBatch:
                 self._params,
                 self._config,
                 [request.prompt for request in fresh],
-                list(map(_length, fresh)),
+                list(map(length_of, fresh)),
                 images=[request.images for request in fresh],
                 record_routing=any(request.record_routing for request in fresh),
                 **form,
@@ -167,7 +167,7 @@ class ContinuousBatch:
             self._params,
             self._config,
             [request.prompt for _, request, _ in going],
-            [_length(request) for _, request, _ in going],
+            [length_of(request) for _, request, _ in going],
             [held for _, _, held in going],
             **form,
         )
@@ -288,7 +288,7 @@ class ContinuousBatch:
             [request.prompt for request in requests],
             seeds=[request.seed for request in requests],
             ids=[request.draw for request in requests],
-            lengths=list(map(_length, requests)),
+            lengths=list(map(length_of, requests)),
             sampling=stack_samplings(samplings, device=self._device),
             vocab=self._text.vocab_size,
             logits=found.logits,
@@ -317,8 +317,3 @@ class ContinuousBatch:
             return logits
 
         return edited
-
-
-def _length(request: Request) -> int:
-    """The length that length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
-    return len(request.prompt) + request.max_new if request.length is None else request.length

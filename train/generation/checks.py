@@ -7,13 +7,13 @@ from typing import Any, SupportsIndex
 import torch
 
 import fnmodels
-from fnmodels.models.common.registry import family_of, text_config
+from fnmodels.models.common.registry import family_of, text_config, token_ids
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.position_range import check_count, position_range
 from params.axes import POSITION
 
 from .decoder_traits import Decodes
-from .images import check_images, positions_less
+from .images import check_images, check_memory_images, positions_less
 from .requests import Request
 from .routing import check_records
 from .sampling import check_sampling
@@ -28,12 +28,13 @@ def check_request(
     tokenizer: Decodes | None = None,
     capacity: int | None = None,
     learned: int | None = None,
+    memories: bool = False,
 ) -> None:
     """ValueError that names the request where it cannot be answered to its end; `PositionWarning` where it may go past
     the range of the model's rotary tables.
 
     config: of the model, the whole one where it reads images. capacity: the tokens that its row of the cache has room
-    for. learned: of `learned_positions`.
+    for. learned: of `learned_positions`. memories: whether the run keeps what layers attend to, see `memories_of`.
     """
     size = len(request.prompt)
     if not size:
@@ -43,8 +44,13 @@ def check_request(
     if request.stop_texts and tokenizer is None:
         raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
     StopText(request.stop_texts)
-    check_images(row, request.prompt, request.images, config)  # first: image tokens may be no ids of the vocabulary
-    _check_ids(row, request.prompt, text_config(config).vocab_size)
+    # first: image tokens may be no ids of the vocabulary
+    if memories and request.source is None:
+        check_memory_images(row, request.prompt, request.images, config)
+    else:
+        check_images(row, request.prompt, request.images, config)
+    beside = hasattr(family_of(config), "image_memory")
+    _check_ids(row, request.prompt, token_ids(config.text) if beside else text_config(config).vocab_size)
     check_sampling(request.sampling)
     _check_turns(row, request, config)
     if request.record_routing:

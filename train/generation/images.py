@@ -52,9 +52,19 @@ def check_images(row: int, prompt: Sequence[int], images: Sequence[Image], confi
         )
 
 
+def check_memory_images(row: int, prompt: Sequence[int], images: Sequence[Image], config: Any) -> None:
+    """ValueError that names the request without one image token for each image that its text attends to."""
+    tokens = sum(token == config.image_token for token in prompt)
+    if tokens != len(images):
+        raise ValueError(
+            f"The prompt of request {row} has {tokens} image tokens (id {config.image_token}), but {len(images)} "
+            "images; each image needs one token, in the order of the images."
+        )
+
+
 def positions_less(images: Sequence[Image], config: Any) -> int:
     """The number of tokens of a prompt less its positions: of three axes, an image takes those of its longer side."""
-    if not hasattr(family_of(config), "image_positions"):
+    if not images or not hasattr(family_of(config), "image_positions"):
         return 0
     grids = [image_grid(image, config=config) for image in images]
     return sum(rows * columns - max(rows, columns) for _, rows, columns in grids)

@@ -11,6 +11,7 @@ import torch
 from fnmodels.cache import DecodingStep
 from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import stack_configs
 from fnmodels.ops.invariant.attention import TILE
 from fnmodels.ops.torch_internals import transformed
 from fnmodels.options import ForwardKwargs, is_invariant
@@ -20,7 +21,7 @@ from .batching import BatchSettings, ContinuousBatch, Hook
 from .checks import check_request, learned_positions
 from .compile_choice import choose, roomy, steps_of
 from .decoder_traits import Decodes
-from .pairs import begun, decoding_model, sources_of, with_sources
+from .memories import begun, decoding_model, memories_of, with_sources
 from .requests import Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling
 
@@ -109,20 +110,25 @@ def serve(
         raise ValueError(
             'compile is a compiled step, which has no layer_fn and not kernel="invariant": leave compile out, or these.'
         )
-    sources = sources_of(params, config, requests, capacity, {"kv_dtype": kv_dtype, "compile": compile})
+    memories = memories_of(params, config, requests, capacity, {"kv_dtype": kv_dtype, "compile": compile})
     text_params, text = decoding_model(params, config)
-    read = config if sources is None else text
+    read = text if stack_configs(config) else config
     check = functools.partial(
-        check_request, config=read, tokenizer=tokenizer, capacity=capacity, learned=learned_positions(read)
+        check_request,
+        config=read,
+        tokenizer=tokenizer,
+        capacity=capacity,
+        learned=learned_positions(read),
+        memories=memories is not None,
     )
     known = isinstance(requests, Sequence)
     for row, request in enumerate(requests if known else ()):
         check(row, request)
-    settings = BatchSettings(tokenizer, skip_special_tokens, logits_fn, chunk, dtype, kv_dtype, sources)
+    settings = BatchSettings(tokenizer, skip_special_tokens, logits_fn, chunk, dtype, kv_dtype, memories)
     batch = ContinuousBatch(params, config, slots=slots, capacity=capacity, settings=settings, **options)
     counted = requests if isinstance(requests, Sequence) and not any(r.images for r in requests) else ()
     records = [request.record_routing for request in counted]  # whose steps are eager, see `serve_step`
-    eager = sources is not None or (any(records) if compile == "auto" else bool(records) and all(records))
+    eager = memories is not None or (any(records) if compile == "auto" else bool(records) and all(records))
     how = "none" if eager else compile
     choice = choose(how, text_params, text, batch.cache, steps_of(counted, slots), options)
     batch.step = choice.step

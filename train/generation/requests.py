@@ -76,6 +76,11 @@ class Request:
         object.__setattr__(self, "images", tuple(self.images))  # read twice: also of a tensor and of an iterator
 
 
+def length_of(request: Request) -> int:
+    """The length that length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
+    return len(request.prompt) + request.max_new if request.length is None else request.length
+
+
 @dataclass(frozen=True)
 class Event:
     """A generated token of request `row` (counted from 0 in the order of the requests).

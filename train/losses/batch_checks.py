@@ -18,8 +18,7 @@ from torch import Tensor
 from fnmodels import documents, tree
 from fnmodels.inputs.values import readable
 from fnmodels.models.common.family import field_of, is_routed, traits_of
-from fnmodels.models.common.registry import family_of, stack_configs, text_config
-from fnmodels.models.common.spec import Leaf
+from fnmodels.models.common.registry import family_of, stack_configs, text_config, token_ids
 from fnmodels.ops.moe.layer import check_range
 from params.axes import EMBED, POSITION
 from train.batch import Entries
@@ -181,7 +180,7 @@ def _of_text(config: Any) -> dict[str, Numbers]:
     """The bounds of integers of one stack or tower: of its vocabulary, token types, and learned positions."""
     found: dict[str, Numbers] = {}
     if size := getattr(config, "vocab_size", 0):
-        ids = _rows_of_table(config, size)
+        ids = token_ids(config)
         found |= {"tokens": Numbers(ids), "next_tokens": Numbers(ids, -1)}
         if field_of(config, "head") in _VOCABULARY_HEADS:
             found |= dict.fromkeys(("labels", "next_labels"), Numbers(size, targets_of="vocabulary"))
@@ -193,12 +192,6 @@ def _of_text(config: Any) -> dict[str, Numbers]:
     if table is not None and table.axes == ("axis", POSITION, EMBED):  # rows and columns of patches
         found["positions"] = Numbers(table.shape[1], axes=2)
     return found
-
-
-def _rows_of_table(config: Any, size: int) -> int:
-    """The ids that a token may have: the embedding's rows, which can be more than the logits, `size`."""
-    table = family_of(config).spec(config).get("embed_tokens")
-    return max(size, table.shape[0]) if isinstance(table, Leaf) else size
 
 
 @functools.lru_cache(maxsize=64)

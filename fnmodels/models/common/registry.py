@@ -17,6 +17,7 @@ import torch
 from fnmodels.errors import UnsupportedError, UserError
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common.config_json import ConfigJson
+from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import StoredNames
 from fnmodels.tree import contains
 
@@ -81,6 +82,13 @@ def text_config(config: Any) -> Any:
     """The Config of the text of a model that reads images or sounds too; of other models the config itself."""
     family = family_of(config)
     return config.text if any(hasattr(family, name) for name in ("with_images", *BESIDE_TOKENS)) else config
+
+
+def token_ids(config: Any) -> int:
+    """The number of ids that a token of a text may have: rows of the embedding, which can be more than the logits."""
+    size: int = config.vocab_size
+    table = family_of(config).spec(config).get("embed_tokens")
+    return max(size, table.shape[0]) if isinstance(table, Leaf) else size
 
 
 def check_fields(config: Any) -> None:

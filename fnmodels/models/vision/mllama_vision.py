@@ -203,16 +203,10 @@ def tile_rows(images: Sequence[Tensor], config: Config) -> tuple[Tensor, Tensor]
     side: `config.image_size`, of a tile. positions: (place in the tile, -1 for the class token; tile; rows and columns
     of tiles). ValueError for an image that is not one of `config.aspects`.
     """
-    side, tokens, patch = config.image_size, config.tile_tokens, config.patch_size
+    tokens, patch = config.tile_tokens, config.patch_size
     made, positions = [], []
     for image in images:
-        aspect = (image.shape[-2] // side, image.shape[-1] // side) if image.ndim == 3 else (0, 0)
-        whole = image.ndim == 3 and image.shape == (config.num_channels, aspect[0] * side, aspect[1] * side)
-        if not whole or aspect not in config.aspects:
-            raise ValueError(
-                f"An image is floats [{config.num_channels}, H, W] of whole tiles of {side} pixels a side, (rows, "
-                f"columns) one of {', '.join(map(str, config.aspects))}, not {list(image.shape)}."
-            )
+        aspect = aspect_of(image, config)
         cells = patches_of(image, patch)
         tiles = cells.unflatten(1, (aspect[1], -1)).unflatten(0, (aspect[0], -1)).transpose(1, 2).flatten(2, 3)
         row = image.new_zeros(config.max_tiles, tokens, cells.shape[-1])
@@ -223,6 +217,18 @@ def tile_rows(images: Sequence[Tensor], config: Config) -> tuple[Tensor, Tensor]
         made.append(row.flatten(0, 1))
         positions.append(at.flatten(0, 1))
     return torch.stack(made), torch.stack(positions)
+
+
+def aspect_of(image: Tensor, config: Config) -> tuple[int, int]:
+    """(rows, columns) of the tiles of an image [C, H, W]. ValueError for one that is not one of `config.aspects`."""
+    side, shape = config.image_size, tuple(image.shape)
+    aspect = (shape[1] // side, shape[2] // side) if len(shape) == 3 else (0, 0)
+    if shape != (config.num_channels, aspect[0] * side, aspect[1] * side) or aspect not in config.aspects:
+        raise ValueError(
+            f"An image is floats [{config.num_channels}, H, W] of whole tiles of {side} pixels a side, (rows, "
+            f"columns) one of {', '.join(map(str, config.aspects))}, not {list(shape)}."
+        )
+    return aspect
 
 
 def shows_picture(config: Config, positions: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import mllama_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
+from fnmodels.models.vision.mllama_vision import tile_rows  # noqa: F401
 from fnmodels.models.vision_language import mllama_text
 from fnmodels.models.vision_language.common import vision_language
 from fnmodels.ops.linear import linear
@@ -136,6 +137,12 @@ def image_memory(
     places[owner, rank], seen[owner, rank] = column[image], groups[owner, column[image]]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return {"memory": memory, "memory_mask": Mask(order, groups, places, seen, None, None, Causal())}
+
+
+def memory_tokens(image: Tensor, /, *, config: Config) -> int:
+    """The number of features of an image that tokens see. ValueError for an image of other sizes."""
+    rows, columns = mllama_vision.aspect_of(image, config.vision)
+    return rows * columns * (config.vision.side**2 + 1)
 
 
 def _groups(where: Tensor, segment_ids: Tensor) -> Tensor:

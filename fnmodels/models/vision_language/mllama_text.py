@@ -17,7 +17,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, norm, usual_attention, usual_mlp
-from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
+from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, keys_of_memory, memory_of
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
@@ -84,6 +84,12 @@ def hf_names(config: Config) -> dict[str, str]:
 def shared(params: Tree, inputs: Any, /, *, config: Config) -> dict[str, Any]:
     """{"memory" [B, K, D], "memory_mask" bool [B, 1, S, K]} of the images; {} for texts without any."""
     return memory_of(inputs) if "memory" in inputs or "memory_mask" in inputs else {}
+
+
+def memory_keys(layer: Tree, memory: Tensor, /, *, config: Config) -> tuple[Tensor, Tensor]:
+    """(k, v), each [B, K, N, H], of features [B, K, D] for a cache, of a layer of the kind "cross_nope"."""
+    weights = layer["cross_attention"]
+    return keys_of_memory(weights, memory, head_dim=config.head_dim, norm_eps=config.rms_norm_eps)
 
 
 @with_context

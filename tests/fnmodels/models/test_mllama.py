@@ -18,6 +18,7 @@ from fnmodels.models.vision import mllama_vision
 from fnmodels.models.vision_language import mllama
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
+from train.generation.requests import Request
 from train.losses.batch_checks import check_batch
 
 IMAGE = 61  # the id of image tokens, one of those without logits
@@ -193,6 +194,47 @@ def test_the_text_is_a_cache_and_a_batch_like_any_other() -> None:
     assert "layers.2.attention" in fnmodels.tap_names(CONFIG.vision)
 
 
+@pytest.mark.parametrize("slots", [2, 5])
+def test_generation_is_that_of_each_document_alone_and_of_transformers(slots: int) -> None:
+    """Prompts with and without images, one twice; ends with an image token, and another image goes first."""
+    texts, images = _documents()
+    prompts, own = [text.tolist() for text in texts], [*images]
+    prompts, own = [*prompts, prompts[1], prompts[0][:2]], [*own, own[1], own[0]]
+    found = train.generate(
+        _params(), CONFIG, prompts, max_new=6, images=own, sampling=train.Sampling(0.0), slots=slots, kernel="math"
+    )
+    for row, (prompt, seen) in enumerate(zip(prompts, own, strict=True)):
+        answer, nats = _greedy(torch.tensor(prompt), seen, 6)
+        assert found.tokens[row] == answer
+        assert_close(found.logp[row], torch.stack(nats))
+        theirs = torch.tensor(prompt)
+        for token in answer:
+            logits = _reference()(input_ids=theirs[None], use_cache=False, **_pixels(theirs, seen)).logits[0, -1]
+            assert int(logits.argmax()) == token
+            theirs = torch.cat((theirs, torch.tensor([token])))
+    bare = train.generate(_params(), CONFIG, prompts[2:3], max_new=6, sampling=train.Sampling(0.0), kernel="math")
+    assert bare.tokens[0] == found.tokens[2]
+    exchanged = train.generate(
+        _params(), CONFIG, prompts[:1], max_new=6, images=[own[1][:1]], sampling=train.Sampling(0.0), kernel="math"
+    )
+    assert (exchanged.logp[0] - found.logp[0]).abs().max() > 1e-4  # a planted bug: the images of another prompt
+
+
+def _greedy(tokens: Tensor, images: list[Tensor], count: int) -> tuple[list[int], list[Tensor]]:
+    """(the answer, nats of its tokens) by whole forward passes."""
+    answer, nats = [], []
+    for _ in range(count):
+        ids = torch.ones_like(tokens)[None]
+        inputs, masks, tables = fnmodels.prepare(CONFIG.text, tokens[None])
+        if images:
+            inputs |= mllama.image_memory(tokens[None], ids, *_features(_params(), images), config=CONFIG)
+        logits = fnmodels.forward(_params()["text"], inputs, masks, tables, config=CONFIG.text, kernel="math")[0, -1]
+        answer.append(int(logits.argmax()))
+        nats.append(logits.log_softmax(-1).max())
+        tokens = torch.cat((tokens, torch.tensor(answer[-1:])))
+    return answer, nats
+
+
 def test_errors_name_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"one of \(1, 1\), \(1, 2\), \(2, 1\), not \[3, 16, 16\]"):
         mllama_vision.tile_rows([torch.zeros(3, 16, 16)], CONFIG.vision)
@@ -200,8 +242,15 @@ def test_errors_name_what_does_not_fit() -> None:
     features, at = _features(_params(), [torch.zeros(3, 8, 8)])
     with pytest.raises(ValueError, match=r"The text has 2 image tokens .* but there are 1 images"):
         mllama.image_memory(tokens, torch.ones_like(tokens), features, at, config=CONFIG)
-    with pytest.raises(TypeError, match=r"mllama.image_memory gives its text images or sounds.* is not supported"):
-        train.generate(_params(), CONFIG, [[1, IMAGE]], max_new=1, images=[[torch.zeros(3, 8, 8)]])
+    one = torch.zeros(3, 8, 8)
+    with pytest.raises(ValueError, match=r"request 1 has 1 image tokens \(id 61\), but 2 images; each image needs one"):
+        train.generate(_params(), CONFIG, [[1, IMAGE]] * 2, max_new=1, images=[[one], [one, one]])
+    with pytest.raises(ValueError, match=r"Request 0: An image is floats \[3, H, W\] of whole tiles"):
+        train.generate(_params(), CONFIG, [[1, IMAGE]], max_new=1, images=[[torch.zeros(3, 9, 8)]])
+    with pytest.raises(ValueError, match=r"whose text attends to images runs without kv_dtype and compile"):
+        train.generate(_params(), CONFIG, [[1, IMAGE]], max_new=1, images=[[one]], compile="step")
+    with pytest.raises(TypeError, match=r"mllama.image_memory gives its text images .*train.generate and stream"):
+        list(train.serve(_params(), CONFIG, iter([Request([1, IMAGE], 1, images=[one])]), slots=1, capacity=8))
     check_batch({"tokens": tokens, "labels": tokens.clamp(max=56)}, CONFIG)
     for entry, value in (("tokens", 65), ("labels", 57)):  # rows of the embedding, and logits
         with pytest.raises(ValueError, match=f"{entry}.* {value}"):
