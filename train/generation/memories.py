@@ -163,10 +163,11 @@ class ImageMemories(Memories):
         images, kernel = [request.images for request in requests], options.get("kernel", "auto")
         memory, seen = self._memory(images, tokens, ids, kernel)
         cache = fnmodels.init_cache(config, len(tokens), self.capacity, dtype=dtype, device=device)
+        family: Any = family_of(config)
         layers = []
         for layer, entry in zip(params["layers"], cache.layers, strict=True):
             if "cross_attention" in layer:
-                k, v = family_of(config).memory_keys(layer, memory, config=config)
+                k, v = family.memory_keys(layer, memory, config=config)
                 entry = {**entry, "memory_k": k, "memory_v": v}
             layers.append(entry)
         cache = replace(cache, layers=tuple(layers))
@@ -182,7 +183,7 @@ class ImageMemories(Memories):
         return replace(cache, memory=_seen_last(seen, ids))
 
     def _memory(
-        self, images: Sequence[Sequence[Tensor]], tokens: Tensor, segment_ids: Tensor, kernel: Any
+        self, images: Sequence[Sequence[Any]], tokens: Tensor, segment_ids: Tensor, kernel: Any
     ) -> tuple[Tensor, Mask]:
         """(memory [B, K, D], the Mask of the tokens and it) of the images of each row; each image is read once."""
         unique = {id(image): image for own in images for image in own}
@@ -232,10 +233,12 @@ def memories_of(params: Tree, config: Any, requests: Any, capacity: int, options
 def _image_size(config: Any, row: int, request: Request) -> int:
     """The tokens of the images of a request."""
     family: Any = family_of(config)
+    if wrong := [image for image in request.images if not isinstance(image, Tensor)]:
+        raise TypeError(f"Request {row}: an image of {config.model_type} is a tensor [3, H, W], not {type(wrong[0])}.")
     try:
         return sum(family.memory_tokens(image, config=config) for image in request.images)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"Request {row}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"Request {row}: {error}") from error
 
 
 def _source_size(config: Any, row: int, request: Request) -> int:
