@@ -91,8 +91,17 @@ def pan_and_scan(image: Tensor, *, least: int = 256, most: int = 4, ratio: float
 def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
     """[n, C, side, side]: the tiles of an image [C, H, W], row by row, and then the whole image where n > 1: Llama 4's.
 
-    The image is fitted into the canvas of at most `most` tiles that distorts it least, with 0 at the right and below.
+    The image is `on_canvas`.
     """
+    padded = on_canvas(image, side, most)
+    rows, columns = (length // side for length in padded.shape[1:])
+    tile_grid = padded.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    whole = [resize(image, (side, side), how="bilinear")[None]] if rows * columns > 1 else []
+    return torch.cat([tile_grid, *whole])
+
+
+def on_canvas(image: Tensor, side: int, most: int, *, how: str = "bilinear") -> Tensor:
+    """[C, rows * side, columns * side]: the image [C, H, W] fitted into its `canvas`, with 0 at the right and below."""
     size = _sides(image)
     rows, columns = canvas(image, side, most)
     room = [min(max(length, side), count * side) for length, count in zip(size, (rows, columns), strict=True)]
@@ -101,15 +110,11 @@ def tiles(image: Tensor, side: int, most: int = 16) -> Tensor:
     else:
         fitted = (room[0], min(math.floor(size[1] * (room[0] / size[0])), room[1]))
     height, width = max(fitted[0], 1), max(fitted[1], 1)
-    padding = (0, columns * side - width, 0, rows * side - height)
-    padded = F.pad(resize(image, (height, width), how="bilinear"), padding)
-    tile_grid = padded.unflatten(1, (rows, side)).unflatten(3, (columns, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
-    whole = [resize(image, (side, side), how="bilinear")[None]] if rows * columns > 1 else []
-    return torch.cat([tile_grid, *whole])
+    return F.pad(resize(image, (height, width), how=how), (0, columns * side - width, 0, rows * side - height))
 
 
 def canvas(image: Tensor, side: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of `tiles`: the least enlargement, or else the least reduction, and then the fewest tiles."""
+    """(rows, columns) of tiles: the least enlargement, or else the least reduction, and then the fewest. Meta's."""
     size = _sides(image)
     by_ratio: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):

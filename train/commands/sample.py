@@ -225,7 +225,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
         print(f"{_name()}: generation_config.json also sets {unused}: not applied", file=sys.stderr)
     config, params = pretrained.load_image_model(folder) if images else pretrained.load_model(folder, family=family)
     text = text_config(config)
-    check_vocabulary(tokenizer, text.vocab_size, folder)
+    check_vocabulary(tokenizer, text, folder)
     kv_dtype = None if arguments.kv_dtype is None else torch.int8
     try:
         fnmodels.init_cache(config, 1, 1, kv_dtype=kv_dtype)

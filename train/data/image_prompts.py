@@ -37,9 +37,10 @@ def placeholder_in(folder: Path, tokenizer: Tokenizer) -> str | None:
         config = P.load_config(folder)
     except P.CheckpointError:  # of a whole model that is not supported, though its text is
         return None
-    if text_config(config) is config:
+    family: Any = family_of(config)
+    if text_config(config) is config or not hasattr(family, "placeholder"):
         return None
-    found: str | None = family_of(config).placeholder(config, tokenizer.id_to_token)[0]  # type: ignore[attr-defined]
+    found: str | None = family.placeholder(config, tokenizer.id_to_token)[0]
     return found
 
 

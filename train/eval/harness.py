@@ -59,7 +59,7 @@ class Checkpoint(LM):
         self.folder = Path(folder)
         self._tokenizer = load_tokenizer(self.folder)
         self.config, self.params = load_model(self.folder, merge=True, family=family, dtype=dtype, device=device)
-        check_vocabulary(self._tokenizer, self.config.vocab_size, self.folder)
+        check_vocabulary(self._tokenizer, self.config, self.folder)
         begin = begin_id(self.folder, self._tokenizer)
         self._ids = TextIds(self.folder, self._tokenizer, begin, add_special_tokens, as_harness)
         ends, end = end_ids(self.folder), self._tokenizer.token_to_id(special_tokens(self.folder).get("eos_token", ""))

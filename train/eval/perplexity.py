@@ -76,7 +76,7 @@ class Evaluator:
         """
         tokenizer = load_tokenizer(self.folder)
         config, params = self._model()
-        check_vocabulary(tokenizer, config.vocab_size, self.folder)
+        check_vocabulary(tokenizer, config, self.folder)
         ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer), as_harness=self.as_harness)
         remaining = iter(texts)
         while some := list(islice(remaining, DOCUMENTS)):

@@ -13,7 +13,7 @@ from fnmodels.errors import FormatError, UserError
 from fnmodels.files import copy_file
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.family import traits_of
-from fnmodels.models.common.registry import family_of, text_config
+from fnmodels.models.common.registry import family_of, text_config, token_ids
 from fnmodels.tree import Tree
 from params.checkpoint.config import TOKENS_LIMIT
 from params.io.files import plain_file, read_json
@@ -167,12 +167,12 @@ def _without_effect(name: str, value: Any) -> bool:
     return value in (False, 0, [], {}) or (value == 1 and ("penalty" in name or name in ("num_beams", "typical_p")))
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
+def check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
     """UserError where the tokenizer has ids beyond the embedding; unused rows of the embedding are fine."""
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= vocab_size:
+    highest, ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1), token_ids(config)
+    if highest >= ids:
         raise UserError(
-            f"{folder}: the tokenizer's ids go up to {highest}, but the model's vocabulary has {vocab_size} entries: "
+            f"{folder}: the tokenizer's ids go up to {highest}, but the model's vocabulary has {ids} entries: "
             "tokenizer.json and config.json belong to different models"
         )
 

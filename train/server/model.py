@@ -143,7 +143,7 @@ def load(folder: Path, name: str | None = None, *, images: bool = True) -> Model
     config, params, pictures = _loaded(folder, weights, tokenizer, images)
     if stack_configs(config):
         raise UserError(f"{folder}: a {config.model_type} has an encoder; the server answers with decoders alone")
-    pretrained.check_vocabulary(tokenizer, text_config(config).vocab_size, folder)
+    pretrained.check_vocabulary(tokenizer, text_config(config), folder)
     ends = pretrained.answer_end_ids(folder, tokenizer)
     served = Served(params, config, tokenizer)
     return Model(folder, name or folder.resolve().name, served, ends, pictures)
@@ -152,7 +152,8 @@ def load(folder: Path, name: str | None = None, *, images: bool = True) -> Model
 def _loaded(folder: Path, weights: Path, tokenizer: Tokenizer, images: bool) -> tuple[Any, Any, ImagePrompts | None]:
     if images and placeholder_in(weights, tokenizer) is not None:
         config, params = pretrained.load_image_model(folder)
-        if hasattr(family_of(config), "read_image"):
+        family = family_of(config)  # whose rows of a cache differ in width where layers attend to images
+        if hasattr(family, "read_image") and not hasattr(family, "image_memory"):
             try:
                 return config, params, ImagePrompts.of(weights, config, tokenizer)
             except UserError:  # without settings of pictures the model answers texts

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
+from fnmodels.inputs.image_sizes import on_canvas
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal
 from fnmodels.models.common.config_json import ConfigJson, Fields
@@ -35,7 +36,8 @@ from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision.mllama_vision import tile_rows  # noqa: F401
 from fnmodels.models.vision_language import mllama_text
-from fnmodels.models.vision_language.common import vision_language
+from fnmodels.models.vision_language.common import image_prompts, vision_language
+from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
@@ -137,6 +139,15 @@ def image_memory(
     places[owner, rank], seen[owner, rank] = column[image], groups[owner, column[image]]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return {"memory": memory, "memory_mask": Mask(order, groups, places, seen, None, None, Causal())}
+
+
+def read_image(image: Tensor, settings: ImageSettings, name: Name, *, config: Config) -> tuple[list[Tensor], str]:
+    """(images for the tower, text in place of the placeholder), see `common.image_prompts`."""
+    side = config.vision.image_size
+    image_prompts.expect_side(settings, "size", "height", side)
+    most = image_prompts.number(settings, "max_image_tiles", "", 4, most=config.vision.max_tiles)
+    fitted = on_canvas(image, side, most, how=image_prompts.how(settings, "bilinear"))
+    return [fitted], name(config.image_token)
 
 
 def memory_tokens(image: Tensor, /, *, config: Config) -> int:

@@ -1,12 +1,16 @@
 """Llama 3.2 Vision equals transformers with every parameter perturbed; packed documents equal each alone."""
 
 import functools
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -18,6 +22,7 @@ from fnmodels.models.vision import mllama_vision
 from fnmodels.models.vision_language import mllama
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
+from train.data.image_prompts import ImagePrompts
 from train.generation.requests import Request
 from train.losses.batch_checks import check_batch
 
@@ -218,6 +223,45 @@ def test_generation_is_that_of_each_document_alone_and_of_transformers(slots: in
         _params(), CONFIG, prompts[:1], max_new=6, images=[own[1][:1]], sampling=train.Sampling(0.0), kernel="math"
     )
     assert (exchanged.logp[0] - found.logp[0]).abs().max() > 1e-4  # a planted bug: the images of another prompt
+
+
+def test_pictures_are_read_as_by_transformers_and_answered_by_a_command(tmp_path: Path) -> None:
+    """By Pillow, whose filter rounds to whole numbers between its two passes."""
+    from PIL import Image
+    from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+    wrappers.save(_reference(), tmp_path)
+    settings = {
+        "size": {"height": 8, "width": 8},
+        "max_image_tiles": 2,
+        "image_mean": [0.4] * 3,
+        "image_std": [0.3] * 3,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    words = {f"w{number}": number for number in range(65) if number != IMAGE} | {"<|image|>": IMAGE}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<|image|>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    process = MllamaImageProcessorPil(**settings)
+    for number, size in enumerate([(5, 6), (9, 20), (40, 12), (16, 16)]):
+        down, right, color = torch.meshgrid(*(torch.arange(n) for n in (*size, 3)), indexing="ij")
+        pixels = (127 + 90 * torch.sin(down / 4 + right / 5 + color)).byte().numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        (image,), text = ImagePrompts.of(tmp_path, CONFIG, tokenizer).read(tmp_path / f"{number}.png")
+        assert text == "<|image|>"
+        theirs = torch.as_tensor(process([Image.fromarray(pixels)], return_tensors="np")["pixel_values"])[0, 0]
+        ours = _tiles_of(image)
+        assert float((ours - theirs[: len(ours)]).abs().max()) <= 2.5 / 255 / 0.3
+    argv = [str(tmp_path), "--prompt", "w1 <|image|> w2", "--image", str(tmp_path / "1.png"), "--tokens", "3"]
+    for arguments in (argv, [str(tmp_path), "--prompt", "w1 w2", "--tokens", "3"]):
+        done = subprocess.run([sys.executable, "-m", "train.sample", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def _tiles_of(image: Tensor) -> Tensor:
+    """The tiles [n, C, 8, 8] of an image [C, rows * 8, columns * 8]."""
+    return image.unflatten(1, (-1, 8)).unflatten(3, (-1, 8)).permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
 def _greedy(tokens: Tensor, images: list[Tensor], count: int) -> tuple[list[int], list[Tensor]]:

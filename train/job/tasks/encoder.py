@@ -69,7 +69,7 @@ def encoder_of_texts(
 ) -> Encode:
     """A function from a text to its token ids, cut to --length and to what the model has positions for."""
     tokenizer = load_tokenizer(Path(str(settings.init)))
-    check_vocabulary(tokenizer, config.vocab_size, Path(str(settings.init)))
+    check_vocabulary(tokenizer, config, Path(str(settings.init)))
     tokenizer.enable_truncation(min(settings.length, longest or settings.length, config.max_position_embeddings))
 
     def encode(text: str) -> list[int]:

@@ -59,7 +59,7 @@ def for_new_run(settings: Settings, texts: Texts, *, on_meta: bool = False) -> I
         model = from_scratch(settings, texts, on_meta=on_meta)
     else:
         model = from_checkpoint(Path(settings.init), settings, on_meta=on_meta)
-    pretrained.check_vocabulary(model.tokenizer, model.config.vocab_size, model.source or Path("the new model"))
+    pretrained.check_vocabulary(model.tokenizer, model.config, model.source or Path("the new model"))
     return model
 
 
@@ -69,7 +69,7 @@ def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Initia
     if settings.lora:
         return replace(from_checkpoint(Path(str(settings.init)), settings, on_meta=on_meta), tokenizer=tokenizer)
     config = P.load_config(path, family=family_module(settings), part="text")
-    pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
+    pretrained.check_vocabulary(tokenizer, config, path)
     params = params_without_storage(config, settings)
     return InitialModel(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
 
