@@ -215,13 +215,18 @@ def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyP
     def next_of(logits: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(logits).index_fill(-1, torch.tensor([next(ids)]), 1.0)
 
-    decode_ = fnmodels.decode_
+    eager_step = fnmodels.cache.eager_step
 
-    def decoded(*args: Any, at: Any = "all", **how: Any) -> Any:
-        logits, cache = decode_(*args, at=at, **how)
-        return (next_of(logits) if at == "all" else logits), cache
+    def stepped(*args: Any, **how: Any) -> Any:
+        step = eager_step(*args, **how)
 
-    monkeypatch.setattr(fnmodels, "decode_", decoded)
+        def one(*tensors: Any, **given: Any) -> Any:
+            logits, cache = step(*tensors, **given)
+            return next_of(logits), cache
+
+        return one
+
+    monkeypatch.setattr(fnmodels.cache, "eager_step", stepped)
     assert answer(model, {"until": ["<end>"], "max_gen_toks": 6}) == "so"
     assert next(ids) == _ids("far")[0]
 
