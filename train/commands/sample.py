@@ -206,11 +206,17 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     import torch
 
     import fnmodels
-    from fnmodels.models.common.registry import text_config
+    from fnmodels.models.common.registry import family_of, text_config
     from train.data.chat import read_template
     from train.data.image_prompts import ImagePrompts, placeholder_in
     from train.eval import pretrained
-    from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_tokenizer
+    from train.eval.pretrained import (
+        answer_end_ids,
+        check_tokens,
+        check_vocabulary,
+        generation_defaults,
+        load_tokenizer,
+    )
     from train.generation.compile_choice import roomy
     from train.generation.loops import serve
     from train.generation.requests import capacity_of, requests_of
@@ -240,6 +246,11 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     ends = answer_end_ids(folder, tokenizer)
 
     def respond(prompts: list[Prompt], seed: int) -> Iterator[Any]:
+        for prompt in prompts:
+            own = [token for token in prompt.ids if not (images and token == config.image_token)]
+            check_tokens(tokenizer, own, text)
+        if arguments.compile and images and hasattr(family_of(config), "image_memory"):
+            raise UserError(f"--compile is not for images of {config.model_type}: leave it out")
         fit = [fitted(text, prompt.ids, tokens) for prompt in prompts]
         for prompt, (kept, _) in zip(prompts, fit, strict=True):
             if prompt.images and len(kept) < len(prompt.ids):
@@ -249,8 +260,7 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
                     "or give smaller pictures"
                 )
         lines = [ids for ids, _ in fit], [new for _, new in fit]
-        images = [prompt.images for prompt in prompts]
-        requests = requests_of(*lines, sampling, seed, ends, tuple(arguments.stop), images)
+        requests = requests_of(*lines, sampling, seed, ends, tuple(arguments.stop), [own.images for own in prompts])
         return serve(
             params,
             config,

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
@@ -100,6 +101,9 @@ def tokenize(
 
     texts = combine(texts)
     tokenized = [tokenize_source(source) for source in texts.sources]
+    for source, tokens in zip(texts.sources, tokenized, strict=True):
+        if source.text is not None:  # ids of files are checked where they are read
+            _check_ids(source.name, tokens, tokenizer, vocab_size)
     skipped = tuple(entry for source in tokenized for entry in source.skipped)
     if strict and skipped:
         raise UserError(f"{len(skipped)} conversations cannot be trained on: {skipped[0]}")
@@ -113,6 +117,18 @@ def tokenize(
         fingerprint="-".join(source.fingerprint for source in tokenized),
         skipped=skipped,
     )
+
+
+def _check_ids(name: str, source: TokenizedSource, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """UserError for an added token of the tokenizer that the model has no row of."""
+    for ids in chain(source.train.arrays, source.heldout.arrays):
+        highest = int(ids.max(initial=-1))
+        if highest >= vocab_size:
+            raise UserError(
+                f"{name} has the token {tokenizer.id_to_token(highest)!r} ({highest}), and the model's vocabulary has "
+                f"{vocab_size} entries: take a tokenizer or chat template without it, or a model with more rows "
+                "(params.resize_vocab)"
+            )
 
 
 def template_for(texts: DataSources, folder: Path, day: str | None = None) -> Template | None:

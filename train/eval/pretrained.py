@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,27 @@ def _without_effect(name: str, value: Any) -> bool:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: Any, folder: Path) -> None:
-    """UserError where the tokenizer has ids beyond the embedding; unused rows of the embedding are fine."""
-    highest, ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1), token_ids(config)
+    """UserError where the tokenizer has ids beyond the embedding; unused rows of the embedding are fine.
+
+    So are added tokens without a row, such as Gemma 3's <image_soft_token> beside a model of text: a text that has one
+    is refused.
+    """
+    added, ids = tokenizer.get_added_tokens_decoder(), token_ids(config)
+    highest = max((one for one in tokenizer.get_vocab(with_added_tokens=True).values() if one not in added), default=-1)
     if highest >= ids:
         raise UserError(
             f"{folder}: the tokenizer's ids go up to {highest}, but the model's vocabulary has {ids} entries: "
             "tokenizer.json and config.json belong to different models"
+        )
+
+
+def check_tokens(tokenizer: Tokenizer, ids: Sequence[int], config: Any) -> None:
+    """UserError for an added token that the model has no row of, see `check_vocabulary`."""
+    highest, rows = max(ids, default=-1), token_ids(config)
+    if highest >= rows:
+        raise UserError(
+            f"a prompt has the token {tokenizer.id_to_token(highest)!r} ({highest}), and the model's vocabulary has "
+            f"{rows} entries"
         )
 
 

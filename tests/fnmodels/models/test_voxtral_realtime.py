@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -19,6 +20,7 @@ from fnmodels.inputs.audio import causal_rows
 from fnmodels.models.audio_language import voxtral_realtime
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
+from train.data.image_prompts import placeholder_in
 
 _AUDIO: dict[str, Any] = {"model_type": "voxtral_realtime_encoder", "hidden_size": 16, "intermediate_size": 20}
 _AUDIO |= {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6, "num_mel_bins": 5, "sliding_window": 6}
@@ -105,6 +107,7 @@ def test_gradients_equal_transformers() -> None:
 def test_files_are_read_and_written(tmp_path: Path) -> None:
     wrappers.assert_files(_reference(), CONFIG, tmp_path, parts=("text", "audio"))
     wrappers.assert_text_alone(CONFIG, tmp_path)
+    assert placeholder_in(tmp_path / "theirs", Tokenizer(models.BPE())) is None  # no token stands for a sound
     assert voxtral_realtime.Config.from_hf(CONFIG.to_hf()) == CONFIG
 
 

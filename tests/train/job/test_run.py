@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer
 
 import params as P
 from fnmodels.ops.cpu import product_table
 from train.checkpoint import saved_steps
 from train.cli import main
 from train.command_line import terminal_text
+from train.commands.sample import main as sample
 from train.job import recipe, run
 from train.job.settings import Settings
 from train.optim.schedules import warmup_stable_decay
@@ -700,6 +702,35 @@ def test_a_run_folder_inside_the_folder_of_text_is_no_text(tmp_path, text, monke
     (whole / ".writing-of-a-killed-run").mkdir()
     assert train(whole, tmp_path / "texts", "--resume") == 0
     assert not list(whole.glob(".writing-*"))
+
+
+def test_an_added_token_without_a_row_is_refused_where_a_text_has_it(tmp_path, text, capsys):
+    """As in Gemma 3 1B, 270M and EmbeddingGemma, whose tokenizer names an image token beyond the embedding."""
+    assert train(tmp_path / "first", text, "--steps", 1) == 0
+    config = P.load_config(tmp_path / "first")
+    file = tmp_path / "first" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    while tokenizer.add_special_tokens([f"<more{tokenizer.get_vocab_size()}>"]):
+        if tokenizer.get_vocab_size() > config.vocab_size:
+            break
+    name = tokenizer.id_to_token(config.vocab_size)
+    tokenizer.save(str(file))
+    (tmp_path / "first" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    )
+    capsys.readouterr()
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first", "--steps", 1) == 0
+    assert sample([str(tmp_path / "first"), "--prompt", "def", "--tokens", "2"]) == 0
+    assert sample([str(tmp_path / "first"), "--prompt", f"def {name}", "--tokens", "2"]) == 2
+    assert f"a prompt has the token {name!r} ({config.vocab_size})" in capsys.readouterr().err
+    chats = tmp_path / "chats.jsonl"
+    with chats.open("w") as file:
+        for i in range(99):
+            turns = [{"role": "user", "content": f"Add {i} {name}"}, {"role": "assistant", "content": f"{i} it is"}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    capsys.readouterr()
+    assert train(tmp_path / "third", chats, "--init", tmp_path / "first", "--steps", 1) == 2
+    assert f"has the token {name!r} ({config.vocab_size})" in one_sentence(capsys)
 
 
 def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(tmp_path, text, capsys):

@@ -35,7 +35,7 @@ def masked(settings: DocumentSettings, examples: Examples) -> Encoder:
         tokens, labels = mask_tokens(
             *(row["tokens"], row["segment_ids"], generator),
             mask_id=mask,
-            vocab_size=tokenizer.get_vocab_size(),
+            vocab_size=min(tokenizer.get_vocab_size(), config.vocab_size),
             special_ids=special,
         )
         return in_rows(row | {"tokens": tokens, "labels": labels}, sizes, rows)
