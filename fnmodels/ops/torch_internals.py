@@ -363,6 +363,8 @@ def varlen_attention(grouped: bool) -> Callable[..., Tensor]:
 def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """x [M, K] weight [K, N] in float8, each with one scale, in `dtype`. torch 2.11 cannot trace F.scaled_mm."""
     (x_scale, weight_scale), by_tensor = scales, F.ScalingType.TensorWise
+    if x.device.type == "cpu":  # oneDNN has no product of e4m3 below AMX, and torch asks the processor, not oneDNN
+        return (x.float() @ weight.float() * x_scale * weight_scale).to(dtype)
     product = PRIVATE["_scaled_mm"]
     if product is None:
         return F.scaled_mm(x, weight, x_scale, by_tensor, weight_scale, by_tensor, output_dtype=dtype)
