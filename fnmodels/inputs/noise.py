@@ -25,9 +25,29 @@ def mixed(x: Tensor) -> Tensor:
 
 def fold(keys: Tensor, number: Tensor | int) -> Tensor:
     """Other keys for each number: int64 below 2^32, of the broadcast shape; any 64-bit number has its keys."""
+    return mixed(keys ^ _hashed(number, keys))
+
+
+def _hashed(number: Tensor | int, keys: Tensor) -> Tensor:
+    """The hash of any 64-bit numbers, on the device of `keys`."""
     number = torch.as_tensor(number, device=keys.device)
     low = mixed(((number & WORD) + GOLDEN) & WORD)
-    return mixed(keys ^ mixed((low + ((number >> 32) & WORD)) & WORD))
+    return mixed((low + ((number >> 32) & WORD)) & WORD)
+
+
+def unfold(keys: Tensor, number: Tensor | int) -> Tensor:
+    """The keys of which `fold` with this number made `keys`."""
+    x = keys ^ (keys >> 15) ^ (keys >> 30)
+    x = (x * -1760353753) & WORD  # inverses of the hash's constants modulo 2^32, of the smaller absolute value
+    x = ((x ^ (x >> 15) ^ (x >> 30)) * 859588901) & WORD
+    return x ^ (x >> 16) ^ _hashed(number, keys)
+
+
+def document_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys [B, S] that all tokens of a document share, of `noise_keys` and their positions [B, S] or [B, S, axes]."""
+    for axis in reversed(positions.unbind(-1)) if positions.ndim == 3 else (positions,):
+        keys = unfold(keys, axis)
+    return keys
 
 
 def noise_keys(rng: int | Tensor, positions: Tensor, segment_ids: Tensor) -> Tensor:

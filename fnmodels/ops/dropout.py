@@ -23,8 +23,9 @@ class Dropout:
     """The rates of a model's dropout, which acts where a batch has keys of noise.
 
     weights: of the weights of attention, after the softmax. attention, mlp: of what these add to the residual stream.
-    embedding: of what layer 0 reads. neurons: of what the last projection of an MLP reads. final: of what the final
-    norm returns. A cross attention has the rates of attention.
+    embedding: of what layer 0 reads; in DeBERTa also of the embeddings of distances, in each layer anew. neurons: of
+    what the last projection of an MLP reads. final: of what the final norm returns. A cross attention has the rates of
+    attention.
     """
 
     weights: float = 0.0
@@ -49,7 +50,7 @@ class Dropout:
 @tree.pytree
 @dataclass(frozen=True)
 class Noise:
-    """The keys that one layer reads, each int64 [B, S] with the layer folded in.
+    """The keys that one layer reads, each int64 [B, S] with the layer folded in, and its index, int64 [].
 
     tokens: of the residual stream's positions. queries, keys: of attention's; the same, but where ranks share positions
     or a cross attention reads another sequence. head_shard, mlp_shard: which of the equal shards of heads and of the
@@ -59,6 +60,7 @@ class Noise:
     tokens: Tensor
     queries: Tensor
     keys: Tensor
+    layer: Tensor
     head_shard: int = tree.static(default=0)
     mlp_shard: int = tree.static(default=0)
 
@@ -76,7 +78,7 @@ def _number(name: str) -> int:
 def dropped(x: Tensor, keys: Tensor, rate: float, name: str, *, shard: int = 0) -> Tensor:
     """x [B, S, D] with each element 0 with probability `rate`, else divided by 1 - rate; keys int64 [B, S].
 
-    shard: which of equal shards of features x has.
+    Dimensions before D may be broadcast. shard: which of equal shards of features x has.
     """
     first = GOLDEN + shard * x.shape[-1]
     features = mixed(torch.arange(x.shape[-1], device=x.device) + first & WORD)
@@ -88,6 +90,12 @@ def dropped_weights(weights: Tensor, noise: Noise, rate: float, name: str) -> Te
     heads = torch.arange(weights.shape[1], device=weights.device) + noise.head_shard * weights.shape[1]
     queries = fold(named(noise.queries, name)[:, None], heads[:, None])
     return _thinned(weights, mixed(queries[..., None] ^ mixed(noise.keys ^ GOLDEN)[:, None, None]), rate)
+
+
+def dropped_table(table: Tensor, keys: Tensor, rate: float, name: str) -> Tensor:
+    """The table [R, D], dropped anew for each of the keys [B, U]: [B, U, R, D]."""
+    rows = torch.arange(table.shape[0], device=table.device)
+    return dropped(table, fold(keys[..., None], rows), rate, name)
 
 
 def _thinned(x: Tensor, hashes: Tensor, rate: float) -> Tensor:

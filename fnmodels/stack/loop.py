@@ -216,8 +216,9 @@ class LayerSideInputs:
         if batch.shared is not None:
             tensors["shared"] = batch.shared
         if batch.noise is not None:
-            keys = fold(batch.noise, layer.index)
-            tensors["noise"] = Noise(keys, keys, keys)
+            index = torch.full((), layer.index, dtype=torch.int64, device=batch.noise.device)
+            keys = fold(batch.noise, index)
+            tensors["noise"] = Noise(keys, keys, keys, index)
         if layer.source is not None:
             tensors["kv"] = self._lent(layer, layer.source)
         if layer.joins:

@@ -26,6 +26,7 @@ from tests.support.cases import (
     Case,
     attending_layers,
     batch_of,
+    block_of,
     cases,
     generic_params,
     representatives,
@@ -35,9 +36,15 @@ from tests.support.cases import (
     sublayers,
 )
 
+
+def block_and_shared(case: Case) -> str:
+    """A group for `richest`: the block, and the family where its layers share tensors, which dropout may act on."""
+    return f"{block_of(case)} {case.family if hasattr(fnmodels.family_of(case.config), 'shared') else ''}"
+
+
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15)
 every_family = pytest.mark.parametrize(
-    "case", [short(case) for case in richest() if hasattr(case.config, "dropout")], ids=str
+    "case", [short(case) for case in richest(block_and_shared) if hasattr(case.config, "dropout")], ids=str
 )
 every_part = pytest.mark.parametrize(
     "case", [case for case in representatives() if hasattr(case.config, "dropout")], ids=str
@@ -192,13 +199,8 @@ def test_a_step_on_a_cache_has_no_dropout() -> None:
 def test_published_rates_are_read_and_saved(case: Case) -> None:
     family: Any = fnmodels.family_of(case.config)
     table = dropout_table(case.config)
-    if case.family == "llama" and case.values["model_type"] != "seed_oss":
-        table = {name: places for name, places in table.items() if name != "residual_dropout"}
     stated = {name: 0.05 * (i + 1) for i, name in enumerate(table)}
     config = type(case.config).from_hf(case.values | stated)
-    if case.values["model_type"] in ("xglm", "biogpt"):
-        name = list(table)[1]
-        table = {**table, name: (*table[name], "embedding")}
     places = {place: stated[name] for name, of in table.items() for place in of}
     assert config.dropout == Dropout(**places)
     written = config.to_hf()

@@ -44,8 +44,8 @@ def dropout_to_hf(config: Any, saved: Mapping[str, Any]) -> dict[str, float]:
 
 def dropout_table(config: Any) -> dict[str, tuple[str, ...]]:
     """{dropout rate in the config.json of this model type: the fields of `Dropout` that it sets}."""
-    names = _traits(config).dropout_names.get(config.model_type, {})
-    return {names.get(name, name): places for name, places in _traits(config).dropout.items()}
+    traits = _traits(config)
+    return dict(traits.dropout_of.get(config.model_type, traits.dropout))
 
 
 def _traits(config: Any) -> Traits:

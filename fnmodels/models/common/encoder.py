@@ -327,6 +327,8 @@ def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Co
     v = rotate(v, freqs) if config.turns_values else v
     scale, bias = config.score_scale, ctx.shared("bias")
     if isinstance(bias, DistanceEmbeddings):
+        if rate := ctx.dropout.embedding:
+            bias = bias.dropped(ctx.tensors["noise"], rate, ctx.options.layout)
         bias = bias.of_layer(weights, q, k, scale=scale)
     mixed = ctx.attend(q, k, v, mask, scale=scale, bias=bias)
     mixed = ctx.tap("attention", project_out(weights, mixed))

@@ -231,10 +231,10 @@ class Traits:
     shares_tables: bool = False
     left_axis: str = "embed"  # of what a layer leaves for the next, [B, S, D], its last dimension (`Context.leave`)
     # {dropout rate in config.json: the fields of `Dropout` that it sets}; {rate: its value where a file has none}; and
-    # {model type: {rate: its name in files of that type}}
+    # {model type: its own rates in place of `dropout`}
     dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
     dropout_defaults: Mapping[str, float] = field(default_factory=dict)
-    dropout_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    dropout_of: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     copies_saved: bool = True  # whether a save writes the names of `hf_copies` too, because other programs read them
     weights: str = "model"  # how the names of its files of tensors begin
     # {key of params that files may lack, such as MTP heads: the Config field with its length}
@@ -278,7 +278,7 @@ class Traits:
 _VALUES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
     **dict.fromkeys(
-        ("dropout", "dropout_defaults", "dropout_names", "optional", "unread", "resaved", "in_memory", "classes"),
+        ("dropout", "dropout_defaults", "dropout_of", "optional", "unread", "resaved", "in_memory", "classes"),
         (Mapping, "a dict"),
     ),
     **dict.fromkeys(("inputs", "weights", "left_axis"), (str, "a string")),

@@ -26,7 +26,7 @@ MODEL_TYPES = (
     *("exaone", "internlm3", "iquestcoder", "cwm"),
 )
 TRAITS = Traits(
-    dropout={"attention_dropout": ("weights",), "residual_dropout": ("attention", "mlp")},  # the second: of Seed-OSS
+    dropout_of={"seed_oss": {"attention_dropout": ("weights",), "residual_dropout": ("attention", "mlp")}},
     kinds=("full", "sliding", "full_nope", "sliding_nope"),
     leftovers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in older files
     classes=dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "LlamaForCausalLM"),
@@ -98,9 +98,6 @@ class Config(decoder.BaseConfig):
             fields = Fields({**fields.values, "rope_parameters": _CWM_ROPE}, fields.where)
         if model_type == "seed_oss":
             fields = Fields({"attention_dropout": 0.1, "residual_dropout": 0.1, **fields.values}, fields.where)
-        else:  # which have no such rate
-            rest = {name: value for name, value in fields.values.items() if name != "residual_dropout"}
-            fields = Fields(rest, fields.where)
         sections, interleaved = tuple[int, ...](), True
         if model_type in ("llama", "qwen2", "qwen3"):
             fields, sections, interleaved = split_sections(fields, interleaved=model_type == "qwen3")

@@ -5,7 +5,7 @@ norms after the sublayers and none at the end, and embeddings narrower than the 
 embeddings; XGLM adds sines and cosines of positions that begin with 2.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,13 @@ TRAITS = Traits(
     kinds=("full_nope",),
     dropout={"attention_dropout": ("weights",), "dropout": ("attention", "mlp")},
     dropout_defaults={"dropout": 0.1, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-    dropout_names={"biogpt": {"attention_dropout": "attention_probs_dropout_prob", "dropout": "hidden_dropout_prob"}},
+    dropout_of={
+        "xglm": {"attention_dropout": ("weights",), "dropout": ("attention", "mlp", "embedding")},
+        "biogpt": {
+            "attention_probs_dropout_prob": ("weights",),
+            "hidden_dropout_prob": ("attention", "mlp", "embedding"),
+        },
+    },
 )
 _OPT = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act", "init_std": "initializer_range"}
 _XGLM = _OPT | {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "attention_heads": "num_attention_heads"}
@@ -93,8 +99,7 @@ class Config(older.PlacedConfig):
             fields.take("layer_norm_eps", None)  # BioGPT's, which nothing reads
             scaled = fields.boolean("scale_embedding", True)
             own = usual | {"layer_norm_eps": 1e-5, "scale_embedding": scaled, "sinusoids": kin == "xglm"}
-            made = decoder.finished(Config(**own), fields)
-            return replace(made, dropout=replace(made.dropout, embedding=made.dropout.mlp))  # of what layer 0 reads too
+            return decoder.finished(Config(**own), fields)
         first = fields.boolean("do_layer_norm_before", True)
         config = Config(
             **usual,

@@ -160,7 +160,10 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
     table, positions = layer_norm(params["relative_embeddings"], *norm, eps=config.layer_norm_eps), inputs["positions"]
     most, logarithmic = config.max_relative_positions, config.position_buckets > 0
     rows = constants(rows_of_distances(config.span, most, logarithmic=logarithmic), torch.int64, table.device)
-    return {"bias": DistanceEmbeddings(table, rows, positions, positions)}
+    bias = DistanceEmbeddings(table, rows, positions, positions)
+    if "rng" in inputs and config.dropout.embedding:
+        bias = bias.with_noise(inputs["rng"], inputs.get("valid"))
+    return {"bias": bias}
 
 
 def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config) -> Tensor:

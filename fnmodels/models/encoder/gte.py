@@ -31,6 +31,7 @@ _THETA = {"gte": 160_000.0, "jina_embeddings_v3": 20_000.0}
 MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(
     dropout={**encoder.DROPOUT, "hidden_dropout_prob": ("attention", "mlp", "embedding", "neurons")},
+    dropout_of={"jina_embeddings_v3": encoder.DROPOUT},
     dropout_defaults={"hidden_dropout_prob": 0.1},
     causal=False,
     optional={"pooler": "pooler"},

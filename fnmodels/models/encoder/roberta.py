@@ -34,6 +34,8 @@ _NAMES = {
 MODEL_TYPES = tuple(_NAMES)
 TRAITS = Traits(
     dropout=encoder.DROPOUT,
+    # whose MLPs drop nothing
+    dropout_of={"xlm-roberta-xl": encoder.DROPOUT | {"hidden_dropout_prob": ("attention", "embedding")}},
     dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     optional={"pooler": "pooler"},

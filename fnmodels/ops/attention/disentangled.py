@@ -6,12 +6,16 @@ embeddings are projected like keys and queries of tokens. Distances come from po
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.noise import document_keys, fold
+from fnmodels.inputs.values import constants, host_reads, readable, unwrapped
+from fnmodels.ops.dropout import Noise, dropped_table
 from fnmodels.ops.qkv import project_qkv
 
 
@@ -35,20 +39,73 @@ def rows_of_distances(span: int, most: int, *, logarithmic: bool) -> list[int]:
 @tree.pytree
 @dataclass(frozen=True)
 class DistanceEmbeddings:
-    """The table [R, D] of all layers, the row of each distance as in `DisentangledBias`, and positions of queries
-    [B or 1, Q] and keys [B or 1, K]."""
+    """The tables of all layers, the row of each distance as in `DisentangledBias`, and positions of queries [B or 1, Q]
+    and keys [B or 1, K].
+
+    table: [R, D]; or [B, U, R, D], of U documents of each row. keys: int64 [B, U], from which the tables of documents
+    are dropped. places: int64 [B, S], which of the U each token is of; None: of the only one, or U is S and each token
+    has its own.
+    """
 
     table: Tensor
     rows: Tensor
     q_positions: Tensor
     kv_positions: Tensor
+    keys: Tensor | None = None
+    places: Tensor | None = None
+
+    def with_noise(self, keys: Tensor, valid: Tensor | None) -> "DistanceEmbeddings":
+        """The same with the keys of the documents of tokens that have these keys of noise [B, S].
+
+        Transformers drops one table in each layer for all rows of its batch; here a document has a table of its own,
+        from the key that its tokens share, so that its mask is the same however it is packed. Of one document the
+        distribution is the same. Code that is compiled, and vmap over the keys, cannot count documents, and gives each
+        token its document's table: S times the memory, but with a layout of one document per row.
+        """
+        own = document_keys(keys, self.q_positions)
+        if valid is not None:  # padding is of one of the documents
+            own = own.where(valid, own.where(valid, 0).amax(1, keepdim=True))
+        if not (host_reads() and readable(own)):
+            return replace(self, keys=own)
+        ordered, order = own.sort(1)
+        place = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+        place = torch.cat((torch.zeros_like(order[:, :1]), place), 1)
+        count = int(unwrapped(place).max()) + 1
+        each = own.new_zeros(len(own), count).scatter(1, place, ordered)
+        return replace(self, keys=each, places=torch.zeros_like(order).scatter(1, order, place))
+
+    def dropped(self, noise: Noise, rate: float, layout: Layout | None) -> "DistanceEmbeddings":
+        """The same with the tables of one layer, dropped at this rate, where it has keys of documents."""
+        if self.keys is None:
+            return self
+        keys = self.keys
+        if self.places is None and layout is not None and all(len(row) <= 1 for row in layout.rows):
+            firsts = [row[0][0] if row else 0 for row in layout.rows]
+            keys = keys.gather(1, constants(firsts, torch.int64, keys.device)[:, None])
+        table = dropped_table(self.table, fold(keys, noise.layer), rate, "distances")
+        return replace(self, table=table, keys=keys)
 
     def of_layer(self, weights: Mapping[str, Tensor], q: Tensor, k: Tensor, *, scale: float) -> "DisentangledBias":
         """The bias of a layer's scores of q [B, Q, N, H] and k [B, K, N, H], by its projections of both."""
-        queries, keys, _ = (t[0] for t in project_qkv(weights, self.table[None], head_dim=q.shape[-1]))  # [R, N, H]
-        by_query = torch.einsum("bqnh,rnh->bqnr", q, keys) * scale
-        by_key = torch.einsum("bknh,rnh->bknr", k, queries) * scale
+        tables = self.table if self.table.ndim == 4 else self.table[None, None]
+        rows = project_qkv(weights, tables.flatten(0, 1), head_dim=q.shape[-1])
+        queries, keys, _ = (t.unflatten(0, tables.shape[:2]) for t in rows)  # [B or 1, U, R, N, H]
+        by_query, by_key = self._products(q, keys) * scale, self._products(k, queries) * scale
         return DisentangledBias(self.rows, (self.q_positions, by_query), (self.kv_positions, by_key))
+
+    def _products(self, x: Tensor, of: Tensor) -> Tensor:
+        """x [B, S, N, H] with all rows of its document's table, of [B or 1, U, R, N, H]: [B, S, N, R]."""
+        count = of.shape[1]
+        if self.keys is None:
+            return torch.einsum("bsnh,rnh->bsnr", x, of[0, 0])
+        if count > 1 and self.places is None:
+            return torch.einsum("bsnh,bsrnh->bsnr", x, of)
+        found = torch.einsum("bsnh,brnh->bsnr", x, of[:, 0])
+        for place in range(1, count):
+            assert self.places is not None
+            more = torch.einsum("bsnh,brnh->bsnr", x, of[:, place])
+            found = more.where(self.places[:, :, None, None] == place, found)
+        return found
 
 
 @tree.pytree

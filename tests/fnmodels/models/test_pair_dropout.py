@@ -14,11 +14,12 @@ from fnmodels.inputs import noise_keys
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.encoder_decoder import cross_attention
 from fnmodels.ops.dropout import Dropout
-from tests.parity.test_dropout import LENGTH, ROWS, apart
 from tests.support.cases import positions_of, segments
+from tests.support.dropouts import apart, check_places, fixed_dropout
 
-from .test_pairs import VARIANTS, config_of, params_of, reference_of, tokens_like
+from .test_pairs import VARIANTS, config_of, pairs, params_of, reference_of, tokens_like
 
+ROWS, LENGTH = 3000, 5
 # Documents by (row, segment), in both rows.
 SOURCES, TARGETS = segments((7, 4, 2), (9, 4)), segments((5, 3, 2), (2, 8))
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15, neurons=0.25, final=0.35)
@@ -122,6 +123,39 @@ def test_planted_keys_of_the_place_in_the_row_are_found(monkeypatch: pytest.Monk
         check_packed_pairs("bart")
 
 
+class Trained:
+    """A model with dropout, here and in transformers."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.name, table = name, traits_of(fnmodels.family_of(config_of(name))).dropout
+        rates = dict(zip(table, (0.35, 0.3, 0.25), strict=False))
+        self.config = type(config_of(name)).from_hf(VARIANTS[name] | rates)
+        assert self.config.to_hf().items() >= rates.items()
+        self.model = reference_of({"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, **VARIANTS[name], **rates})
+        given = tokens_like(torch.ones(1, LENGTH), 2), tokens_like(torch.ones(1, LENGTH - 1), 3)
+        self.tokens, self.decoder_tokens = (ids.expand(rows, -1) for ids in given)
+
+    @torch.no_grad()
+    def theirs(self) -> Tensor:
+        torch.manual_seed(0)
+        given = {"input_ids": self.tokens, "decoder_input_ids": self.decoder_tokens}
+        logits: Tensor = self.model.train()(**given, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def ours(self, dropout: Dropout) -> Tensor:
+        own = dataclasses.replace(self.config, dropout=dropout)
+        prepared = fnmodels.prepare_pair(own, self.tokens, self.decoder_tokens, rng=1)
+        return fnmodels.forward(params_of(self.name), *prepared, config=own)
+
+
+@pairs
+def test_the_same_tensors_are_dropped_at_the_same_rates_as_in_transformers(name: str) -> None:
+    p = Trained(name, 1)
+    with fixed_dropout():
+        check_places(p.ours, p.config.dropout, p.theirs())
+
+
 # What shows in the logits when it is forgotten; the other places change too little of these models, and show in the
 # other ones: together all do.
 VISIBLE = {"t5": ("weights", "attention", "embedding", "final"), "bart": ("weights", "attention", "mlp", "neurons")}
@@ -130,28 +164,13 @@ VISIBLE |= {"t5gemma": ("weights", "attention", "embedding", "final")}
 
 @pytest.mark.parametrize("name", VISIBLE)
 def test_training_with_dropout_is_distributed_as_in_transformers(name: str) -> None:
-    table = traits_of(fnmodels.family_of(config_of(name))).dropout
-    rates = dict(zip(table, (0.35, 0.3, 0.25), strict=False))
-    config = type(config_of(name)).from_hf(VARIANTS[name] | rates)
-    assert config.to_hf().items() >= rates.items()
-    model = reference_of({"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, **VARIANTS[name], **rates})
-    given = tokens_like(torch.ones(1, LENGTH), 2), tokens_like(torch.ones(1, LENGTH - 1), 3)
-    tokens, decoder_tokens = (ids.expand(ROWS, -1) for ids in given)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        theirs = model.train()(input_ids=tokens, decoder_input_ids=decoder_tokens, use_cache=False).logits
-
-    def ours(dropout: Dropout) -> Tensor:
-        own = dataclasses.replace(config, dropout=dropout)
-        prepared = fnmodels.prepare_pair(own, tokens, decoder_tokens, rng=1)
-        with torch.no_grad():
-            return fnmodels.forward(params_of(name), *prepared, config=own)
-
-    means, variances = apart(ours(config.dropout), theirs)
+    p = Trained(name, ROWS)
+    theirs = p.theirs()
+    means, variances = apart(p.ours(p.config.dropout), theirs)
     assert means < 1.5 and abs(variances) < 0.08, (means, variances)
-    places = dataclasses.asdict(config.dropout)
+    places = dataclasses.asdict(p.config.dropout)
     for place in VISIBLE[name]:  # planted: a place that is forgotten
-        means, variances = apart(ours(Dropout(**places | {place: 0.0})), theirs)
+        means, variances = apart(p.ours(Dropout(**places | {place: 0.0})), theirs)
         assert means > 1.5 or abs(variances) > 0.08, (place, means, variances)
 
 

@@ -19,12 +19,12 @@ from fnmodels import tree
 from fnmodels.inputs.audio import log_mel, mel_filters
 from fnmodels.models.encoder_decoder import whisper
 from fnmodels.ops.dropout import Dropout
-from tests.parity.test_dropout import ROWS, apart
 from tests.support.cases import generic, positions_of, segments
+from tests.support.dropouts import apart, check_places, fixed_dropout
 from tests.support.oracle import assert_close
 from tests.variants.whisper import TINY, TOTALS
 
-CONFIG = whisper.Config.from_hf(TINY)
+CONFIG, ROWS = whisper.Config.from_hf(TINY), 3000
 SIZES = (10, 7, 1, 10, 4)  # tokens of the clips; rows of 24 hold three and two of them
 TARGETS = segments((5, 3, 7), (1, 13, -1))
 
@@ -260,19 +260,29 @@ def test_bad_use_is_a_sentence() -> None:
 def test_training_with_dropout_is_distributed_as_in_transformers() -> None:
     rates = {"dropout": 0.45, "attention_dropout": 0.3, "activation_dropout": 0.6}
     config = whisper.Config.from_hf(TINY | rates)
-    mel, tokens = clips()[0][:, :10], torch.tensor([[1, 7, 30, 12]]).expand(ROWS, -1)
-    frames, positions, sources = (t.expand(ROWS, *t.shape[1:]) for t in fnmodels.inputs.frame_rows([mel], config))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model = reference(5, **rates).train()
-        theirs = model(mel.expand(ROWS, -1, -1), decoder_input_ids=tokens, use_cache=False).logits
+    mel, model = clips()[0][:, :10], reference(5, **rates).train()
 
-    def ours(dropout: Dropout) -> Tensor:
-        own, places = dataclasses.replace(config, dropout=dropout), {"positions": positions, "segment_ids": sources}
-        with torch.no_grad():
-            prepared = fnmodels.prepare_pair(own, frames, tokens, **places, rng=1)
-            return fnmodels.forward(weights(), *prepared, config=own)
+    def given(rows: int) -> tuple[Tensor, ...]:
+        tensors = (torch.tensor([[1, 7, 30, 12]]), *fnmodels.inputs.frame_rows([mel], config), mel[None])
+        return tuple(t.expand(rows, *t.shape[1:]) for t in tensors)
 
+    @torch.no_grad()
+    def theirs_of(rows: int) -> Tensor:
+        tokens, *_, mels = given(rows)
+        torch.manual_seed(0)
+        logits: Tensor = model(mels, decoder_input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def ours(dropout: Dropout, rows: int = ROWS) -> Tensor:
+        own, (tokens, frames, positions, sources, _) = dataclasses.replace(config, dropout=dropout), given(rows)
+        places = {"positions": positions, "segment_ids": sources}
+        prepared = fnmodels.prepare_pair(own, frames, tokens, **places, rng=1)
+        return fnmodels.forward(weights(), *prepared, config=own)
+
+    with fixed_dropout():
+        check_places(functools.partial(ours, rows=1), config.dropout, theirs_of(1))
+    theirs = theirs_of(ROWS)
     means, variances = apart(ours(config.dropout), theirs)
     assert means < 1.5 and abs(variances) < 0.08, (means, variances)
     for place in ("weights", "attention", "mlp", "embedding", "neurons"):  # planted: a place that is forgotten
