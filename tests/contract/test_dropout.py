@@ -19,6 +19,7 @@ from fnmodels.models.common.dropout import dropout_table
 from fnmodels.models.common.family import field_of, traits_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops import dropout as op
+from fnmodels.ops.attention import disentangled
 from fnmodels.ops.dropout import Dropout
 from fnmodels.stack import loop
 from tests.support.cases import (
@@ -174,6 +175,8 @@ def test_compiled_dropout_is_that_of_eager_mode() -> None:
         lambda *batch: fnmodels.forward(p.params, *batch, config=p.config), backend="aot_eager", fullgraph=True
     )
     close(compiled(*prepared), p.forward())
+    whole = torch.compile(p.forward, backend="aot_eager", fullgraph=True)  # with `prepare`, as a whole step has it
+    close(whole(p.keys), p.forward())
     torch.compiler.reset()
 
 
@@ -292,3 +295,49 @@ def test_a_planted_key_of_the_index_in_the_row_is_found(monkeypatch: pytest.Monk
         test_packed_separate_split_and_rematerialised_masks_are_the_same(
             short(next(case for case in cases() if case.name == "gpt2"))
         )
+
+
+def deberta() -> Problem:
+    return Problem(short(next(case for case in cases() if case.name == "deberta_v2")), embedding=0.3)
+
+
+def test_tables_of_distances_are_the_same_where_documents_cannot_be_counted() -> None:
+    """Under vmap over seeds and compiled, packed and with a layout of one document per row."""
+    p = deberta()
+
+    def forward(seed: Any, options: Any, batch: Any = None) -> Tensor:
+        return p.forward(seed, batch, **options)
+
+    mapped = vmap(lambda seed: forward(seed, {}))(torch.arange(3, 5))
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    for i, whole in enumerate((p.forward(3), p.forward(4))):
+        close(mapped[i], whole)
+        close(compiled(torch.tensor(3 + i), {}), whole)
+    alone = batch_of(p.config, segments((13,), (9, -4)))
+    layout = fnmodels.layout(p.prepared(3, alone)[1])
+    for options in ({"layout": layout}, {}):
+        close(compiled(torch.tensor(3), options, alone), p.forward(3, alone))
+    torch.compiler.reset()
+
+
+def test_a_planted_table_of_distances_for_a_whole_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = short(next(case for case in cases() if case.name == "deberta_v2"))
+    monkeypatch.setattr(disentangled, "document_keys", lambda keys, positions: keys[:, :1].expand_as(keys))
+    with pytest.raises(AssertionError):
+        test_packed_separate_split_and_rematerialised_masks_are_the_same(case)
+
+
+def test_tables_of_distances_differ_by_layer_and_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, tables = deberta(), list[Tensor]()
+    made = disentangled.dropped_table
+
+    def noted(table: Tensor, *args: Any) -> Tensor:
+        tables.extend((made(torch.ones_like(table), *args) > 0).flatten(0, 1))
+        return made(table, *args)
+
+    monkeypatch.setattr(disentangled, "dropped_table", noted)
+    p.forward()
+    # Rows of 3, 2 and 1 documents have tables for 3 each, the unused ones alike; in each of the layers.
+    assert len({tuple(table.flatten().tolist()) for table in tables}) == p.config.num_hidden_layers * (6 + 1)
+    kept = torch.stack(tables).double().mean()
+    assert abs(float(kept) - 0.7) < 5 * (0.21 / torch.stack(tables).numel()) ** 0.5

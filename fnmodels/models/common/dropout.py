@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from fnmodels.errors import ConfigError
 from fnmodels.ops.dropout import Dropout
+from fnmodels.ops.torch_internals import traced_as_constant
 
 from .config_json import DROPOUTS, NOISE, Fields
 from .family import Traits, traits_of
@@ -54,10 +55,18 @@ def _traits(config: Any) -> Traits:
 
 def check_dropout(config: Any) -> None:
     """ValueError for a config whose file states a rate above 0 that its family does not act on."""
-    known = dropout_table(config) if hasattr(config, "dropout") else {}
-    for name, value in (*getattr(config, "extra", ()), *getattr(config, "file", ())):
-        if name in (*DROPOUTS, *NOISE) and name not in known and name not in _OF_HEADS and json.loads(value):
-            raise ValueError(
-                f"rng is for dropout, and the config states {name!r} = {value}, which a {config.model_type} here does "
-                "not act on: leave rng out to train without dropout, or set that rate to 0 in config.json."
-            )
+    stated = (*getattr(config, "extra", ()), *getattr(config, "file", ()))
+    if name := _without_effect(type(config).__module__, config.model_type, hasattr(config, "dropout"), stated):
+        raise ValueError(
+            f"rng is for dropout, and the config states {name!r} = {dict(stated)[name]}, which a {config.model_type} "
+            "here does not act on: leave rng out to train without dropout, or set that rate to 0 in config.json."
+        )
+
+
+@traced_as_constant  # dynamo cannot read traits
+def _without_effect(module: str, model_type: str, acts: bool, stated: tuple[tuple[str, str], ...]) -> str:
+    """The first name of a stated rate that does nothing; "" for none."""
+    traits = traits_of(sys.modules[module])
+    known = {*(traits.dropout_of.get(model_type, traits.dropout) if acts else ()), *_OF_HEADS}
+    rates = (name for name, value in stated if name in (*DROPOUTS, *NOISE) and json.loads(value))
+    return next((name for name in rates if name not in known), "")
