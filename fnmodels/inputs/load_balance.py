@@ -184,5 +184,5 @@ def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
         if order.shape[1] != area.shape[1] or {len(area), len(order)} - {1, rows}:
             raise ValueError(f"The order is {list(order.shape)}, and the mask has {list(area.shape)} queries.")
         area = area.expand(rows, -1).gather(1, order.expand(rows, -1))
-    shares = area.sum(0).view(ranks, -1).sum(-1).double()
+    shares = area.sum(0).view(ranks, -1).sum(-1).cpu().double()
     return float(shares.max() / shares.mean()) if shares.sum() else 1.0

@@ -113,12 +113,15 @@ def _tokens(clip: Tensor, index: int, config: WaveConfig) -> Tensor:
     if not config.clip_norm:
         return samples
     mean, root = _moments(clip, config.conv_kernel[0], config.conv_stride[0])
-    return torch.cat((samples, torch.cat((mean, root.flatten())).to(clip.dtype).expand(len(samples), -1)), -1)
+    return torch.cat((samples, torch.cat((mean, root.flatten())).to(clip).expand(len(samples), -1)), -1)
 
 
 def _moments(clip: Tensor, kernel: int, stride: int) -> tuple[Tensor, Tensor]:
-    """(mean [K], R [K, K]) in fp64 of all windows of K samples of the clip; R' R is their covariance."""
-    windows = clip.double().unfold(0, kernel, stride)
+    """(mean [K], R [K, K]) in fp64 of all windows of K samples of the clip; R' R is their covariance.
+
+    On the CPU, since some devices have no fp64.
+    """
+    windows = clip.cpu().double().unfold(0, kernel, stride)
     mean = windows.mean(0)
     # A triangular factor of the windows: rounding of a covariance, squared, would reach the variances of high tones.
     root: Tensor = torch.linalg.qr(F.pad(windows - mean, (0, 0, 0, max(0, kernel - len(windows)))), mode="r")[1]

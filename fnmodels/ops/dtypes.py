@@ -38,8 +38,13 @@ def in_fp64(function: F) -> F:
                 break
         if device is None or device.type not in WITHOUT_FP64:
             return function(*args, **options)
-        args = tuple(value.cpu() if isinstance(value, Tensor) else value for value in args)
-        options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
-        return tree.map(lambda made: made.to(device), function(*args, **options))
+        return _on_the_cpu(function, device, args, options)
 
     return run  # type: ignore[return-value]
+
+
+def _on_the_cpu(function: Callable[..., Any], device: torch.device, args: Any, options: Any) -> Any:
+    """function(*args, **options) of their copies on the CPU, moved to the device."""
+    args = tuple(value.cpu() if isinstance(value, Tensor) else value for value in args)
+    options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
+    return tree.map(lambda made: made.to(device), function(*args, **options))

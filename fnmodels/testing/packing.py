@@ -110,4 +110,4 @@ def _assert_same_entries(got: dict[str, Tensor], want: dict[str, Tensor], tolera
         if path.endswith("windows.slots"):  # numbers of windows in the row
             continue
         sentence = f"In a row that begins in the middle of a document {path!r} is not what the document's tokens have"
-        assert_close(leaf.double(), want[path].double(), tolerance, sentence)
+        assert_close(leaf.cpu().double(), want[path].cpu().double(), tolerance, sentence)

@@ -89,7 +89,7 @@ def score_over_mesh(
         size = max(1, batch_tokens // width // mesh.rows) * mesh.rows
         some, order = order[:size], order[size:]
         batch = padded_batch([rows[index] for index in some], size)
-        logp = run(params, batch)[0].double().sum(1).tolist()
+        logp = run(params, batch)[0].cpu().double().sum(1).tolist()
         for index, value in zip(some, logp, strict=False):  # rows of padding are behind
             found[index] = value
     return found

@@ -142,7 +142,7 @@ def step_metrics(
     if "lr_of" in measured:
         row["lr_of"] = {name: fp32_decimal(rate) for name, rate in measured["lr_of"].items()}
     if "counts" in measured.get("aux", {}):
-        counts = measured["aux"]["counts"].double()
+        counts = measured["aux"]["counts"].cpu().double()
         row["expert_load"] = fp32_decimal((counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)).max())
     return row
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UserError
+from fnmodels.ops.dtypes import widest
 from fnmodels.tree import Tree
 from train.loss import LossFn
 from train.optim.adafactor import adafactor
@@ -107,8 +108,8 @@ def _rate(settings: RunSettings, peak: float | None) -> Callable[[Tensor], float
     shape |= {"decay_ratio": settings.decay_ratio, "shape": settings.decay_shape, "floor": settings.decay_floor}
 
     def rate(step: Tensor) -> float | Tensor:
-        if torch.compiler.is_compiling():  # in fp64, as Python computes it
-            return peak * warmup_stable_decay(step.double(), **shape)
+        if torch.compiler.is_compiling():  # in fp64, as Python computes it, where the device has it
+            return peak * warmup_stable_decay(step.to(widest(step.device)), **shape)
         return peak * float(warmup_stable_decay(int(step), **shape))
 
     return rate

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
+from fnmodels.ops.dtypes import widest
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.comm.collectives import all_gather, summed
@@ -107,10 +108,11 @@ def norm_over(
 
     def norm_of(grads: list[Tensor]) -> Tensor:
         wide = wide_dtype(grads[0].dtype) if grads else torch.float32
-        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+        device = grads[0].device if grads else torch.get_default_device()
+        square = torch.zeros((), dtype=widest(device), device=device)
         for grad, how, counts in zip(grads, placed, counted, strict=True):
             if counts and _is_first_copy(how):
-                square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).double().square()
+                square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).to(square.dtype).square()
         return summed(square, *groups).sqrt().to(wide)
 
     return norm_of
@@ -128,7 +130,8 @@ def _global(sums: Sums, devices: DeviceMesh) -> Sums:
     """The total, count and aux of all ranks; the gradients and `unreached` are complete already."""
     groups = [devices.get_group(name) for name in DATA if devices[name].size() > 1]
     stages = [devices.get_group("pp")] if devices["pp"].size() > 1 else []
-    both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups, *stages)
+    wide = widest(sums.total.device)
+    both = summed(torch.stack((sums.total.to(wide), sums.count.to(wide))), *groups, *stages)
     total, count = both[0].to(sums.total.dtype), both[1].to(sums.count.dtype)
     return Sums(
         total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided, sums.unreached

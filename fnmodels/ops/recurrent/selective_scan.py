@@ -21,7 +21,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.cpu.recurrent.scan import Output, scan
 from fnmodels.ops.decay import decay_of, negligible
-from fnmodels.ops.dtypes import upcast
+from fnmodels.ops.dtypes import upcast, widest
 from fnmodels.ops.invariant.by_token import by_token
 from fnmodels.ops.invariant.rows import elementwise, pairwise_sum, rows_are_invariant
 
@@ -132,7 +132,7 @@ def _continued(
     y, own = selective_scan(x, dt, B, C, A, D, segment_ids, chunk=chunk, kernel=before.kernel)
     segments = segment_ids.expand(x.shape[:2])
     goes_on = (runs(segments, before.segment(segment_ids))[0] == 0)[..., None]  # the first tokens of a row
-    steps = upcast(dt).where(goes_on & (segments > 0)[..., None], 0).double().cumsum(1)
+    steps = upcast(dt).where(goes_on & (segments > 0)[..., None], 0).to(widest(dt.device)).cumsum(1)
     since = (steps[..., None] * A).exp().to(y.dtype).where(goes_on[..., None], 0)  # [R, S, I, N]
     transition = since[:, -1]
     state = before.state(transition.flatten(1)[..., None, None], own.flatten(1)[..., None, None]).view(own.shape)

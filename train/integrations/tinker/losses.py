@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.ops.dtypes import widest
 from train.losses.logprobs import document_sums
 from train.losses.policy import clipped_gain
 
@@ -139,7 +140,10 @@ def of_each_datum(loss: TracedLoss) -> LossFunction:
             columns.append(parts if rank else tuple(part[0] for part in parts))
         # a copy of each: a part of a row is a view, beside which the other data stand
         found = [loss(*(one.clone() for one in each), budget=budget) for each in zip(*columns, strict=True)]
-        sums = {name: torch.stack([metrics[name].double() for _, metrics in found]).sum() for name in found[0][1]}
+        sums = {
+            name: torch.stack([metrics[name] for _, metrics in found]).sum(dtype=widest(logp.device))
+            for name in found[0][1]
+        }
         return torch.stack([one for one, _ in found]).sum(), count_tokens(batch), sums
 
     return total

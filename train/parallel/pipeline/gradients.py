@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fnmodels import tree
+from fnmodels.ops.dtypes import widest
 from fnmodels.tree import Tree
 from train.batch import Entries
 from train.comm.collectives import broadcast, maximum
@@ -216,8 +217,8 @@ def _agreed_kinds(
     once.
 
     Ranks without the last stage have a total of 0 in the default dtype, to which they would round an fp64 total. A
-    floating-point count is fp64 on all ranks, or the others would divide by a rounded one. aux is None if no rank has
-    any.
+    floating-point count is fp64 on all ranks, where devices have it, or the others would divide by a rounded one. aux
+    is None if no rank has any.
     """
     known: list[bool] = []
 
@@ -226,7 +227,8 @@ def _agreed_kinds(
             here = [total.dtype == torch.float64, count.is_floating_point(), bool(aux)]
             flags = torch.tensor(here, dtype=torch.long, device=count.device)
             known.extend(bool(flag) for flag in maximum(flags, group).tolist())
-        total, count = total.double() if known[0] else total, count.double() if known[1] else count
+        total = total.double() if known[0] else total
+        count = count.to(widest(count.device)) if known[1] else count
         return total, count, aux if known[2] else None
 
     return agreed

@@ -105,7 +105,6 @@ def layer_names(config: QwenTowerConfig, parts: Mapping[str, str]) -> StoredName
     return names | vision.layer_names(config, "blocks.", {"attention.o_proj": "attn.proj", **parts})
 
 
-@in_fp64
 def _heads(config: QwenTowerConfig) -> tuple[int, int, int]:
     """The heads of queries, keys and values."""
     heads = config.num_attention_heads
@@ -113,6 +112,7 @@ def _heads(config: QwenTowerConfig) -> tuple[int, int, int]:
     return heads, kv_heads, kv_heads
 
 
+@in_fp64
 def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 [B, S, H/2, 2]}: the first half of the angles turns with the row, the second with the column."""
     freqs = frequencies(Rope(theta=config.rope_theta), config.head_dim // 2, device=positions.device)
