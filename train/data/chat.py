@@ -28,16 +28,15 @@ from params.io.files import plain_file, read_json
 from .chat_process import render_elsewhere
 from .chat_renderer import MARK_BEGIN, MARK_END
 from .encoder import RenderedChat, encode_chats
-from .turns.proof import check_context, check_target, forms
-from .turns.said import Message, is_trained, said
+from .turns.proof import check_context, check_target
+from .turns.said import Message, is_trained
+from .turns.stops import has_token, joined, marker_at, tail_of
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SOURCE_LIMIT = 1_000_000  # bytes of a template; the longest published ones have 20,000
 
 
 _OPENED = re.compile(r"<think>\s*$")  # a cue that opens the reasoning
-_STOPS = re.compile(r"</s?>|<[^<>/\s][^<>\s]*>|\[/?[A-Z_]+\]")  # what looks like a special token
-_MARKER = re.compile(rf"\s*({_STOPS.pattern})")
 
 
 class RewrittenError(UserError):
@@ -179,8 +178,10 @@ def assistant_spans(
     turns = [index for index, message in enumerate(messages) if is_trained(message)]
     read = messages[: turns[-1] + 1] if turns else messages
     if found:
-        found = _marked(messages, turns, found)
+        marked = joined(found)
+        found = _marked(messages, turns, marked)
         check_target(messages, turns, "".join(text[start:stop] for start, stop in found))
+        _check_stops(template, messages, text, marked, **extra)
         check_context(read, text, partial(render, template, **extra), extra.get("tools"))
         return text, found
     turns = turns[-1:] if last else turns
@@ -212,9 +213,13 @@ def assistant_spans(
     return text, found
 
 
+def _spoken(messages: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
 def _marked(messages: Sequence[Message], turns: Sequence[int], found: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The spans that a template marks, without those of the assistant's turns that are context."""
-    spoken = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    spoken = _spoken(messages)
     if len(spoken) == len(turns):
         return found
     if len(spoken) != len(found):
@@ -225,28 +230,66 @@ def _marked(messages: Sequence[Message], turns: Sequence[int], found: list[tuple
     return [span for index, span in zip(spoken, found, strict=True) if index in turns]
 
 
+def _check_stops(
+    template: Template, messages: Sequence[Message], text: str, marked: list[tuple[int, int]], **extra: Any
+) -> None:
+    """UserError where a span that the template marks ends before the token at which its turn ends.
+
+    The last token of a tool call, such as <tool_call|>, is no stop: more calls may follow. So nothing like a token may
+    stand behind the marks of a turn with calls, when it is the last one of the text.
+
+    Args:
+        template: the chat template.
+        messages: the turns.
+        text: their rendered text.
+        marked: its spans that the template marks, `joined`.
+        **extra: what the template was told of.
+    """
+    spoken = _spoken(messages)
+    if len(marked) < len(spoken):
+        raise UserError(
+            f"the chat template marks {len(marked)} spans for {len(spoken)} turns of the assistant: where one follows "
+            "another without a text between them, no token says that the first has ended"
+        )
+    for number, index in enumerate(spoken):
+        if not is_trained(messages[index]):
+            continue
+        tail, rest = "", ""
+        if own := len(marked) == len(spoken):
+            tail = tail_of(messages[index], text[slice(*marked[number])])[1]
+        if not own or messages[index].get("tool_calls") or not has_token(tail, template.special.values()):
+            until, spans = _extract_marks(_rendered(template, messages[: index + 1], **extra))
+            begin, end = (joined(spans) or [(len(until), len(until))])[-1]
+            tail, rest = tail if own else tail_of(messages[index], until[begin:end])[1], until[end:]
+        token = (marker_at(rest, 0) or "").strip()
+        if token or not (has_token(tail, template.special.values()) or tail[-1:].isspace()):
+            there = f"{token} stands behind" if token else "there is none within"
+            raise UserError(
+                f"the chat template marks turn {index + 1} of {len(messages)} without the token that ends it, and a "
+                f"model would not learn to stop: {there} its {{% generation %}} block, and has to be within"
+            )
+
+
 def _stop(template: Template, messages: Sequence[Message], until: str, text: str, **extra: Any) -> str:
     """The next role's marker where the last turn ends without a token of its own to stop at, as in GLM's templates.
 
     until: the text of `messages`, with which `text` begins.
     """
-    written = [form for piece in said(messages[-1]) for form in forms(piece.text)]
-    end, last = max(((until.rfind(form) + len(form), form) for form in written if form in until), default=(0, ""))
-    tail = until[end:]
-    if not last or _STOPS.search(tail) or tail[-1:].isspace():  # a line may end a turn
+    last, tail = tail_of(messages[-1], until)
+    if not last or has_token(tail, template.special.values()) or tail[-1:].isspace():  # a line may end a turn
         return ""
     start = len(until)
     if len(text) == len(until):
         role = "tool" if messages[-1].get("tool_calls") else "user"
         text = render(template, [*messages, {"role": role, "content": "."}], **extra)
         start = text.rfind(last + tail) + len(last + tail)  # what is before may be rendered differently
-    marker = _MARKER.match(text, start)
+    marker = marker_at(text, start)
     if marker is None and not tail:
         raise UserError(
             f"the chat template ends turn {len(messages)} with its text, and no token says that it has ended: a model "
             "would not learn to stop"
         )
-    return marker.group() if marker else ""
+    return marker or ""
 
 
 def render_examples(template: Template, messages: Sequence[Message], **extra: Any) -> list[RenderedChat]:

@@ -523,21 +523,22 @@ IN_FULL = {
     "parts": 36,
     "reasoning": 18,
     "thoughts": 62,
-    "call": 45,
-    "null": 37,
+    "call": 44,
+    "null": 36,
     "legacy call": 0,
     "another key": 0,
     "said twice": 26,
-    "called twice": 41,
+    "called twice": 40,
     "system": 64,
     "developer": 30,
-    "result": 45,
+    "result": 44,
     "picture": 30,
     "user's null": 28,
     "tools": 46,
 }
 REFUSED = (
-    r"leaves out (the|part)|cannot render (?!.*(?:second|memory|ended by))|as a list|writes None|does not begin turn"
+    r"leaves out (the|part)|cannot render (?!.*(?:second|memory|ended by))|as a list|writes None|does not begin turn|"
+    r"without the token that ends it, .* <\|tool_response> stands behind"  # diffusion_gemma_training, of calls
 )
 PARAMETERS = {"type": "object", "properties": {"Cparameter": {"type": "string", "description": "Its value."}}}
 TOOL = {"name": "Ctool", "description": "A tool.", "parameters": PARAMETERS}
@@ -573,11 +574,63 @@ def test_what_a_turn_says_is_trained_with_its_stop_token_or_refused(talk: str) -
         assert set(trained) == set(said) and trained >= said, path.stem  # a tool's name may stand in the header, too
         assert set(CONTEXT.findall(examples[-1][0])) == context, path.stem
         assert not any("None" in text for text, _ in examples), path.stem
-        if (talk, path.stem) != ("called twice", "diffusion_gemma_training"):  # its marks end before the token
-            assert all(ENDS.search(target) for target in targets), path.stem
+        for text, spans in examples:
+            assert all(ENDS.search(text[start:stop]) for start, stop in spans), path.stem
+            # The text ends with a turn of the assistant: its stop is not behind the target.
+            assert not re.search("<[^/]", text[spans[-1][1] :]), path.stem
         assert not any(re.search("None|U(one|two)", target) for target in targets), path.stem
     assert not (others := {name: why for name, why in reasons.items() if not re.search(REFUSED, why)}), others
     assert len(TRL) - len(reasons) == IN_FULL[talk], reasons
+
+
+_CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments }}<call|>{% endfor %}"
+# {name: (a turn, words of the refusal)}; its content and its calls are in a block of marks, `END` is behind it
+ENDINGS: dict[str, tuple[str, str]] = {
+    "text": ("{% generation %}{{ m.content }}{% endgeneration %}<end>\n", "<end> stands behind its {% generation %}"),
+    "line": ("{% generation %}{{ m.content }}\n{% endgeneration %}<end>\n", "<end> stands behind"),
+    "call": (f"{{% generation %}}{{{{ m.content }}}}{_CALLS}{{% endgeneration %}}<end>", "<end> stands behind"),
+    "none": ("{% generation %}{{ m.content }}{% endgeneration %}", "there is none within"),
+    "parts": (
+        "{% generation %}<a>{% endgeneration %}-{% generation %}{{ m.content }}{% endgeneration %}<end>",
+        "behind",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_marks_that_leave_out_the_stop_token_are_refused(name: str) -> None:
+    turn, words = ENDINGS[name]
+    cue = "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+    def template(turn: str) -> Template:
+        user = "{% if m.role != 'assistant' %}<user>{{ m.content }}<end>{% else %}<assistant>"
+        return Template(f"{{% for m in messages %}}{user}{turn}{{% endif %}}{{% endfor %}}{cue}", SPECIAL)
+
+    said: dict[str, Any] = CALL if name == "call" else {"role": "assistant", "content": "Aone"}
+    asked = {"role": "user", "content": "Uone"}
+    talks = [[asked, said], [asked, said, asked, {"role": "assistant", "content": "Atwo"}]]
+    for talk in talks:
+        with pytest.raises(UserError, match=f"turn 2 of {len(talk)} without the token that ends it, .*{words}"):
+            render_examples(template(turn), talk)
+    if name in ("text", "none"):  # a turn that is context may end as it does
+        last = turn.removesuffix("<end>\n").replace("{% end", "{{ '<end>' if loop.last }}{% end")
+        assert render_examples(template(last), [asked, {**said, "weight": 0}, *talks[1][2:]])
+    within = turn.replace("{% endgeneration %}<end>", "<end>{% endgeneration %}").replace("none", "")
+    within = within.replace("{% endgeneration %}", "<end>{% endgeneration %}") if name == "none" else within
+    ((text, spans),) = render_examples(template(within), talks[0])
+    assert text[slice(*spans[-1])].rstrip().endswith("<end>")
+
+
+def test_marked_turns_that_run_together_are_refused() -> None:
+    """As a template does that goes on where one turn of the assistant follows another."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% if loop.last %}<end>"
+    )
+    source += "{% endif %}{% endgeneration %}{% else %}<user>{{ m.content }}<end><assistant>{% endif %}{% endfor %}"
+    talk = [CHAT[0], CHAT[1], {"role": "assistant", "content": "Bye"}]
+    with pytest.raises(UserError, match="marks 1 spans for 2 turns of the assistant: where one follows another"):
+        render_examples(Template(source, {}), talk)
+    assert render_examples(Template(source, {}), talk[:2])[0][0].endswith("Hello!<end>")
 
 
 @pytest.mark.parametrize(
