@@ -137,8 +137,9 @@ def _fp8(inner: Fields, method: str) -> Quantization:
     named = block_size is not None
     fp8_forms: list[Form] = []
     for scale in ("_scale_inv", "_scale"):
-        fp8_forms += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
+        # By tensor comes first: one scale for a small weight would be one block too, which no mesh may cut.
         fp8_forms += [] if named else [forms.fp8_tensor(scale), forms.fp8_channel(scale)]
+        fp8_forms += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
         fp8_forms += [forms.mxfp8(scale)] if method == "mxfp8" else []
     if experts == "fp4":
         fp8_forms += [forms.mxfp4("", scale) for scale in ("_scale_inv", "_scale")]

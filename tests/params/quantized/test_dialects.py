@@ -1,8 +1,6 @@
-"""The forms of quantized checkpoints: read to the bit, kept, trained on and written, or refused; the table of docs."""
+"""The forms of quantized checkpoints: read to the bit, kept, trained on and written, or refused."""
 
 import json
-import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,12 @@ from torch import Tensor
 
 import params as P
 from fnmodels import tree
-from params.quantized.shards import by_rows, part_shardings
 from tests.params.quantized.dialects import DIALECTS, Dialect
 from tests.params.quantized.test_published import CONFIG, UP
 from tests.support.cases import batch_of, generic_params, segments
 
 READ = tuple(dialect for dialect in DIALECTS if dialect.weight is not None)
 REFUSED = tuple(dialect for dialect in DIALECTS if dialect.weight is None)
-PAGE = Path(__file__).parents[3] / "docs" / "quantized.md"
-BEGIN, END = "<!-- quantizations: written by FNMODELS_UPDATE_DOCS=1 -->\n", "<!-- /quantizations -->\n"
 
 
 def write(folder: Path, dialect: Dialect) -> Tensor:
@@ -121,44 +116,3 @@ def test_dialect_refused_names_method_and_file(dialect: Dialect, tmp_path: Path)
     sentence = str(caught.value)
     assert "config.json, quantization_config" in sentence and "\n" not in sentence
     assert dialect.said.get("format", dialect.said["quant_method"]) in sentence or "sparse" in sentence
-
-
-def shards(folder: Path, dialect: Dialect) -> str:
-    """The mesh dimensions that shard the kept weight; those that compute with shards cut between words and blocks."""
-    write(folder, dialect)
-    weight = up(P.load_pretrained(folder, keep_quantized=True)[1])
-    form, parts = by_rows(weight.form, weight.parts, weight.shape)
-    for dim in (0, 1):
-        how = P.Sharding((dim,), (("tp", 2),), tuple(weight.shape), 2)
-        if form.is_flat:
-            with pytest.raises(ValueError, match=r"up_proj: 'tp' shards .* lie across its rows"):
-                part_shardings(form, parts, weight.shape, how, "up_proj")
-        elif not any(unit > 1 and weight.shape[dim] // 2 % unit for unit in units(form, dim)):
-            made = part_shardings(form, parts, weight.shape, how, "up_proj")
-            assert made[0] is not None and 2 * math.prod(made[0].local_shape) == parts[0].numel()
-    if form.width < 0:  # this weight's rows of 96 are no whole blocks of 64
-        return "fsdp, ep; tp where rows are whole blocks"
-    return "fsdp, ep" if form.is_flat else "fsdp, tp, ep"
-
-
-def units(form: Any, dim: int) -> list[int]:
-    """How many elements share an entry along a dimension."""
-    return [axes[dim][0].elements for _, *axes in form.parts()]
-
-
-def test_table_of_docs_is_what_these_tests_show(tmp_path: Path) -> None:
-    """FNMODELS_UPDATE_DOCS=1 writes it."""
-    assert len(READ) >= 30 and len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
-    rows = ["| form | read | kept | trained on (LoRA) | sharded | written |", "|---|---|---|---|---|---|"]
-    for index, dialect in enumerate(READ):
-        kept = is_kept(dialect)
-        yes, over = ("yes", shards(tmp_path / str(index), dialect)) if kept else ("-", "-")
-        rows.append(f"| {dialect.name} | yes | {yes} | {yes} | {over} | {'this form, dense' if kept else 'dense'} |")
-    rows += [f"| {dialect.name} | refused | | | | |" for dialect in REFUSED]
-    text = PAGE.read_text()
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    table = "\n".join(rows) + "\n"
-    if os.environ.get("FNMODELS_UPDATE_DOCS"):
-        PAGE.write_text(text[:begin] + table + text[end:])
-        return
-    assert text[begin:end] == table, "FNMODELS_UPDATE_DOCS=1 writes the table"
