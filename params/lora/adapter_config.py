@@ -15,6 +15,7 @@ CONFIG = "adapter_config.json"
 _HIGHEST = 1 << 24  # of ranks and scales: far above all that exist, and exact in every float
 _ANY = "\0"  # stands for any character in a name
 _DEFAULT = 8  # PEFT's, of both
+_BEFORE = r"(.*\.)?("  # what PEFT puts before a pattern
 _EXPRESSIONS = 64  # of these in a field, beside names
 _QUANTIFIERS = 2  # in a pattern of a file: with more of them, matching a name could take hours
 
@@ -73,12 +74,24 @@ class Patterns:
 
     def value(self, module: str, default: float) -> float:
         """The value of a module of this name."""
-        parts = module.split(".")
-        ends = ("^" + module, *(".".join(parts[start:]) for start in range(len(parts))))
-        keys = [_with_any(end, places) for end in ends for places in self.dots.get(len(end), ())]
+        keys = [_with_any(end, places) for end in _ends_of(module) for places in self.dots.get(len(end), ())]
         matches = [self.names[key] for key in keys if key in self.names]
         matches += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
         return min(matches, default=(0, default))[1]
+
+    def unused(self, modules: Collection[str]) -> list[str]:
+        """The patterns, as they are in the file, that match none of these modules."""
+        ends = {end for module in modules for end in _ends_of(module)}
+        found = {_with_any(end, places) for end in ends for places in self.dots.get(len(end), ())}
+        names = [name.replace(_ANY, ".") for name in self.names if name not in found]
+        expressions = [pattern for _, pattern, _ in self.expressions if not any(map(pattern.match, modules))]
+        return names + [pattern.pattern.removeprefix(_BEFORE).removesuffix(")$") for pattern in expressions]
+
+
+def _ends_of(module: str) -> list[str]:
+    """The ways in which a pattern may name a module: in full, or from one of its parts on."""
+    parts = module.split(".")
+    return ["^" + module, *(".".join(parts[start:]) for start in range(len(parts)))]
 
 
 def _with_any(name: str, places: tuple[int, ...]) -> str:
@@ -269,7 +282,7 @@ def _patterns(file: Path, values: Mapping[str, Any], field: str, read: Callable[
                 f"places, or is one of more than {_EXPRESSIONS}: this could take hours; write the modules' names."
             )
         try:
-            expressions.append((place, re.compile(rf"(.*\.)?({pattern})$"), number))
+            expressions.append((place, re.compile(f"{_BEFORE}{pattern})$"), number))
         except re.error as error:
             raise ConfigError(f"{file}: the pattern {short} of {field} is no regular expression: {error}.") from None
     return Patterns(names, dots, tuple(expressions))

@@ -1,7 +1,8 @@
 """Whether the tensors of a file of adapters are those that its adapter_config.json names, as PEFT would read them."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from .adapter_config import AdapterConfig, Selection, is_slow
 from .peft_modules import PREFIX, Layout, Modules, Place
 
 # The number of a layer in a module's name, as newer and older releases of PEFT find it: they differ in experts.
+_NUMBERED = re.compile(r"(?:^|.*?\.)[^.]*[^.\d][^.]*\.(\d+)\.")  # the first number
 _LAYER = (re.compile(r".*?\.[^.]*\.(\d+)\."), re.compile(r".*\.[^.]*\.(\d+)\."))
 
 
@@ -19,11 +21,13 @@ _LAYER = (re.compile(r".*?\.[^.]*\.(\d+)\."), re.compile(r".*\.[^.]*\.(\d+)\."))
 class Contents:
     """The adapters and parameters in a file.
 
-    names: of each module with an adapter {name here: name in the file}. paths: of the parameters in such modules. full:
-    of those that are there in full. rows: the modules with trained rows of tokens.
+    names: of each module with an adapter {name here: name in the file}. parameters: the names of those that
+    target_parameters name. paths: of all parameters with an adapter. full: of those that are there in full. rows: the
+    modules with trained rows of tokens.
     """
 
     names: dict[str, str] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
     full: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
@@ -31,7 +35,7 @@ class Contents:
 
 def selects(selection: Selection, module: str) -> bool | None:
     """Whether the fields put an adapter on a module of this name; None: they do not say, or by a slow expression."""
-    if _ends(module, selection.excluded) or _matches(selection.excluded_expression, module):
+    if _is_excluded(selection, module):
         return False
     if any(name == module or f".{name}." in f".{module}." for name in selection.saved):
         return False
@@ -42,6 +46,10 @@ def selects(selection: Selection, module: str) -> bool | None:
     if module in selection.modules:
         return True
     return _ends(module, selection.modules) and _layer_is_named(selection, module)
+
+
+def _is_excluded(selection: Selection, module: str) -> bool:
+    return _ends(module, selection.excluded) or _matches(selection.excluded_expression, module)
 
 
 def _layer_is_named(selection: Selection, module: str) -> bool:
@@ -83,6 +91,8 @@ def disagreements(config: Any, settings: AdapterConfig, layout: Layout, contents
                 if any(not has(path) for path in paths):
                     faults.append(f"{PREFIX}{name}: missing, {field} names it")
 
+    faults += list(_unmatched(settings, layout))
+    _warn_of_unused(settings, layout, contents)
     missing("target_modules", lambda form: _chosen(form.linear, selection), contents.paths.__contains__)
     missing("target_parameters", lambda form: _parameters(form, settings.parameters), contents.paths.__contains__)
     missing("modules_to_save", lambda form: _saved(form.tensors, selection), _either(layout, contents.full))
@@ -92,6 +102,38 @@ def disagreements(config: Any, settings: AdapterConfig, layout: Layout, contents
         if ids and not any(not name or _ends(module, [name]) for module in contents.rows):
             faults.append(f"{PREFIX}{name or 'embed_tokens'}: rows are missing, trainable_token_indices names them")
     return faults
+
+
+def _unmatched(settings: AdapterConfig, layout: Layout) -> Iterator[str]:
+    """Faults: entries of target_parameters and layers_to_transform that nothing in the model has.
+
+    Names in target_modules and modules_to_save may be of other models, as lists of modules by task are.
+    """
+    for end in settings.parameters:
+        if not any(_parameters(form, (end,)) for form in (layout.memory, layout.files)):
+            yield f"target_parameters has {end!r}, which names no parameter of the model that takes an adapter"
+    selection = settings.selection
+    patterns = [re.compile(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.") for name in selection.patterns] or [_NUMBERED]
+    names = [*layout.memory.tensors, *layout.files.tensors]
+    found = {int(match[1]) for name in names for pattern in patterns if (match := pattern.match(name))}
+    for layer in selection.layers if settings.selection.modules else ():
+        if layer not in found:
+            known = f"its layers are 0 to {max(found)}" if found else "no module lies in a numbered layer"
+            yield f"layers_to_transform has {layer}, which the model has not: {known}"
+
+
+def _warn_of_unused(settings: AdapterConfig, layout: Layout, contents: Contents) -> None:
+    """A warning, as in PEFT, of entries that change nothing: patterns without an adapter, exclusions of no module."""
+    names = {*contents.names, *contents.names.values(), *contents.parameters}
+    unused = [f"rank_pattern {name!r}" for name in settings.ranks.unused(names)]
+    unused += [f"alpha_pattern {name!r}" for name in settings.alphas.unused(names)]
+    if unused:
+        warnings.warn(f"{settings.file}: no adapter has a name that fits {', '.join(unused)}.", stacklevel=2)
+    selection = settings.selection
+    every = {*layout.memory.linear, *layout.memory.stacked, *layout.files.linear}
+    excluded = selection.excluded or [selection.excluded_expression][: not is_slow(selection.excluded_expression)]
+    if any(excluded) and not any(_is_excluded(selection, module) for module in every):
+        warnings.warn(f"{settings.file}: exclude_modules names no module of the model: {excluded[0]!r}.", stacklevel=2)
 
 
 def _named(settings: AdapterConfig, module: str) -> bool:

@@ -191,6 +191,11 @@ class _Reader:
                 f"{PREFIX}{module}.{_NAMES['token_rows']}: {list(rows.shape)} does not fit trainable_token_indices"
             )
             return
+        if max(named[0]) >= len(base):
+            self.faults.append(
+                f"{PREFIX}{module}: trainable_token_indices has {max(named[0])}, and the vocabulary {len(base)} tokens"
+            )
+            return
         if sharding_of(base) is not None:
             raise UnsupportedError(f"{module} is a DTensor, and rows of tokens are read into plain tensors.")
         path = places[0].path  # type: ignore[index]
@@ -200,6 +205,8 @@ class _Reader:
     def _linear(self, module: str, places: list[Place], parts: dict[str, Tensor]) -> None:
         out_size, in_size = places[0].module_shape
         named = f".{module}.weight".endswith(tuple(f".{name}" for name in self.settings.parameters))
+        if named:
+            self.contents.parameters.add(f"{module}.weight")
         key = f"{module}.weight" if named else module  # as PEFT matches patterns
         rank = self.settings.rank_of(key)
         table = "table_a" in parts or "table_b" in parts
@@ -268,6 +275,7 @@ class _Reader:
         for module, parameter, parts in modules:
             container, _, leaf = parameter.rpartition(".")
             places = self.layout.memory.stacked[container][leaf]
+            self.contents.parameters.add(parameter)
             self.contents.paths |= {place.path for place in places}
             *experts, out_size, in_size = places[0].module_shape
             count = self.settings.rank_of(parameter) * (experts[0] if experts else 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import peft
@@ -235,6 +236,19 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "saved": ({"modules_to_save": ["lm_head", "absent"]}, r"lm_head\.weight: missing, modules_to_save names it"),
     "saved norms": ({"modules_to_save": ["norm"]}, r"layers\.1\.input_layernorm\.weight: missing, modules_to_save"),
     "rows": ({"trainable_token_indices": [3]}, "embed_tokens: rows are missing, trainable_token_indices"),
+    "parameters of another model": (
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+        r"target_parameters has 'experts\.gate_up_proj', which names no parameter",
+    ),
+    "no weight": ({"target_modules": ["q_proj"], "target_parameters": ["norm.weight"]}, "has 'norm.weight', which"),
+    "a layer too many": (
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1, 2]},
+        r"layers_to_transform has 2, which the model has not: its layers are 0 to 1",
+    ),
+    "layers of other names": (
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "blocks"},
+        r"layers_to_transform has 0, which the model has not: no module lies in a numbered layer",
+    ),
     "rows by module": ({"trainable_token_indices": {"lm_head": [3]}}, "lm_head: rows are missing"),
 }
 
@@ -282,6 +296,37 @@ def test_fields_that_the_tensors_agree_with_are_read(change: dict[str, Any], tmp
     (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
     again = lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rank_pattern": {"k_proj": 9, "q_proj": 3}}, "no adapter has a name that fits rank_pattern 'k_proj'."),
+        ({"alpha_pattern": {"x[0-9]+.q_proj": 9}}, "fits alpha_pattern 'x[0-9]+.q_proj'."),
+        ({"rank_pattern": {"v.proj": 9}, "alpha_pattern": {"x": 1}}, "rank_pattern 'v.proj', alpha_pattern 'x'."),
+        ({"exclude_modules": ["absent"]}, "exclude_modules names no module of the model: 'absent'"),
+        ({"exclude_modules": ".*absent"}, "exclude_modules names no module of the model: '.*absent'"),
+    ],
+)
+def test_entries_that_change_nothing_are_warned_of_as_in_peft(change: Any, words: str, tmp_path: Any) -> None:
+    lora.save_adapters(tmp_path, CONFIG, adapted := _adapted(targets=("q_proj",)))
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
+    with pytest.warns(UserWarning, match=re.escape(words)) as caught:
+        again = lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
+    assert len(caught) == 1
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
+
+
+def test_rows_of_tokens_beyond_the_vocabulary_are_refused(tmp_path: Any) -> None:
+    lora.save_adapters(tmp_path, CONFIG, _adapted(targets=("q_proj",)))
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | {"trainable_token_indices": [CONFIG.vocab_size]}))
+    file = tmp_path / "adapter_model.safetensors"
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 32)}
+    save_file(load_file(file) | rows, file)
+    with pytest.raises(P.MismatchError, match=f"trainable_token_indices has {CONFIG.vocab_size}, and the vocabulary"):
+        lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
 
 
 def test_rank_and_alpha_are_pefts_where_a_file_has_none(tmp_path: Any) -> None:

@@ -9,23 +9,26 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common import storage
+from fnmodels.models.common import registry, storage
 from fnmodels.models.common.registry import hf_names
 from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
 from params.lora.peft_modules import layout_of
 from tests.support.cases import Case, batch_of, cases, generic, segments
-from tests.support.naming import covering_names
-from tests.support.oracle import on_disk
+from tests.support.doubles import KeepsDoubles, doubled, with_exact_frequencies, with_rounded_tables
+from tests.support.naming import fewest, pairs_of
+from tests.support.oracle import model_of, on_disk
 from tests.support.peft_cases import (
-    CONCATENATED,
     PeftCase,
+    compared_names,
     decoder_case,
+    families_in,
     in_memory,
     linear_modules,
     merged_by_path,
@@ -34,13 +37,12 @@ from tests.support.peft_cases import (
     worst,
 )
 
+FP32_TABLES = {"phimoe": 2e-6}  # which transformers computes in each call, in fp32
 MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h", "mamba", "falcon_mamba", "jamba")
-# transformers' attention refuses fp64, or a recurrence is computed in fp32 there
-FP32 = ("gpt2_numbered", "xglm", "recurrent_gemma")
 ALL = pytest.mark.parametrize("case", peft_cases(), ids=str)
 DECODERS = [case for case in peft_cases() if case.values is not None]
 NAMINGS = [
-    *covering_names(DECODERS, lambda case: module_names(case.config)),
+    *fewest({case: pairs_of(module_names(case.config)) | families_in(case.config) for case in DECODERS}),
     *(case for case in peft_cases() if case not in DECODERS),
 ]
 # Llama 4's router, whose two results PEFT cannot add to; Whisper's head, its embedding whatever a config says
@@ -56,19 +58,24 @@ UNREAD = {
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
     "zamba2": tuple(f"shared_transformer.{name}" for name in _OF_BLOCK),
     "mistral_large4_text": ("mlp.gate", *(f"experts.{name}_proj" for name in ("gate", "up", "gate_up", "down"))),
+    "kimi_k25": tuple(f"attn.{name}_proj" for name in "qkv"),  # in another order of rows
     "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
 }
+
+
+@pytest.fixture(autouse=True)
+def _without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT writes a README beside each adapter, which takes a third of a save."""
+    monkeypatch.setattr(peft.PeftModel, "create_or_update_model_card", lambda self, folder: None)
 
 
 @ALL
 def test_names_in_memory_are_those_of_transformers(case: PeftCase) -> None:
     """Every parameter lies where `module_names` says."""
     held, flat = in_memory(case.model()), tree.flatten(case.params())
-    names = module_names(case.config)
-    assert names.keys() == flat.keys()
-    for path, stored in names.items():
-        if not path.endswith(CONCATENATED):
-            assert torch.equal(storage.extract_parameter(stored, held), flat[path]), path
+    assert module_names(case.config).keys() == flat.keys()
+    for path, stored in compared_names(case.config).items():
+        assert torch.equal(storage.extract_parameter(stored, held), flat[path]), path
 
 
 def _adapted(case: PeftCase, **options: Any) -> Any:
@@ -103,11 +110,21 @@ def _adapted(case: PeftCase, **options: Any) -> Any:
 
 
 def _off(case: PeftCase, ours: Any, model: Any) -> float:
-    """How far our logits are from those of PEFT's model, relative to their deviation."""
-    batch = dataclasses.replace(batch_of(case.config, segments((12,), (12,))), length=12)
+    """How far our logits are from PEFT's, relative to their deviation, in fp64; of a reader of images for text alone.
+
+    transformers norms, rotates and scans in fp32 "for accuracy", which is too coarse here.
+    """
+    ours = tree.map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, ours)
+    batch = dataclasses.replace(batch_of(case.config, segments((12,), (12,))), length=12) if case.values else None
+    tokens = torch.arange(3, 15).view(1, 12) if batch is None else batch.tokens
+    config = case.config if batch is not None else case.config.text
     with torch.no_grad():
-        theirs = model.eval()(input_ids=batch.tokens)
-        found = batch.forward(ours, kernel="math")
+        with KeepsDoubles():
+            theirs = with_rounded_tables(with_exact_frequencies(doubled(model.eval()), config))(input_ids=tokens)
+        if batch is not None:
+            found = batch.forward(ours, kernel="math")
+        else:
+            found = fnmodels.forward(ours["text"], *fnmodels.prepare(config, tokens), config=config, kernel="math")
     wanted = theirs.logits if hasattr(theirs, "logits") else theirs[0]
     return float((found - wanted).abs().max() / wanted.std())
 
@@ -118,13 +135,35 @@ def _merged(model: Any) -> Any:
         return model.merge_and_unload()
 
 
+# {family without a case: why PEFT has no adapters of its models}
+UNKNOWN = "transformers does not have its model types"
+WITHOUT_PEFT = dict.fromkeys(
+    ("decoder.bailing_moe", "decoder.nemotron_nas", "decoder.rwkv7", "diffusion.flux", "encoder.llada"), UNKNOWN
+)
+WITHOUT_PEFT["decoder.longcat_flash"] = "transformers' stacks of experts have more of them than files do"
+
+
+def test_every_family_that_peft_can_hold_is_run() -> None:
+    run = {name.partition(".models.")[2] for case in NAMINGS for name in families_in(case.config)}
+    types: dict[str, list[str]] = {}
+    for model_type, module in registry.every_model().items():
+        types.setdefault(module.partition(".models.")[2], []).append(model_type)
+    assert types.keys() - run == WITHOUT_PEFT.keys()
+    for family, reason in WITHOUT_PEFT.items():
+        known = [model_type for model_type in types[family] if model_type in CONFIG_MAPPING]
+        assert (reason == UNKNOWN) == (not known), (family, known)
+    values = next(case.values for case in cases() if case.name == "longcat_flash")
+    stack = model_of(values).model.layers[0].mlp.experts.gate_up_proj
+    assert len(stack) > values["n_routed_experts"]
+
+
 @pytest.mark.parametrize("case", NAMINGS, ids=str)
 def test_adapters_of_every_naming_equal_pefts_both_ways(case: PeftCase, tmp_path: Path) -> None:
     model = _adapted(case)
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     ours = lora.load_adapters(tmp_path / "theirs", case.config, case.base())
-    if case.values is not None and case.name not in FP32:
-        assert _off(case, ours, model) <= 1e-4  # transformers norms, rotates and scans in fp32
+    if case.values is not None:
+        assert _off(case, ours, model) <= FP32_TABLES.get(case.name, 1e-6)
     want = weights_by_path(case.config, _merged(model))
     off, path = worst(merged_by_path(ours), want)
     assert off <= 1e-6, f"{path} is off by {off:.1e}"
@@ -194,8 +233,8 @@ def test_embeddings_and_heads_equal_pefts_both_ways(name: str, trained: str, tmp
 def _both_ways(case: PeftCase, options: dict[str, Any], tmp_path: Path) -> None:
     """A model of PEFT, everything that it trains generic, has our logits; and so has PEFT's of what we save."""
     initial = options.setdefault("init_lora_weights", False)
-    narrow = initial in ("pissa", "olora", "mica")  # PEFT decomposes no fp64
-    dtype, bound = (torch.float32, 2e-4) if narrow else (torch.float64, 2e-5)
+    narrow = initial in ("pissa", "olora", "mica")  # PEFT decomposes no fp64, and subtracts from the base in fp32
+    dtype, bound = (torch.float32, 5e-6) if narrow else (torch.float64, 1e-6)
     settings = peft.LoraConfig(r=2, lora_alpha=3, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -208,28 +247,16 @@ def _both_ways(case: PeftCase, options: dict[str, Any], tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         model.save_pretrained(tmp_path / "theirs")
     ours = lora.load_adapters(tmp_path / "theirs", case.config, case.base(dtype))
-    assert _compared(case, ours, model) <= bound
-    assert _compared(case, case.base(dtype), model) > 1e-2, "nothing is trained"
+    assert _off(case, ours, model) <= bound
+    assert _off(case, case.base(dtype), model) > 1e-2, "nothing is trained"
     lora.save_adapters(tmp_path / "ours", case.config, ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         again = peft.PeftModel.from_pretrained(case.fresh(dtype), tmp_path / "ours")
-    assert _compared(case, ours, again) <= bound
+    assert _off(case, ours, again) <= bound
     back = lora.load_adapters(tmp_path / "ours", case.config, case.base(dtype))
     flat = tree.flatten(ours)
     assert all(torch.equal(leaf, flat[path]) for path, leaf in tree.flatten(back).items())
-
-
-def _compared(case: PeftCase, ours: Any, model: Any) -> float:
-    """`_off`; of a reader of images for text alone."""
-    if case.values is not None:
-        return _off(case, ours, model)
-    tokens = torch.arange(3, 15).view(1, 12)
-    text = ours["text"]
-    found = fnmodels.forward(text, *fnmodels.prepare(case.config.text, tokens), config=case.config.text)
-    with torch.no_grad():
-        wanted = model.eval()(input_ids=tokens).logits
-    return float((found - wanted).abs().max() / wanted.std())
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -391,7 +418,7 @@ def test_what_is_trained_here_is_read_by_peft_and_comes_back_bit_for_bit(name: s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(case.fresh(), tmp_path)
-    assert _off(case, ours, model) <= 2e-5
+    assert _off(case, ours, model) <= FP32_TABLES.get(case.name, 1e-6)
     assert _off(case, case.base(), model) > 1e-2
     back = tree.flatten(lora.adapters(lora.load_adapters(tmp_path, case.config, case.base())))
     assert back.keys() == tree.flatten(trained).keys()
@@ -434,4 +461,4 @@ def test_peft_reads_adapters_of_every_linear_map_beside_experts(case: PeftCase, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(case.fresh(), tmp_path)
-    assert _off(case, ours, model) <= 2e-4  # gated delta rules are in fp32 there
+    assert _off(case, ours, model) <= FP32_TABLES.get(case.name, 1e-6)

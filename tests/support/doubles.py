@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fnmodels.ops.rotary import Rope, frequencies
+
+_EXACT = ("default", "linear", "llama3", "yarn")  # kinds of ropes whose frequencies do not depend on a length
 
 
 class KeepsDoubles(TorchFunctionMode):
@@ -19,6 +22,8 @@ class KeepsDoubles(TorchFunctionMode):
                 return args[0]
             args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
             kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+        if func is torch.full and isinstance(args[1], float):  # with the lowest number of float64, in XGLM
+            kwargs = {"dtype": torch.float64} | kwargs
         return func(*args, **kwargs)
 
 
@@ -36,9 +41,7 @@ def doubled(model: Any) -> Any:
 
 def with_exact_frequencies(model: Any, config: Any) -> Any:
     """Frequencies of rotary tables in float64: a rounding of the table to float32 grows beyond 1e-6 in some models."""
-    ropes = [
-        rope for rope in vars(config).values() if isinstance(rope, Rope) and rope.kind in ("default", "linear", "yarn")
-    ]
+    ropes = [rope for rope in vars(config).values() if isinstance(rope, Rope) and rope.kind in _EXACT]
     exact = [frequencies(rope, rope.dim(config.head_dim)) for rope in ropes]
     tables = [(m, name) for m in model.modules() for name in dict(m.named_buffers(recurse=False))]
     for module, name in tables:
@@ -47,3 +50,19 @@ def with_exact_frequencies(model: Any, config: Any) -> Any:
             if one.shape == rounded.shape and torch.allclose(one, rounded.double(), rtol=1e-6, atol=0):
                 setattr(module, name, one)
     return model
+
+
+def with_rounded_tables(model: Any) -> Any:
+    """The tables of rotary modules rounded to float32 once, as `fnmodels.prepare` makes them."""
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name in dict(module.named_buffers(recurse=False))):
+            module.register_forward_hook(lambda module, inputs, tables: tree_map(_rounded, tables))
+    return model
+
+
+def _rounded(table: Any) -> Any:
+    narrow = {torch.float64: "float32", torch.complex128: "complex64"}
+    if not isinstance(table, Tensor) or table.dtype not in narrow:
+        return table
+    values = table.numpy()  # whose casts KeepsDoubles does not see
+    return torch.from_numpy(values.astype(narrow[table.dtype]).astype(values.dtype))

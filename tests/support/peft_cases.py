@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fnmodels
 from fnmodels import tree
 from fnmodels.models.common import storage
+from fnmodels.models.common.storage import StoredNames
 from fnmodels.tree import Tree
 from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
-from tests.fnmodels.models import test_pairs, test_vision, test_whisper
+from tests.fnmodels.models import (
+    test_exaone4_5,
+    test_glmasr,
+    test_granite_speech,
+    test_kimi_k25,
+    test_mllama,
+    test_pairs,
+    test_qwen2_audio,
+    test_qwen3_asr,
+    test_vision,
+    test_voxtral_realtime,
+    test_wav2vec2,
+    test_whisper,
+)
 from tests.support.cases import Case, cases, collected, structure
 from tests.support.image_texts import image_cases
+from tests.support.naming import covering_names
 from tests.support.oracle import model_of, params_of
 
 # transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
 CONCATENATED = ("q_conv", "k_conv", "v_conv")
+# transformers has these in another order of rows: no adapter of theirs is read
+REORDERED = re.compile(r"vision\.layers\.\d+\.attention\.[qkv]_(proj|bias) .*\.wqkv\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +72,41 @@ def peft_cases() -> tuple[PeftCase, ...]:
         if case.values is not None and case.name not in collected("UNREADABLE"):
             first.setdefault(structure(case), case)
     found = [decoder_case(case) for case in first.values()]
-    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in image_cases()]
+    images, every = image_cases(), image_cases(every=True)
+    towers = set().union(*(families_in(case.config) for case in images))
+    images += [case for case in every if not families_in(case.config) <= towers]
+    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in images]
     for name in test_vision.EVERY:
         made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
         found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))
     for name in ("t5", "t5_v1_1", "t5_encoder", "umt5", "t5gemma", "bart", "m2m_100"):
         made = functools.partial(test_pairs.reference, name), functools.partial(test_pairs.params_of, name)
         found.append(PeftCase(name, test_pairs.config_of(name), *made))
+    for tests in (test_mllama, test_glmasr, test_voxtral_realtime, test_qwen3_asr):
+        found.append(PeftCase(tests.VALUES["model_type"], tests.CONFIG, tests._reference, tests._params))
+    for tests in (test_qwen2_audio, test_granite_speech, test_wav2vec2, test_exaone4_5, test_kimi_k25):
+        variants = []
+        for name, values in tests.VARIANTS.items():
+            made = functools.partial(tests._reference, name), functools.partial(tests._params, name)
+            config = fnmodels.family_for(values["model_type"]).Config.from_hf(values)
+            variants.append(PeftCase(f"{tests.__name__.rpartition('.test_')[2]}_{name}", config, *made))
+        found += covering_names(variants, lambda case: module_names(case.config))
     return (*found, PeftCase("whisper", test_whisper.CONFIG, test_whisper.reference, test_whisper.weights))
+
+
+def families_in(config: Any) -> set[str]:
+    """The families of a model and of its parts."""
+    name = type(config).__module__
+    parts = [value for value in vars(config).values() if type(value).__module__.startswith("fnmodels.models.")]
+    parts = [part for part in parts if hasattr(part, "model_type")]
+    return {name}.union(*map(families_in, parts))
 
 
 def decoder_case(case: Case) -> PeftCase:
     """A decoder or encoder by its config.json."""
     model = functools.partial(model_of, case.values)
-    return PeftCase(case.name, case.config, model, lambda: params_of(model(), case.config), case.values)
+    made = functools.cache(lambda: params_of(model(), case.config))
+    return PeftCase(case.name, case.config, model, made, case.values)
 
 
 def in_memory(model: Any) -> dict[str, Tensor]:
@@ -74,10 +114,18 @@ def in_memory(model: Any) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
+def compared_names(config: Any) -> StoredNames:
+    """{path of a parameter: its name in memory}, but of those that are there in another form."""
+    return {
+        path: stored
+        for path, stored in module_names(config).items()
+        if not path.endswith(CONCATENATED) and not REORDERED.match(f"{path} {storage.disk_names(stored)[0]}")
+    }
+
+
 def weights_by_path(config: Any, model: Any) -> dict[str, Tensor]:
     """{path: values} of our parameters in a model of transformers."""
-    held = in_memory(model)
-    names = {path: stored for path, stored in module_names(config).items() if not path.endswith(CONCATENATED)}
+    held, names = in_memory(model), compared_names(config)
     return {path: storage.extract_parameter(stored, held).detach() for path, stored in names.items()}
 
 

@@ -25,7 +25,19 @@ from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("kimi_k25_vision",)
-TRAITS = Traits(inputs="patches", causal=False)
+# Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of another
+# rotary embedding, so that no adapter of a module q_proj is one of q: wqkv keeps its name, and such adapters are refused.
+IN_MEMORY = {
+    r"encoder\.blocks\.": "layers.",
+    r"encoder\.final_layernorm\.": "final_layernorm.",
+    r"\.wo\.": ".attn.proj.",
+    r"\.norm1\.": ".norm2.",
+    r"\.norm0\.": ".norm1.",
+    r"\.mlp\.fc1\.": ".mlp.fc2.",
+    r"\.mlp\.fc0\.": ".mlp.fc1.",
+    r"\.pos_emb\.weight": ".pos_emb.position_embeddings",
+}
+TRAITS = Traits(inputs="patches", causal=False, in_memory=IN_MEMORY)
 _LAYER = {"input_layernorm": "norm0", "post_attention_layernorm": "norm1", "attention.o_proj": "wo"}
 _LAYER |= {"mlp.up_proj": "mlp.fc0", "mlp.down_proj": "mlp.fc1"}
 # Of published files: their names, and what they say that is so of every MoonViT.

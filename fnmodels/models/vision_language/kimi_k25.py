@@ -38,7 +38,14 @@ TRAITS = Traits(
         r"language_model\.model\.blocks\.(.*)": r"language_model.model.layers.\1",
         r"vision_tower\.encoder\.(patch_embed\..*)": r"vision_tower.\1",
         r"model\.(mm_projector\..*)": r"\1",
-    }
+    },
+    in_memory={
+        **vision_language.MODULES,
+        **kimi_k25_vision.IN_MEMORY,
+        r"^mm_projector\.": "model.mm_projector.",
+        r"\.mm_projector\.proj\.0\.": ".mm_projector.in_proj.",
+        r"\.mm_projector\.proj\.2\.": ".mm_projector.out_proj.",
+    },
 )
 features_of = vision_language.features_by_config
 _TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
