@@ -6,6 +6,7 @@ harmless, so that no field that could change the maths is ignored silently.
 
 import json
 import math
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,38 @@ _HARMLESS = """
     min_length min_p model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences
     output_attentions output_hidden_states output_past output_router_logits output_scores prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate seq_len seq_length
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sbert_ce_default_activation_function seq_len seq_length
     suppress_tokens task_specific_params temperature tie_encoder_decoder top_k top_p torch_dtype typical_p use_bfloat16
     use_cache
 """
-# Words in names of fields about training, initialization, tokens, kernels, and libraries: none is about the maths.
-# `forward` applies no dropout, as in evaluation mode.
-_BOOKKEEPING_WORDS = """
-    autotrain axolotl checkpointing coreml deepspeed dropout dropouts flash flax flos fused gradient init initializer
-    jax layerdrop llamafactory loss megatron mergekit neftune nemo onnx openvino optimum optimizer pdrop peft sbert
-    sdpa sglang tf tokenizer torchscript train trainer training transformers triton trl unsloth vllm wandb xformers xla
+# Words in names of fields about training, whose numbers are settings of it: `forward` applies no dropout.
+_TRAINING_WORDS = """
+    checkpointing dropout dropouts flos gradient init initializer layerdrop loss neftune optimizer pdrop train trainer
+    training
 """
+# Names of programs and libraries.
+_TOOL_WORDS = """
+    autotrain axolotl coreml deepspeed flax jax llamafactory megatron mergekit nemo onnx openvino optimum peft sbert
+    sglang tf tokenizer torchscript transformers triton trl unsloth vllm wandb xla
+"""
+# All other words of such names, unless the field is a number about training: none is a part of a model.
+_NEUTRAL_WORDS = """
+    accumulation args aux bytes ce class clip coef config data dataset date default device enable enabled entity entropy
+    epochs file fixed fn function id is kind kwargs legacy length level loader max method mode model name num path
+    pretrained project revision router run sentence stage std steps train type use used version weight weights with z
+"""
+# And of switches of dropout.
+_DROPPED_WORDS = "attention attn classifier embed embedding ffn hidden mlp pooler residual resid"
+# Names of switches of kernels, of whatever part that every model has, and of their settings; in full.
+_KERNEL = re.compile(
+    r"(?:use|enable|deterministic|is)?_?(?:flash|fused?|sdpa|xformers|memory_efficient|triton)_?"
+    r"(?:attn|attention|add|bias_fc|cross_entropy|dropout_add_ln|kernels?|layer_?norm|linear_cross_entropy|ln|mlp|norm|"
+    r"rms_?norm|add_norm)?(?:_?[23])?(?:_(?:enabled|available|chunk_size))?"
+)
+_KERNEL_CHOICE = re.compile(
+    r"(?:flash|sdpa|xformers|triton)?_?(?:attn|attention)_(?:backend|impl|implementation|version)"
+)
 _TOKEN_IDS = ("_token_id", "_token_ids", "_token_index", "_token", "_id")  # ends of names
 # Words in names of numbers of parts, which are no tokens.
 _NUMBERED = frozenset(("block", "blocks", "expert", "experts", "head", "heads", "layer", "layers"))
@@ -96,7 +118,9 @@ DROPOUTS = tuple(_DROPOUTS.split())
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # whose values are checked with the checkpoint
 HARMLESS = frozenset((*_HARMLESS.split(), *QUANTIZATION, *SPECIAL_TOKENS))
-_BOOKKEEPING, _GENERIC = frozenset(_BOOKKEEPING_WORDS.split()), frozenset(_GENERIC_WORDS.split())
+_TRAINING, _TOOLS = frozenset(_TRAINING_WORDS.split()), frozenset(_TOOL_WORDS.split())
+_NEUTRAL, _GENERIC = frozenset(_NEUTRAL_WORDS.split()), frozenset(_GENERIC_WORDS.split())
+_DROPPED = frozenset(_DROPPED_WORDS.split())
 _COMMON = tuple(_COMMON_PARTS.split())
 _SCALING, _MEASURES = frozenset(_SCALES.split()), frozenset((_SCALES + _COUNTS).split())
 _LIKE_INITIAL, _LIKE_RUNS = frozenset(_OF_TRAINING.split()), frozenset(_OF_RUNS.split())
@@ -305,7 +329,24 @@ def is_bookkeeping(name: str, value: Any) -> bool:
     ids = value if isinstance(value, list) else [value or 0]  # a token's switch that is off is harmless
     is_token = name.endswith(_TOKEN_IDS) and not any(isinstance(token_id, bool | float) for token_id in ids)
     is_token = is_token and not _NUMBERED & set(words)
-    return bool(_BOOKKEEPING & set(words)) or name.startswith("_") or "." in name or is_token
+    return _is_of_tools(name, words, value) or name.startswith("_") or "." in name or is_token
+
+
+def _is_of_tools(name: str, words: list[str], value: Any) -> bool:
+    """Whether a field is about training, a library or a kernel: no word of its name may be about a part of a model.
+
+    A number about training is a setting of it whatever part it is for, and a switch of dropout may name one.
+    """
+    if _KERNEL.fullmatch(name):
+        return isinstance(value, bool | int)
+    if _KERNEL_CHOICE.fullmatch(name):
+        return isinstance(value, str | int)
+    found, rest = (_TRAINING | _TOOLS) & set(words), set(words) - _TRAINING - _TOOLS - _NEUTRAL
+    if not found:
+        return False
+    if isinstance(value, int | float) and not isinstance(value, bool) and _TRAINING & found:
+        return True
+    return not rest or (isinstance(value, bool) and "dropout" in found and rest <= _DROPPED)
 
 
 def _measures(words: list[str], value: Any) -> bool:

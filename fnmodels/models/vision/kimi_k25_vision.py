@@ -25,8 +25,8 @@ from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("kimi_k25_vision",)
-# Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of another
-# rotary embedding, so that no adapter of a module q_proj is one of q: wqkv keeps its name, and such adapters are refused.
+# Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of
+# another rotary embedding, so that no adapter of q_proj is one of q: wqkv keeps its name; such adapters are refused.
 IN_MEMORY = {
     r"encoder\.blocks\.": "layers.",
     r"encoder\.final_layernorm\.": "final_layernorm.",

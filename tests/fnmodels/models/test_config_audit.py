@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 import fnmodels
+from fnmodels.models.common import config_json
 from fnmodels.models.common.registry import family_reading
 from fnmodels.models.presets import published
 from tests.support.release_configs import written_by
@@ -81,6 +82,11 @@ CHANGES_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAVA, {"tokenizer_model_max_length": 2048, "mm_use_im_patch_token": False, "optimizer_eps": 1e-8}),
     (LLAMA, {"num_train_epochs": 3, "fused_linear_cross_entropy_chunk_size": 64, "use_pretrained_weights": False}),
     (LLAVA, {"image_token_id": 32000, "vocab_size": 32000}),
+    (LLAMA, {"use_flash_attention_2": True, "flash_attn": True, "use_xformers": True, "use_fused_rms_norm": True}),
+    (LLAMA, {"fused_mlp": True, "use_fused_cross_entropy": True, "deterministic_flash_attn": False, "fused": True}),
+    (LLAMA, {"attention_implementation": "sdpa", "use_attention_dropout": True, "tf_legacy_loss": True}),
+    (LLAMA, {"initializer": "normal", "init_method": "xavier", "use_gradient_checkpointing": True, "loss_type": "ce"}),
+    (LLAMA, {"deepspeed": {"stage": 3}, "megatron_version": "core", "wandb_run_id": "x", "embd_init_std": 0.02}),
     (IDEFICS, inside(IDEFICS, "text_config", **_RESAMPLER)),
     (VL, {"hidden_size": 3584, "num_attention_heads": 28, "sliding_window": 32768, "vocab_size": 152064}),
 ]
@@ -147,6 +153,33 @@ def test_what_changes_nothing_is_read(plain: dict[str, Any], more: dict[str, Any
         (LLAMA, {"parallel_residual": True}),
         (published()["embeddinggemma-300m"], {"is_causal": True}),
         (LLAMA | {"hidden_act": "silu"}, {"activation_function": "gelu"}),
+        # words of kernels, libraries and training beside others
+        (LLAMA, {"use_flash_alibi": True}),
+        (LLAMA, {"flash_alibi_bias_max": 8}),
+        (LLAMA, {"use_flash_linear_attention": True}),
+        (LLAMA, {"use_fused_linear_attention": True}),
+        (LLAMA, {"fused_activation": "gelu"}),
+        (LLAMA, {"fused_swiglu_limit": 7.0}),
+        (LLAMA, {"fused_attention_bias": True}),
+        (LLAMA, {"fused_norm": "layer"}),
+        (LLAMA, {"fused_mlp": "gelu"}),
+        (LLAMA, {"flash_attention": {"window": 4}}),
+        (LLAMA, {"sdpa_is_causal": False}),
+        (LLAMA, {"xla_rope": True}),
+        (LLAMA, {"megatron_alibi": True}),
+        (LLAMA, {"nemo_rope_scaling": {"type": "linear", "factor": 2.0}}),
+        (LLAMA, {"tf_activation": "gelu"}),
+        (LLAMA, {"transformers_attention_bias": True}),
+        (LLAMA, {"tokenizer_position_embedding": "alibi"}),
+        (LLAMA, {"training_attention": "bidirectional"}),
+        (LLAMA, {"trained_without_rope": True}),
+        (LLAMA, {"init_rope": "yarn"}),
+        (LLAMA, {"initializer_gate": True}),
+        (LLAMA, {"loss_logits_bias": True}),
+        (LLAMA, {"gradient_attention_type": "alibi"}),
+        (LLAMA, {"apply_residual_connection_post_dropout": True}),
+        (LLAMA, {"dropout_activation": "relu"}),
+        (LLAMA, {"attention_dropout": "rotary"}),
         (HUNYUAN, {"use_cla": True}),
         (HUNYUAN, {"norm_type": "layer"}),
     ],
@@ -196,3 +229,13 @@ def test_sizes_that_a_wrapper_leaves_out_are_those_of_the_texts_class(model_type
 def test_the_reason_is_said(values: dict[str, Any], said: str) -> None:
     with pytest.raises(fnmodels.errors.CheckpointError, match=said):
         read(values)
+
+
+@pytest.mark.parametrize("value", [True, "text", 3, {"type": "a"}, ["a"]], ids=str)
+@pytest.mark.parametrize("part", ["alibi", "rope", "activation", "bias", "gate", "mask", "softmax", "causal", "pre_ln"])
+def test_no_word_makes_a_field_about_a_part_of_the_model_bookkeeping(part: str, value: Any) -> None:
+    """But of training, of which any number is a setting."""
+    for word in sorted(config_json._TRAINING | config_json._TOOLS | {"flash", "fused", "sdpa", "xformers"}):
+        for name in (f"{word}_{part}", f"use_{word}_{part}", f"{part}_{word}", f"{word}_attention_{part}"):
+            of_training = value == 3 and value is not True and word in config_json._TRAINING
+            assert config_json.is_bookkeeping(name, value) == of_training, name
