@@ -32,15 +32,25 @@ from tests.fnmodels.models import (
     test_wav2vec2,
 )
 from tests.parity.test_config import published_dialect
-from tests.support.cases import cases, collected
+from tests.support.cases import cases, collected, variants_of
 from tests.support.image_texts import image_cases
 from tests.variants import t5, vision, whisper
 
 FOLDER = Path(__file__).parents[1] / "fnmodels" / "models" / "releases"
-# Runs in the release: argument 1 is {label: config.json}, argument 2 the versions to state.
+# {model type: fields that a release replaces in what it is given}: gpt-sw3 is GPT-2, T5's second edition counts as tied
+# whatever its file says, and HRM-Text counts the layers of all its cycles.
+REPLACED = {"gpt-sw3": ["model_type"], "mt5": ["tie_word_embeddings"], "hrm_text": ["num_hidden_layers"]}
+# {wrapper: the family of its text}, of wrappers of which the text alone is read
+TEXTS = {
+    "gemma3n": "gemma3n",
+    "minimax_m3_vl": "minimax_m3",
+    "mistral_large4": "mistral_large4",
+    "qwen4_exp": "qwen4_exp",
+}
+# Runs in the release, with {label: config.json} as its input: argument 1 are the versions to state, 2 is `REPLACED`.
 _WRITE = """
 import copy, importlib.metadata, json, logging, sys
-stated, version = json.loads(sys.argv[1]), importlib.metadata.version
+stated, replaced, version = json.loads(sys.argv[1]), json.loads(sys.argv[2]), importlib.metadata.version
 importlib.metadata.version = lambda name: stated.get(name) or version(name)
 logging.disable(logging.CRITICAL)
 from transformers import AutoConfig
@@ -52,8 +62,9 @@ for label, values in json.load(sys.stdin).items():
         continue
     full, saved = (json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True))
     plain = {name: value for name, value in values.items() if not isinstance(value, dict) and name in full}
-    if all(full[name] == value for name, value in plain.items()):  # else the release replaces what it was given
-        written[label] = {"minimal": values, "full": full, "saved": saved}
+    other = {name: full[name] for name, value in plain.items() if full[name] != value}
+    if other.keys() <= set(replaced.get(values["model_type"], ())):  # else the release replaces what it was given
+        written[label] = {"minimal": values, "full": full, "saved": saved, **({"replaced": other} if other else {})}
 print(json.dumps(written, sort_keys=True))
 """
 
@@ -65,7 +76,10 @@ def releases() -> list[str]:
 
 @functools.cache
 def written_by(release: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{label: {"minimal": what says all, "full": `to_dict()`, "saved": what `save_pretrained` writes}}."""
+    """{label: {"minimal": what says all, "full": `to_dict()`, "saved": what `save_pretrained` writes}}.
+
+    "replaced" has the fields of the minimal file that the release writes with another value.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(
         lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes())
     )
@@ -87,6 +101,9 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
     found["tiny/glmasr_sounds"] = test_glmasr.VALUES
     found["tiny/mllama"] = test_mllama.VALUES
     found["tiny/qwen3_asr_sounds"] = test_qwen3_asr.VALUES
+    found |= {
+        f"wrapped/{name}": {"model_type": name, "text_config": variants_of(text).TINY} for name, text in TEXTS.items()
+    }
     found |= {f"tiny/{name}": values for name, values in test_wav2vec2.VARIANTS.items()}
     found = {label: copy.deepcopy(values) for label, values in found.items()}
     for label, values in list(found.items()):
@@ -143,7 +160,7 @@ def main(release: str = "", *rest: str) -> None:
     folders = [os.path.abspath(folder) for folder in rest if "=" not in folder]
     release = release or transformers.__version__
     out = subprocess.run(
-        [sys.executable, "-c", _WRITE, json.dumps(stated)],
+        [sys.executable, "-c", _WRITE, json.dumps(stated), json.dumps(REPLACED)],
         input=json.dumps(minimal_files(release)),
         capture_output=True,
         check=True,
