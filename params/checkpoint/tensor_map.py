@@ -51,9 +51,14 @@ class Piece:
         return flat[self.path] if self.index is None else flat[self.path][self.index]
 
 
-def stored_leaves(config: DecoderConfig, prefix: str = "") -> tuple[StoredLeaf, ...]:
-    """All parameters, in the order of the spec. prefix: is removed from the names on disk (see `missing_prefix`)."""
-    names, leaves = hf_names(config), tree.flatten(family_of(config).spec(config))
+def stored_leaves(
+    config: DecoderConfig, prefix: str = "", named: Mapping[str, Stored] | None = None
+) -> tuple[StoredLeaf, ...]:
+    """All parameters, in the order of the spec.
+
+    prefix: is removed from the names on disk (see `missing_prefix`). named: other names, by path, in their place.
+    """
+    names, leaves = named or hf_names(config), tree.flatten(family_of(config).spec(config))
     return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
 
 

@@ -19,10 +19,8 @@ from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
 from tests.fnmodels.models import (
-    test_exaone4_5,
     test_glmasr,
     test_granite_speech,
-    test_kimi_k25,
     test_mllama,
     test_pairs,
     test_qwen2_audio,
@@ -34,7 +32,7 @@ from tests.fnmodels.models import (
 )
 from tests.support.cases import Case, cases, collected, structure
 from tests.support.image_texts import image_cases
-from tests.support.naming import covering_names
+from tests.support.naming import covering_names, pairs_of
 from tests.support.oracle import model_of, params_of
 
 # transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
@@ -66,11 +64,11 @@ class PeftCase:
 
 @functools.cache
 def peft_cases() -> tuple[PeftCase, ...]:
-    """The first variant of each structure of decoders and encoders, every tower, reader of images, T5 and Whisper."""
+    """The first variant of each structure and names of decoders and encoders, and every tower, reader and pair."""
     first: dict[Any, Case] = {}
     for case in cases():
         if case.values is not None and case.name not in collected("UNREADABLE"):
-            first.setdefault(structure(case), case)
+            first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
     found = [decoder_case(case) for case in first.values()]
     images, every = image_cases(), image_cases(every=True)
     towers = set().union(*(families_in(case.config) for case in images))
@@ -84,7 +82,7 @@ def peft_cases() -> tuple[PeftCase, ...]:
         found.append(PeftCase(name, test_pairs.config_of(name), *made))
     for tests in (test_mllama, test_glmasr, test_voxtral_realtime, test_qwen3_asr):
         found.append(PeftCase(tests.VALUES["model_type"], tests.CONFIG, tests._reference, tests._params))
-    for tests in (test_qwen2_audio, test_granite_speech, test_wav2vec2, test_exaone4_5, test_kimi_k25):
+    for tests in (test_qwen2_audio, test_granite_speech, test_wav2vec2):
         variants = []
         for name, values in tests.VARIANTS.items():
             made = functools.partial(tests._reference, name), functools.partial(tests._params, name)

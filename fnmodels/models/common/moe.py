@@ -261,6 +261,17 @@ _OF_LING = {
 }
 
 
+# Of the trait `in_memory`, of models with these names on disk whose modules have q, k and v apart.
+LING_IN_MEMORY = {
+    r"^model\.word_embeddings\.": "model.embed_tokens.",
+    r"\.attention\.query_key_value\.": ".self_attn.{leaf}_proj.",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.query_layernorm\.": ".self_attn.q_norm.",
+    r"\.attention\.key_layernorm\.": ".self_attn.k_norm.",
+    r"\.gate\.expert_bias$": ".gate.e_score_correction_bias",
+}
+
+
 def names_of_ling(names: dict[str, Stored], flat: Mapping[str, Leaf]) -> dict[str, Stored]:
     """The names on disk of the parameters `flat` as Ling's, where q, k and v are one tensor."""
     for where in sorted({path.rpartition(".")[0] for path in flat if path.endswith(".q_proj")}):

@@ -31,6 +31,7 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    in_memory=mixture.LING_IN_MEMORY,  # of Sarvam
 )
 
 _PARTIAL = 0.5  # GLM's default of partial_rotary_factor
