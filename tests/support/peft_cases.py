@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 import fnmodels
 from fnmodels import tree
@@ -69,10 +68,8 @@ def peft_cases() -> tuple[PeftCase, ...]:
     first: dict[Any, Case] = {}
     for case in cases():
         if case.values is not None and case.name not in collected("UNREADABLE"):
-            same, names = structure(case), frozenset(pairs_of(module_names(case.config)))
-            # The modules of EXAONE 3 are those of its own code, not of the model that it is compared with.
-            if case.values["model_type"] in CONFIG_MAPPING or not any(same == other for other, _ in first):
-                first.setdefault((same, names), case)
+            if case.config.model_type != "exaone":  # whose modules are those of its own code, compared with Llama's
+                first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
     found = [decoder_case(case) for case in first.values()]
     images, every = image_cases(), image_cases(every=True)
     towers = set().union(*(families_in(case.config) for case in images))
