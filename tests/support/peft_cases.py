@@ -67,9 +67,10 @@ def peft_cases() -> tuple[PeftCase, ...]:
     """The first variant of each structure and names of decoders and encoders, and every tower, reader and pair."""
     first: dict[Any, Case] = {}
     for case in cases():
-        if case.values is not None and case.name not in collected("UNREADABLE"):
-            if case.config.model_type != "exaone":  # whose modules are those of its own code, compared with Llama's
-                first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
+        # The modules of EXAONE 3 are those of its own code, and not of Llama, with which it is compared.
+        own_code = case.name in collected("UNREADABLE") or case.config.model_type == "exaone"
+        if case.values is not None and not own_code:
+            first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
     found = [decoder_case(case) for case in first.values()]
     images, every = image_cases(), image_cases(every=True)
     towers = set().union(*(families_in(case.config) for case in images))
