@@ -22,14 +22,15 @@ from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import family_of, refuse_towers
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.ops.slots import Entry
-from fnmodels.ops.torch_internals import needs_second_order
+from fnmodels.ops.torch_internals import is_outermost, needs_second_order
 from fnmodels.preparation import prepare
 from fnmodels.stack.checks import cleared, valid_of_masks
 from fnmodels.stack.loop import CacheStep, LayerInputs, run_stack
 from fnmodels.stack.plan import plan_stack
+from fnmodels.stack.ready import noted
 
 from .noise import embedded, noise_of, with_final_dropout
-from .options import ForwardKwargs, ForwardOptions
+from .options import USUAL, ForwardKwargs, ForwardOptions
 from .run_params import RunParams, with_run
 from .taps import ENDS, FINAL, check_taps_tuple, list_of_taps
 from .tree import Tree, flatten
@@ -78,12 +79,12 @@ def forward(
         family = family_of(config)
         if stacks := function_of(family, "stacks")(config):
             return _through_stacks(params, inputs, masks, freqs_cis, config, stacks, taps, options)
-        given = ForwardOptions(**options)
-        check_taps_tuple(taps)
-        final, within = tuple([tap for tap in taps if tap in FINAL]), given
-        edits = with_final_dropout(given.edits or {}, inputs, config)
-        own = taps if not final else tuple(tap for tap in taps if tap not in FINAL)
-        if edits:
+        given = ForwardOptions(**options) if options else USUAL
+        within, own, final = given, taps, taps
+        if taps != ():
+            check_taps_tuple(taps)
+            own, final = (tuple(tap for tap in taps if (tap in FINAL) is at_end) for at_end in (False, True))
+        if edits := with_final_dropout(given.edits or {}, inputs, config):
             within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
         x, tapped, _ = hidden_states(params, inputs, masks, freqs_cis, config, within, own)
         ends: dict[str, Tensor] = {}
@@ -184,7 +185,7 @@ def hidden(
     Raises:
         ValueError: Arguments do not fit each other, or a tap is unknown.
     """
-    given = ForwardOptions(**options)
+    given = ForwardOptions(**options) if options else USUAL
     x, tapped, entries = hidden_states(params, inputs, masks, freqs_cis, config, given, taps, cache)
     return _returned(x, tapped, entries, taps, cache)
 
@@ -228,12 +229,15 @@ def hidden_states(
         family = family_of(config)
         given = inputs if isinstance(inputs, (dict, Mapping)) else {}
         noise = noise_of(given, config, cached=cache is not None) if "rng" in given else None
-        before, options = options, with_kernel(options, config, noise)
+        before, plain = options, noise is None and is_outermost()
+        options = options if plain else with_kernel(options, config, noise)
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
-        if cache is not None and cache.plan is not None and options is before and not taps:
-            plan = cache.plan
-        else:
+        found = noted(masks, config) if plain and options is USUAL and cache is None and not taps else None
+        known = found.plan if found is not None else cache.plan if cache is not None and options is before else None
+        if known is None or taps:
             plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
+        else:
+            plan = known
         if valid is None and plan.experts:
             raise ValueError(
                 "The model has layers with experts, which must know what is padding: pass the inputs that "
@@ -248,18 +252,22 @@ def hidden_states(
                     "vmap pass fnmodels.rows(batch), in which every row is a batch of one."
                 )
             x = edit_end(options.edits, "embed", x)
-            if cache is None or not cache.is_ready(x):  # else there is no padding
-                x = cleared(x, valid)
+            if found is not None and found.is_of(x, valid, masks, freqs_cis):
+                masks, freqs_cis, ready = found.masks, found.tables, True
+            else:
+                ready = cache is not None and cache.is_ready(x)
+            made, x = x, x if ready else cleared(x, valid)  # what is ready has no padding
+            full = made is x
             extra, common = None, None
             if plan.reads_beside:
                 extra = layer_inputs_of(params, inputs, x, config=config)
                 shared = function_of(family, "shared")
                 common = None if shared is None else shared(params, given, config=config)
-        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise)
+        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise, {}, ready, full)
         ends = {"embed": x}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x)
-        return x, tapped | {name: ends[name] for name in taps if name in ends}, entries
+        return x, tapped | {name: ends[name] for name in taps if name in ends} if taps else tapped, entries
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise
@@ -360,7 +368,8 @@ def run_layers(
     if isinstance(params, RunParams):
         freqs_cis, how = params.run.prepare(config, {}, masks, freqs_cis, how)
     how = with_kernel(how, config, noise)
-    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, layer_inputs, shared, noise, carried or {})
+    beside, ready = (layer_inputs, shared, noise, carried or {}), step is not None and step.is_ready(x)
+    batch = LayerInputs(masks, freqs_cis, valid, routing, choices, step, *beside, ready)
     x, tapped, entries, passed = run_stack(params, x, batch, plan_stack(config, range(lo, hi), taps, how), how)
     found = _returned(x, tapped, entries, taps, cache)
     if carried is None:

@@ -95,6 +95,7 @@ class ForwardOptions:
         those of `taps`, "layers.3.mlp", "layers.*.mlp", "embed" or "hidden". Not part of equality, since blocks are
         bound without them.
     checked: whether the layout is known to be that of the masks, because it was made of them for this call.
+    invariant: whether a token's bits shall depend on its document's tokens alone: kernel="invariant".
     """
 
     kernel: Kernel = "auto"
@@ -104,8 +105,10 @@ class ForwardOptions:
     context: Callable[..., Any] | None = None
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
     checked: bool = field(default=False, compare=False)
+    invariant: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "invariant", is_invariant(self.kernel))  # read in every call of a block
         if self.edits is not None and not isinstance(self.edits, Mapping):
             raise TypeError(
                 f"edits is a {type(self.edits).__name__}; it is a dict of the names of taps and their edits, such as "
@@ -129,11 +132,6 @@ class ForwardOptions:
         return {name: getattr(self, name) for name in ForwardKwargs.__annotations__}
 
     @property
-    def invariant(self) -> bool:
-        """Whether a token's bits shall depend on its document's tokens alone: kernel="invariant"."""
-        return is_invariant(self.kernel)
-
-    @property
     def expert_path(self) -> str | Experts:
         """`experts`; "auto" is "dense" with kernel="math", which supports every transform, and else "invariant" so."""
         if self.invariant and self.experts not in ("auto", "invariant"):
@@ -143,3 +141,6 @@ class ForwardOptions:
             )
         named = {"math": "dense", "invariant": "invariant"}
         return named.get(str(self.kernel), "auto") if self.experts == "auto" else self.experts
+
+
+USUAL = ForwardOptions()  # of calls without keywords

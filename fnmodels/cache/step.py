@@ -11,7 +11,7 @@ from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
+from fnmodels.options import USUAL, Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
@@ -21,7 +21,6 @@ from .prepare import KnownStep
 from .step_plan import PlannedStep, plan_rows, plan_step
 from .value import Cache, consume
 
-_USUAL = ForwardOptions()
 
 
 def prefill(
@@ -120,7 +119,7 @@ def decode_(
     Returns:
         Logits [B, S, V], with another `at` [B, V], and the cache with the new tokens, in the same memory.
     """
-    given = ForwardOptions(**options) if options else _USUAL
+    given = ForwardOptions(**options) if options else USUAL
     if torch.is_grad_enabled():
         with torch.no_grad():
             return written(params, (inputs, masks, freqs_cis), cache, config, at, given)[:2]

@@ -106,6 +106,14 @@ def untransformed() -> bool:
     return interpreter is None or interpreter() is None
 
 
+def is_outermost() -> bool:
+    """Whether this is eager code outside of all transforms of torch.func and of forward mode. False if unknown."""
+    interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) >= 0 or interpreter is None:
+        return False
+    return interpreter() is None
+
+
 def needs_second_order() -> bool:
     """Whether the transforms of torch.func around this call include forward mode or two reverse modes."""
     if torch.compiler.is_compiling():

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
-from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
+from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.noise import fold
-from fnmodels.inputs.order import Segments
-from fnmodels.models.common.carried import joins
-from fnmodels.models.common.family import LayerKind, function_of
+from fnmodels.models.common.family import function_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.attention.checks import layout_at_hand
-from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.dropout import Noise
-from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
 from fnmodels.ops.slots import Entry, SlotUse
 from fnmodels.ops.streams.hyper import mean, with_mean
 from fnmodels.options import Block, ForwardOptions
@@ -32,6 +26,7 @@ from fnmodels.stack.checks import (
     valid_tokens,
 )
 from fnmodels.stack.plan import LayerPlan, StackPlan
+from fnmodels.stack.ready import note_ready, ready_masks, ready_tables
 from fnmodels.taps import AROUND, check_tap_names, list_of_taps
 from fnmodels.tree import Tree
 
@@ -80,7 +75,8 @@ class LayerInputs(NamedTuple):
 
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
     the last layers alone. shared: what every layer reads, see `family.function_of`. noise: keys [B, S] of dropout;
-    None: there is none. carried: see `common.carried`.
+    None: there is none. carried: see `common.carried`. ready: whether masks and tables were made for x and are in the
+    form that layers read. full: whether no token is padding, where that is known.
     """
 
     masks: Mapping[str, MaskLike]
@@ -93,6 +89,8 @@ class LayerInputs(NamedTuple):
     shared: Tree | None = None
     noise: Tensor | None = None
     carried: Mapping[str, Any] = {}
+    ready: bool = False
+    full: bool = False
 
     @property
     def reads_beside(self) -> bool:
@@ -114,18 +112,18 @@ def run_stack(
     options: those that the plan was made of. ends: the names of edits that are not of layers, which the caller applies.
     """
     layers, wanted, cache = params["layers"], plan.wanted, batch.cache
-    tables: Mapping[str, Any]
-    masks: dict[Any, Mapping[str, MaskLike]]
-    if cache is not None and cache.is_ready(x):
+    tables: Mapping[str, Any] = batch.freqs_cis
+    masks: dict[Any, Mapping[str, MaskLike]] = {}
+    if batch.ready:
         check_layers(layers, plan.stored)
-        tables, masks = batch.freqs_cis, {choice: batch.masks for choice, _, _ in plan.chosen}
     else:
         cached = cache is not None
         check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, stored=plan.stored, cached=cached)
-        tables = _tables(batch.freqs_cis, plan.used, options)
-        masks = {c: _ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
-    after = plan.first + len(plan.layers)  # layers elsewhere may read what these leave
-    apart = joins(plan.kinds, after) or (cache is not None and len(plan.layers) != len(plan.kinds))
+        tables = ready_tables(batch.freqs_cis, plan.used, options)
+        masks = {c: ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
+        if batch.full and not cached:
+            note_ready(x, batch.valid, (batch.masks, batch.freqs_cis), (masks, tables), plan, options)
+    apart = plan.leaves or (cache is not None and len(plan.layers) != len(plan.kinds))
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside or apart else None
     run = range(plan.first, plan.first + len(plan.layers))
     edits = edits_of_layers(options.edits, ends, len(plan.kinds), run) if options.edits else {}
@@ -143,7 +141,8 @@ def run_stack(
         x = before = _around("input", x, own) if own else x
         if bind is not None:
             block = bind(layer, options.layer_fn, own, tensors)
-        result = block(layers[layer.stored], x, masks[layer.choice][kind], tables[kind], **tensors)
+        of_choice = masks[layer.choice] if masks else batch.masks
+        result = block(layers[layer.stored], x, of_choice[kind], tables[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
@@ -246,51 +245,6 @@ class LayerSideInputs:
                 f"before {first}."
             )
         return self.lent[source]
-
-
-def _tables(freqs_cis: Mapping[str, Tensor], used: Sequence[str], options: ForwardOptions) -> Mapping[str, Any]:
-    """{kind: its table}, laid out once for all layers where blocks run as they are in eager mode."""
-    if options.layer_fn is not None or torch.compiler.is_compiling():
-        return freqs_cis
-    tables: dict[str, Any] = {}
-    made: dict[int, Rotation] = {}  # by the identity of the table
-    for kind in used:
-        table = tables[kind] = freqs_cis[kind]
-        if is_rotating(table):
-            if id(table) not in made:
-                made[id(table)] = laid_out(table)
-            tables[kind] = made[id(table)]
-    return tables
-
-
-def _ready_masks(
-    masks: Mapping[str, MaskLike],
-    kinds: Sequence[str],
-    kernel: Any,
-    options: ForwardOptions,
-    plan: StackPlan,
-    x: Tensor,
-) -> dict[str, MaskLike]:
-    """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
-    ready: dict[str, MaskLike] = {}
-    layout, finds = options.layout, kernel == "auto" and options.layer_fn is None and options.layout is None
-    made: list[str] = []  # kinds with masks of their own; compared by `is`, since a compiled graph would guard an id()
-    for kind in kinds:
-        mask = ready[kind] = masks[kind]
-        parsed = LayerKind.parse(kind)
-        if isinstance(mask, Segments) or parsed.indexed or parsed.compresses:
-            continue  # no kernel reads what depends on order; a choice of keys needs positions, as keys of windows do
-        twin = next((other for other in made if masks[other] is mask), None)
-        if twin is None:
-            part, device, dtype = attention_part(mask), x.device, x.dtype
-            if finds and isinstance(part, Mask):  # blocks that layer_fn compiles would be compiled again for each batch
-                layout = layout_at_hand(part)
-            how: Any = {"device": device, "dtype": dtype, "asks": plan.asks, "checked": options.checked or finds}
-            ready[kind] = with_attention(mask, materialize(part, kernel, layout, **how))
-            made.append(kind)
-        else:
-            ready[kind] = ready[twin]
-    return ready
 
 
 class _Binding:

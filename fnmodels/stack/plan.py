@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fnmodels.models.common.carried import joins
 from fnmodels.models.common.family import (
     DecoderConfig,
     Family,
@@ -64,8 +65,9 @@ class StackPlan:
     kinds: of all layers of the model. first: the index of the first that runs here. stored: how many
     layers the params have. used: the kinds that run here,
     sorted. chosen: for each `LayerPlan.choice`, its kernel and its kinds. taps: of layers. wanted: (layer, name) of
-    each tap. experts, indexers: how many layers of the model have them. reads_beside: whether a layer reads tensors
-    beside x and its mask and table. asks: what attention does to scores.
+    each tap. experts, indexers: how many layers of the model have them. leaves: whether a layer elsewhere reads what
+    the last of these leaves. reads_beside: whether a layer reads tensors beside x and its mask and table. asks: what
+    attention does to scores.
     """
 
     config: DecoderConfig
@@ -79,6 +81,7 @@ class StackPlan:
     wanted: frozenset[tuple[int, str]]
     experts: int
     indexers: int
+    leaves: bool
     reads_beside: bool
     asks: Asks
 
@@ -168,6 +171,7 @@ def _made(
         tap_pairs,
         len(sparse),
         len(indexers),
+        joins(kinds, layers.stop),
         bool(beside),
         Asks(field_of(config, "attention_softcap") is not None, traits_of(family).sinks, traits_of(family).biased),
     )

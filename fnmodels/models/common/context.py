@@ -50,7 +50,7 @@ from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
-from fnmodels.options import Block, ForwardOptions, Tap, is_invariant, untapped
+from fnmodels.options import USUAL, Block, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
 from .chosen_keys import chosen_keys
@@ -60,7 +60,7 @@ STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last tok
 # {tap: the rate of dropout of its value}
 _DROPPED = {"attention": "attention", "cross_attention": "attention", "mlp": "mlp", "mlp.neurons": "neurons"}
 PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where attention is written out
-_USE, _NO_DROPOUT, _USUAL = SlotUse(), Dropout(), ForwardOptions()
+_USE, _NO_DROPOUT = SlotUse(), Dropout()
 
 
 class Context:
@@ -248,7 +248,8 @@ class Context:
         sinks: Tensor | None = None,
         bias: Bias | None = None,
     ) -> Tensor:
-        kernel, tap = self.options.kernel, self.tap if self.wants_any(PATTERN_TAPS) else None
+        watched = type(self) is not _Unwatched and self.wants_any(PATTERN_TAPS)
+        kernel, tap = self.options.kernel, self.tap if watched else None
         if self.dropout.weights:
             k, v, mask, noise = self._keys_of_all(k, v, mask)
             kernel, tap = "math", functools.partial(self._dropping, noise)
@@ -376,7 +377,7 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         *,
         config: Any,
         kind: str,
-        options: ForwardOptions = _USUAL,
+        options: ForwardOptions = USUAL,
         taps: tuple[str, ...] = (),
         edits: BoundEdits = (),
         use: SlotUse | None = None,
@@ -386,7 +387,7 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         ctx = (options.context or Context)(options, taps, tensors) if watched else _Unwatched(options, taps, tensors)
         if use is not None:
             ctx.use = use
-        if not (watched or is_invariant(options.kernel)):  # no scope is needed
+        if not (watched or options.invariant):  # no scope is needed
             return block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx), ctx.aux
         if edits:
             ctx.edits = {edit.tap: edit for edit in edits}

@@ -62,7 +62,8 @@ def sdpa_attention(
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width, grouped = v.shape[-1], _is_grouped(q, k)
-    q, k, v = pad_to_equal_width(q, k, v)
+    if q.shape[-1] != width:
+        q, k, v = pad_to_equal_width(q, k, v)
     if grouped and not causal and q.is_cpu and q.shape[1] == 1 and (allowed is None or allowed.shape[1] == 1):
         out = _of_groups(q, k, v, allowed, scale)
     else:
