@@ -178,13 +178,14 @@ class RunOptions:
         """(the rotary tables, the loss's options changed and completed by the run's): see `fnmodels.run_params.Run`."""
         self.note_reached()
         ranks, passed = self.ranks, options.layout or self.blocks.layout
-        return self._global_tables(config, inputs, freqs_cis), dataclasses.replace(
-            options,
+        return self._global_tables(config, inputs, freqs_cis), ForwardOptions(
             kernel=options.kernel if ranks.kernel is None else ranks.kernel(options.kernel),
             layout=self.layout_of(options, masks),
-            checked=passed is None,
             layer_fn=self.blocks.around(options.layer_fn),
             experts=options.experts if ranks.experts is None else ranks.experts(options.experts),
+            context=options.context,
+            edits=options.edits,
+            checked=passed is None,
         )
 
     def note_reached(self) -> None:

@@ -125,26 +125,28 @@ def plan_rows(
     tables = of_rows.ready if of_rows is not None and usual else ready_tables(of_rows, given)
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
+    written, uses, after = {}, {}, {}
+    by_index = masks.keys() == cache.slots.keys()
     for kind, slots in cache.slots.items():
         mask: Any = attention_part(masks[kind])
         key = id(mask), slots.ring
         if key not in plans:
             plans[key] = _plan_next(mask, slots, rows, choices, inputs, inplace=inplace)
-        of_kind[kind] = plans[key]
-    by_index = masks.keys() == of_kind.keys() and all(plan.mask is _EVERY_KEY for plan in plans.values())
+        plan = of_kind[kind] = plans[key]
+        written[kind], uses[kind], after[kind] = plan.written, plan.use, plan.after
+        by_index = by_index and plan.mask is _EVERY_KEY
     read = dict.fromkeys(masks, _EVERY_KEY) if by_index and not choices.mixes else _read(masks, of_kind)
     ready = by_index or all(isinstance(attention_part(mask), _READY) for mask in read.values())
     ready = ready and usual and choices.plan is not None
     step = CacheStep(
         dict(enumerate(cache.layers)),
-        {kind: plan.written for kind, plan in of_kind.items()},
-        {kind: plan.use for kind, plan in of_kind.items()},
+        written,
+        uses,
         {} if facts.clean else {kind: cache.slots[kind].occupied for kind in of_kind},
         choices.plan,
         (len(rows.lengths), 1) if ready else None,
     )
-    after = {kind: plan.after for kind, plan in of_kind.items()}
-    facts = facts._replace(choices=choices)
+    facts = facts if choices is facts.choices else facts._replace(choices=choices)
     return PlannedStep(config, step, read, tables, options, after, choices.biased, facts)
 
 

@@ -15,7 +15,7 @@ WITHOUT_FP64 = ("mps",)  # types of devices that refuse tensors in fp64
 
 def upcast(x: Tensor) -> Tensor:
     """`x` in fp32, or its own dtype if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.family import DecoderConfig, field_of, parsed, traits_of
 from fnmodels.ops.invariant.rows import invariant_rows
-from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.options import USUAL, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
@@ -65,7 +65,7 @@ def next_token_loss(
         ValueError: The batch lacks a required entry, an id is outside of the model's, or balance or aux are set for a
             model without experts.
     """
-    given = ForwardOptions(**options)
+    given = ForwardOptions(**options) if options else USUAL
     call = model_call(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
     found = call.states(*hidden_states(*call.arguments)[:2])
     with invariant_rows(given.invariant):

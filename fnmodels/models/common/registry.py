@@ -81,7 +81,10 @@ BESIDE_TOKENS = ("image_memory", "with_sound")
 def text_config(config: Any) -> Any:
     """The Config of the text of a model that reads images or sounds too; of other models the config itself."""
     family = family_of(config)
-    return config.text if any(hasattr(family, name) for name in ("with_images", *BESIDE_TOKENS)) else config
+    for name in ("with_images", *BESIDE_TOKENS):
+        if hasattr(family, name):
+            return config.text
+    return config
 
 
 def token_ids(config: Any) -> int:
