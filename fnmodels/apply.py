@@ -232,7 +232,7 @@ def hidden_states(
         before, plain = options, noise is None and is_outermost()
         options = options if plain else with_kernel(options, config, noise)
         valid, routing, choices = given.get("valid"), given.get("routing"), given.get("choices")
-        found = noted(masks, config) if plain and options is USUAL and cache is None and not taps else None
+        found = noted(masks, config, family) if plain and options is USUAL and cache is None and not taps else None
         known = found.plan if found is not None else cache.plan if cache is not None and options is before else None
         if known is None or taps:
             plan = plan_stack(config, None, _taps_in_layers(taps, config) if taps else (), options)
@@ -251,7 +251,7 @@ def hidden_states(
                     f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under "
                     "vmap pass fnmodels.rows(batch), in which every row is a batch of one."
                 )
-            x = edit_end(options.edits, "embed", x)
+            x = edit_end(options.edits, "embed", x) if options.edits else x
             if found is not None and found.is_of(x, valid, masks, freqs_cis):
                 masks, freqs_cis, ready = found.masks, found.tables, True
             else:
@@ -266,7 +266,7 @@ def hidden_states(
         batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise, {}, ready, full)
         ends = {"embed": x}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
-        ends["hidden"] = x = edit_end(options.edits, "hidden", x)
+        ends["hidden"] = x = edit_end(options.edits, "hidden", x) if options.edits else x
         return x, tapped | {name: ends[name] for name in taps if name in ends} if taps else tapped, entries
     except KeyError as error:
         _name_missing_leaf(params, config, error)

@@ -22,7 +22,6 @@ from .step_plan import PlannedStep, plan_rows, plan_step
 from .value import Cache, consume
 
 
-
 def prefill(
     params: Tree,
     inputs: Tree,

@@ -10,7 +10,7 @@ Two tokens of different segments, and padding (segments of 0 or less), never see
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,10 @@ class Mask:
         """The shapes and the rule, not the tensors: Mask(q=[2, 8], kv=[2, 8], rule=Causal())."""
         q, kv = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.q_positions, self.kv_positions))
         return f"Mask(q={q}, kv={kv}, rule={self.rule})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, for copies and files, without the notes that calls leave on a mask."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def allowed(self, q: Tokens, kv: Tokens) -> Tensor:
         """The full predicate: same segment, no padding, and the rule allows it.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import batched_gradient
 
-from .torch_internals import differentiated_once, untransformed
+from .torch_internals import differentiated_once, is_outermost
 
 
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ def guarded(kernel: str, function: Callable[..., Tensor], q: Tensor, k: Tensor, 
 
     In plain autograd a hook on the kernel's node does what `first_order` does on its inputs, and takes no time.
     """
-    plain = untransformed()
+    plain = is_outermost()
     if not plain:
         q, k, v = first_order(kernel, q, k, v)
     try:

@@ -98,14 +98,6 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and interpreter is not None and interpreter() is not None
 
 
-def untransformed() -> bool:
-    """Whether the code runs in eager mode without a transform of torch.func, or that is unknown."""
-    if torch.compiler.is_compiling():
-        return False
-    interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
-    return interpreter is None or interpreter() is None
-
-
 def is_outermost() -> bool:
     """Whether this is eager code outside of all transforms of torch.func and of forward mode. False if unknown."""
     interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
@@ -120,13 +112,10 @@ def needs_second_order() -> bool:
         from .torch_internals import transforms  # here, for making it imports dynamo
 
         active = transforms() or ()
+    elif getattr(forward_ad, "_current_level", -1) >= 0:  # of torch.func.linearize, which is no transform there
+        return True
     else:
-        if getattr(forward_ad, "_current_level", -1) >= 0:  # of torch.func.linearize, which is no transform there
-            return True
-        interpreter = PRIVATE["_C._functorch.peek_interpreter_stack"]
-        if interpreter is None or interpreter() is None:
-            return False
-        active = _transforms() or ()
+        active = () if is_outermost() else _transforms() or ()
     return "Jvp" in active or active.count("Grad") > 1
 
 

@@ -122,7 +122,7 @@ def run_stack(
         tables = ready_tables(batch.freqs_cis, plan.used, options)
         masks = {c: ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
         if batch.full and not cached:
-            note_ready(x, batch.valid, (batch.masks, batch.freqs_cis), (masks, tables), plan, options)
+            note_ready(x, (batch.masks, batch.freqs_cis, batch.valid), (masks, tables), plan, options)
     apart = plan.leaves or (cache is not None and len(plan.layers) != len(plan.kinds))
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside or apart else None
     run = range(plan.first, plan.first + len(plan.layers))

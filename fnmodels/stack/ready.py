@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
-from fnmodels.models.common.family import DecoderConfig, LayerKind
+from fnmodels.models.common.family import DecoderConfig, Family, LayerKind
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.checks import layout_at_hand
 from fnmodels.ops.attention.sdpa import ByIndex
@@ -20,64 +20,62 @@ from fnmodels.ops.torch_internals import quiet, versions
 from fnmodels.options import USUAL, ForwardOptions
 from fnmodels.stack.plan import StackPlan, parts_of
 
+_NOTE = "_ready"
+Batch = tuple[Mapping[str, MaskLike], Mapping[str, Any], Tensor | None]
+
 
 class Ready(NamedTuple):
     """A batch as a call with the usual options has found it: masks and tables as its layers read them, no padding.
 
     It is noted on the mask that all its layers share, and holds until a tensor that it was made from is written to.
-    parts: those of the family. x: sizes [B, S], dtype and device. given: the mask's tensors, valid, and the table of
-    each kind; writes: the `versions` of these.
+    parts: those of the family. x: sizes [B, S], dtype and device. raw: the table of each kind as it was given. read:
+    the tensors of all these and of the mask; writes: their `versions`.
     """
 
     plan: StackPlan
     parts: tuple[Any, ...]
     x: tuple[Any, ...]
-    given: tuple[Tensor | None, ...]
+    valid: Tensor | None
+    raw: Mapping[str, Tensor]
+    read: tuple[Tensor, ...]
     writes: list[int]
     masks: Mapping[str, MaskLike]
     tables: Mapping[str, Any]
 
     def is_of(self, x: Tensor, valid: Tensor | None, masks: Mapping[str, Any], freqs_cis: Mapping[str, Any]) -> bool:
         """Whether it is of a call with these arguments, of which the first mask has the note."""
+        if valid is not self.valid or self.x != (x.shape[:2], x.dtype, x.device) or versions(self.read) != self.writes:
+            return False
         mask = next(iter(masks.values()))
-        given = _given(self.plan, mask, valid, freqs_cis)
-        return (
-            self.x == (x.shape[:2], x.dtype, x.device)
-            and all([new is old for new, old in zip(given, self.given, strict=True)])
-            and all([masks.get(kind) is mask for kind in self.plan.used])
-            and versions([t for t in given if t is not None]) == self.writes
-        )
+        for kind, table in self.raw.items():
+            if masks.get(kind) is not mask or freqs_cis.get(kind) is not table:
+                return False
+        return True
 
 
-def noted(masks: Mapping[str, Any], config: DecoderConfig) -> Ready | None:
-    """The note of an earlier call on the first mask, if it is of this config: for eager calls, outside of transforms."""
+def noted(masks: Mapping[str, Any], config: DecoderConfig, family: Family) -> Ready | None:
+    """The note of an earlier call on the first mask, if it is of this config; for eager calls outside of transforms."""
     mask = next(iter(masks.values()), None) if isinstance(masks, dict) else None
     ready: Ready | None = getattr(mask, _NOTE, None)
-    same = ready is not None and ready.plan.config is config and ready.parts == parts_of(family_of(config))
-    return ready if same else None
+    return ready if ready is not None and ready.plan.config is config and ready.parts == parts_of(family) else None
 
 
-def note_ready(
-    x: Tensor, valid: Tensor | None, given: tuple[Any, Any], made: tuple[Any, Any], plan: StackPlan, options: ForwardOptions
-) -> None:
-    """Notes masks and tables that were made of those given, where they are small and constant."""
-    (masks, freqs_cis), mask = given, next(iter(given[0].values()))
+def note_ready(x: Tensor, batch: Batch, made: tuple[Any, Any], plan: StackPlan, options: ForwardOptions) -> None:
+    """Notes on the mask of a batch the masks and tables made of it, where they are small and constant.
+
+    batch: its masks, its tables and valid. made: {choice: {kind: mask}} and {kind: table}, as layers read them.
+    """
+    (masks, freqs_cis, valid), (of_choices, tables) = batch, made
+    mask = next(iter(masks.values()), None)
     if options is not USUAL or plan.taps or type(mask) is not Mask or not quiet() or torch.is_inference_mode_enabled():
         return
-    ((ready,), tables), tensors = (made[0].values(), made[1]), _given(plan, mask, valid, freqs_cis)
+    (ready,), raw = of_choices.values(), {kind: freqs_cis[kind] for kind in plan.used}
+    read = mask.q_positions, mask.q_segments, *raw.values(), *(() if valid is None else (valid,))
     alike = all(masks[kind] is mask and isinstance(ready[kind], ByIndex) for kind in plan.used)
-    constant = all(isinstance(t, Tensor) and not t.requires_grad for t in tensors if t is not None)
-    writes = versions([t for t in tensors if t is not None]) if alike and constant else None
-    if writes is not None:
-        note = Ready(plan, parts_of(family_of(plan.config)), (x.shape[:2], x.dtype, x.device), tensors, writes, ready, tables)
-        object.__setattr__(mask, _NOTE, note)
-
-
-def _given(plan: StackPlan, mask: Mask, valid: Tensor | None, freqs_cis: Mapping[str, Any]) -> tuple[Any, ...]:
-    return mask.q_positions, mask.q_segments, valid, *[freqs_cis.get(kind) for kind in plan.used]
-
-
-_NOTE = "_ready"
+    constant = alike and all(isinstance(t, Tensor) and not t.requires_grad for t in read)
+    if constant and (writes := versions(read)) is not None:
+        of_x, parts = (x.shape[:2], x.dtype, x.device), parts_of(family_of(plan.config))
+        object.__setattr__(mask, _NOTE, Ready(plan, parts, of_x, valid, raw, read, writes, ready, tables))
 
 
 def ready_tables(freqs_cis: Mapping[str, Tensor], used: Sequence[str], options: ForwardOptions) -> Mapping[str, Any]:

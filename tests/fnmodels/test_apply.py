@@ -472,7 +472,7 @@ def test_what_is_no_tensor_is_named(act, function) -> None:
 
 def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("fnmodels.stack.loop.materialize", lambda *form, **how: given.append(how) or "made")
+    monkeypatch.setattr("fnmodels.stack.ready.materialize", lambda *form, **how: given.append(how) or "made")
     params, (_, masks, freqs) = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
     x = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
     seen = []

@@ -505,7 +505,7 @@ def test_every_form_of_a_loss_gets_layouts_and_wrappers(form, monkeypatch):
     """The layout of packed rows, and remat, reach the layers of losses that name neither."""
     seen, prepared = [], select.materialize
     noted = lambda *args, **more: seen.append(args[2]) or prepared(*args, **more)  # noqa: E731
-    monkeypatch.setattr(fnmodels.stack.loop, "materialize", noted)
+    monkeypatch.setattr(fnmodels.stack.ready, "materialize", noted)
     batches = [model_batch(), model_batch(packed=False)]
     run(FORMS[form], sgd(0.1), model_params(), batches)
     assert seen[0].rows == fnmodels.inputs.document_layout(batches[0]["positions"], batches[0]["segment_ids"]).rows
