@@ -257,13 +257,13 @@ def hidden_states(
             else:
                 ready = cache is not None and cache.is_ready(x)
             made, x = x, x if ready else cleared(x, valid)  # what is ready has no padding
-            full = made is x
             extra, common = None, None
             if plan.reads_beside:
                 extra = layer_inputs_of(params, inputs, x, config=config)
                 shared = function_of(family, "shared")
                 common = None if shared is None else shared(params, given, config=config)
-        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise, {}, ready, full)
+        new = plain and not ready and made is x
+        batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise, {}, ready, new)
         ends = {"embed": x}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x) if options.edits else x

@@ -76,7 +76,7 @@ class LayerInputs(NamedTuple):
     routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P], or of
     the last layers alone. shared: what every layer reads, see `family.function_of`. noise: keys [B, S] of dropout;
     None: there is none. carried: see `common.carried`. ready: whether masks and tables were made for x and are in the
-    form that layers read. full: whether no token is padding, where that is known.
+    form that layers read. new: whether they may be noted: outside of transforms, where no token is padding.
     """
 
     masks: Mapping[str, MaskLike]
@@ -90,7 +90,7 @@ class LayerInputs(NamedTuple):
     noise: Tensor | None = None
     carried: Mapping[str, Any] = {}
     ready: bool = False
-    full: bool = False
+    new: bool = False
 
     @property
     def reads_beside(self) -> bool:
@@ -121,7 +121,7 @@ def run_stack(
         check_fit(layers, x, batch.masks, batch.freqs_cis, plan.kinds, plan.used, stored=plan.stored, cached=cached)
         tables = ready_tables(batch.freqs_cis, plan.used, options)
         masks = {c: ready_masks(batch.masks, kinds, kernel, options, plan, x) for c, kernel, kinds in plan.chosen}
-        if batch.full and not cached:
+        if batch.new and not cached:
             note_ready(x, (batch.masks, batch.freqs_cis, batch.valid), (masks, tables), plan, options)
     apart = plan.leaves or (cache is not None and len(plan.layers) != len(plan.kinds))
     beside = LayerSideInputs(batch, x, plan) if plan.reads_beside or batch.reads_beside or apart else None
