@@ -264,7 +264,7 @@ def hidden_states(
                 common = None if shared is None else shared(params, given, config=config)
         new = plain and not ready and made is x
         batch = LayerInputs(masks, freqs_cis, valid, routing, choices, cache, extra, common, noise, {}, ready, new)
-        ends = {"embed": x}
+        ends = {"embed": x} if taps else {}
         x, tapped, entries, _ = run_stack(params, x, batch, plan, options, ENDS)
         ends["hidden"] = x = edit_end(options.edits, "hidden", x) if options.edits else x
         return x, tapped | {name: ends[name] for name in taps if name in ends} if taps else tapped, entries

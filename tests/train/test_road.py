@@ -90,7 +90,7 @@ def test_options_are_made_once_on_the_road_and_adapted_once(roads, monkeypatch):
     run_step()  # makes the plan, whose blocks are bound to options of their own
     made.clear()
     run_step()
-    assert len(made) == 2  # the loss's, and what the run makes of them where the model is entered
+    assert len(made) == 1  # what the run makes of the usual ones where the model is entered
 
 
 def test_a_plan_of_layers_is_shared_by_calls_and_knows_other_options(roads):
