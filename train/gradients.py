@@ -129,20 +129,26 @@ def _gradients(
         trained = list(itertools.compress(tree.flatten(params), trains))
         unreached = frozenset(trained[index] for index in missing)
     grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
-    taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
+    taken = set(_places([*leaves, *(t for t in tree.leaves(batch) if isinstance(t, Tensor))]))
     sums = tree.map(Tensor.detach, aux[0]) if aux else None
     return total.detach(), count.detach(), sums, _own(grads, taken), unreached, outputs
 
 
 def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
     """The gradients, cloned where they share storage with other tensors: autograd returns views and shared tensors."""
-    owned = []
-    for grad in grads:
-        where = grad.untyped_storage().data_ptr()
+    owned, places = [], _places(grads)
+    if len(taken.union(places)) == len(taken) + len(grads) and all(map(Tensor.is_contiguous, grads)):
+        return grads
+    for grad, where in zip(grads, places, strict=True):
         private = where not in taken and grad.is_contiguous()
         owned.append(grad if private else grad.clone(memory_format=torch.contiguous_format))
         taken.add(where)
     return owned
+
+
+def _places(tensors: list[Tensor]) -> list[int]:
+    """The memory of each tensor's storage."""
+    return list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)))
 
 
 def loss_and_outputs(result: Any) -> tuple[tuple[Any, ...], list[Tree]]:

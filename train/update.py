@@ -157,8 +157,8 @@ def update(
     if balance_rate is not None:  # before any write, because it may raise
         counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
         moved = biases_of(state.params, counts, balance_rate, skip)
-    values = iter(sums.grads)
-    grads = [next(values) if trains else None for trains in plan.trains]
+    values, every = iter(sums.grads), all(plan.trains)
+    grads = sums.grads if every else [next(values) if trains else None for trains in plan.trains]
     after = _after(optimizer, plan, state, grads, skip, inplace)
     if moved:
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
@@ -212,7 +212,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _after(
-    optimizer: Optimizer, plan: UpdatePlan, state: State, grads: list[Tensor | None], skip: Tensor, inplace: bool
+    optimizer: Optimizer, plan: UpdatePlan, state: State, grads: Sequence[Tensor | None], skip: Tensor, inplace: bool
 ) -> State:
     if plan.run is None:
         after = updated(optimizer, state, grads, skip)
