@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu.linear import is_large, large_from, large_linear, large_linear_gelu, linear_in_graph
+from .cpu.linear import is_large, large_linear, large_linear_gelu, linear_in_graph
 from .invariant.rows import INVARIANT, invariant_linear
 from .torch_internals import is_plain_eager
 
@@ -35,12 +35,8 @@ def linears(x: Tensor, weights: Mapping[str, Tensor], names: Iterable[str]) -> t
         return cast("tuple[Tensor, ...]", found)
     if torch.compiler.is_compiling() or INVARIANT.get():
         return tuple([linear(x, weight, bias) for weight, bias in given])
-    least = large_from(x)  # `linear` in eager mode, whose questions are asked once
-    found = []
-    for w, b in given:
-        product = large_linear if isinstance(w, Tensor) and w.shape[0] >= least else F.linear
-        found.append(product(x, w, b))
-    return tuple(found)
+    # `linear` in eager mode, whose questions are asked once
+    return tuple([large_linear(x, w, b) if is_large(x, w) else F.linear(x, w, b) for w, b in given])
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:

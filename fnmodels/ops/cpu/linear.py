@@ -34,11 +34,6 @@ def is_large(x: Tensor, weight: Tensor) -> bool:
     return isinstance(weight, Tensor) and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
 
 
-def large_from(x: Tensor) -> float:
-    """The outputs of a product of x from which on it `is_large`."""
-    return _MIN_MULTIPLICATIONS / max(x.numel(), 1)
-
-
 def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear in eager mode, by `product` where that is faster."""
     if not uses_onednn(x, weight, bias):
