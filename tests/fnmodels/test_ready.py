@@ -61,6 +61,7 @@ def test_a_second_call_with_a_batch_makes_no_tables_and_has_the_bits_of_the_firs
 def test_a_write_to_what_was_read_is_seen(what: str) -> None:
     inputs, masks, freqs_cis = prepared = fnmodels.prepare(CONFIG, TOKENS, segment_ids=torch.ones_like(TOKENS))
     before, mask = _forward(prepared), masks["full"]
+    assert isinstance(mask, fnmodels.inputs.Mask)
     tensors = {"table": freqs_cis["full"], "positions": mask.q_positions, "segments": mask.q_segments}
     written = (tensors | {"valid": inputs["valid"]})[what]
     if what == "table":
