@@ -47,7 +47,7 @@ from train.parallel.step import batch_check, check_compile, sums_over
 from train.parallel.update import ShardedUpdate, optimizer_of_shards, over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
-from .gradients import LossFn, Metrics, Sums, gradient_sums, joined
+from .gradients import LossFn, Metrics, Sums, added_to, gradient_sums, joined
 from .handover.exports import Shard, full_tensors, shards
 from .handover.offload import offload
 from .state import State, init_state, on_all_stages
@@ -158,7 +158,7 @@ class Engine:
         loss returns one; the metrics of `optim_step` have the sums over all calls, also of different losses. A loss may
         return (sum, count, aux or None, outputs), a tree of tensors [B, S, ...], as `train.logprob_loss` does: the
         result then has "outputs", a list with those of each microbatch. ValueError for an empty list. If the call
-        raises, all gradients since the last update are discarded.
+        raises, the gradients of the calls before it are as they were.
         """
         self._trains()
         self._check_here()
@@ -167,23 +167,17 @@ class Engine:
                 raise ValueError("forward_backward needs at least one microbatch.")
             batches = microbatches(list(batches))
         run, whole_aux = _kept(self._runs, loss_fn, lambda: self._summing(loss_fn))
-        held, held_aux, into = self._sums, self._aux, None
-        if held is not None:
-            into = dataclasses.replace(held, aux=None, outputs=[])
-        self.zero_grad()  # restored below, once the whole call has succeeded
         with self._naming_the_lost("gradients"):
-            sums = run(self.state.params, batches, into, divide=False)
+            sums = run(self.state.params, batches, divide=False)
         total, count, aux = sums.total, sums.count, sums.aux
-        if held is not None:
-            total, count = total - held.total, count - held.count
         if self._placed is not None:
             total, count, aux = over_processes(self._placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
-        mine = None if self._options.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
         added = {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
         added |= {"outputs": sums.outputs} if sums.outputs else {}
-        self._sums, self._aux = dataclasses.replace(sums, aux=mine, outputs=[]), joined(held_aux, aux)
+        mine = dataclasses.replace(sums, aux=None if self._options.balance_rate is None else sums.aux, outputs=[])
+        self._aux, self._sums = joined(self._aux, aux), mine if self._sums is None else added_to(self._sums, mine)
         return added
 
     def _naming_the_lost(self, what: str) -> AbstractContextManager[None]:
@@ -203,13 +197,13 @@ class Engine:
         check_compile(Parallelism(mesh, placed.strategy), self._options.compile, self._options.remat)
         run = sums_over(placed, loss_fn, optimizer, self._options)
 
-        def sums(params: Tree, batches: Sequence[Entries], held: Sums | None, *, divide: bool) -> Sums:
+        def sums(params: Tree, batches: Sequence[Entries], *, divide: bool) -> Sums:
             local = local_tree(params)
             rows = needs_full_rows(loss_fn) and mesh.cp > 1
             check = batch_check(loss_fn, local, placed)
             parts = own_parts(list(batches), placed, check=check, places=mesh.cp > 1, rows=rows)
             bare, places = without_places(parts)
-            found = run(local, parts if rows else bare, held, divide=divide)
+            found = run(local, parts if rows else bare, divide=divide)
             if found.outputs:
                 found.outputs = full_outputs(found.outputs, bare, places, batches, placed)
             return found

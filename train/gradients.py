@@ -42,27 +42,26 @@ class Sums:
 def gradient_sums(
     loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[..., Sums]:
-    """sums(params, microbatches, into=None) -> `Sums` over the microbatches, added to `into`, which is consumed.
+    """sums(params, microbatches) -> `Sums` over the microbatches.
 
     loss_fn, optimizer, remat, compile: as in `make_step`. counts: request the loss's aux with the experts' counts.
     Gradients are summed in fp32 at least. Arguments of the result: divide: a single microbatch's gradients are divided
-    by its count on the way, unless into is given; trains: for each leaf of params, whether it is trained, where that is
-    known. ValueError where no parameter is trainable, the loss does not depend on any, or the loss function returns
-    another form.
+    by its count on the way; trains: for each leaf of params, whether it is trained, where that is known. ValueError
+    where no parameter is trainable, the loss does not depend on any, or the loss function returns another form.
     """
     loss = caller(loss_fn, remat=remat, compile=compile, counts=counts)
 
     def sums(
         params: Tree,
         parts: Sequence[Entries],
-        into: Sums | None = None,
         *,
         divide: bool = True,
         trains: list[bool] | None = None,
     ) -> Sums:
         if trains is None:
             trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
-        lone = divide and into is None and len(parts) == 1
+        lone = divide and len(parts) == 1
+        into: Sums | None = None
         for part in parts:
             given, leaves = fresh(params, trains)
             entered = loss.entered(given)
@@ -74,16 +73,28 @@ def gradient_sums(
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
                 into = Sums(total, count, aux, wide, lone, unreached, outputs)
                 continue
-            into.total, into.count = into.total + total, into.count + count
-            into.aux, into.unreached = joined(into.aux, aux), into.unreached & unreached
-            into.outputs += outputs
-            for held, grad in zip(into.grads, grads, strict=True):
-                held.add_(grad)
+            into = added_to(into, Sums(total, count, aux, grads, False, unreached, outputs))
             del grads  # free them before the next microbatch's backward pass
         assert into is not None
         return into
 
     return sums
+
+
+def added_to(held: Sums, more: Sums) -> Sums:
+    """The sums of both. The gradients of `held` are added to in place, and only once all else is known to fit."""
+    aux, grads = joined(held.aux, more.aux), held.grads
+    for held_grad, grad in zip(grads, more.grads, strict=True):
+        held_grad.add_(grad)
+    return Sums(
+        held.total + more.total,
+        held.count + more.count,
+        aux,
+        grads,
+        held.divided,
+        held.unreached & more.unreached,
+        held.outputs + more.outputs,
+    )
 
 
 def joined(held: Tree, found: Tree) -> Tree:

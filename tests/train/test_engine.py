@@ -157,8 +157,8 @@ def test_calls_out_of_order_raise() -> None:
         engine.optim_step()
 
 
-def test_a_call_that_raises_leaves_nothing_of_itself_behind() -> None:
-    """Of its microbatches some were added: they would weigh in the next update, without their count."""
+def test_a_call_that_raises_leaves_the_gradients_as_they_were() -> None:
+    """Some of its microbatches were computed, and none weighs in the next update; the calls before it all do."""
 
     def loss(params: Any, batch: Any) -> Any:
         if batch["tokens"].shape[1] == 3:
@@ -169,13 +169,28 @@ def test_a_call_that_raises_leaves_nothing_of_itself_behind() -> None:
     engine.forward_backward([_rows(0, 1)], loss)
     with pytest.raises(MemoryError):
         engine.forward_backward([_rows(1, 2), _cut(2, 3, 3)], loss)
-    with pytest.raises(RuntimeError, match="after forward_backward"):
-        engine.optim_step()
+    plain.forward_backward([_rows(0, 1)], loss)
+    assert off(engine.gradients(), plain.gradients()) == 0
     found = []
     for one in (engine, plain):
         one.forward_backward([_rows(0, 2)], loss)
         found.append(one.optim_step())
     assert off(engine.params, plain.params) == 0 and torch.equal(found[0]["loss"], found[1]["loss"])
+
+
+def test_an_aux_that_does_not_fit_the_earlier_ones_changes_nothing() -> None:
+    """It is found out after the pass, where gradients could have been added already."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return (*LOSS(params, batch), {"rows": batch["tokens"].new_ones(len(batch["tokens"]))})
+
+    engine = Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2))
+    engine.forward_backward([_rows(0, 2)], loss)
+    before = {path: grad.clone() for path, grad in tree.flatten(engine.gradients()).items()}
+    with pytest.raises(RuntimeError, match="size"):
+        engine.forward_backward([_rows(0, 3)], loss)
+    assert all(torch.equal(before[path], grad) for path, grad in tree.flatten(engine.gradients()).items())
+    assert engine.optim_step()["aux"]["rows"].tolist() == [1, 1]
 
 
 def test_limits_that_cannot_be_are_named() -> None:

@@ -73,7 +73,9 @@ class ContinuousBatch:
     """
 
     step: DecodingStep | None = None
-    """A compiled step, which keeps the number of slots; None: steps are eager."""
+    """A compiled step, which keeps the number of slots; None: steps are eager, as are those that record experts."""
+    stepped: bool = False
+    """Whether the compiled step has run."""
     computed: int = 0
     """Tokens of prompts that went through the model: shared and held ones are not computed again."""
 
@@ -214,7 +216,9 @@ class ContinuousBatch:
         if not active:
             self._idle = self._slots
             return []
-        if shrink and self._admission is None and self.step is None and 4 * len(active) <= 3 * len(self._places):
+        records = [answer.request.record_routing for _, answer in active]
+        eager = self.step is None or all(records)
+        if shrink and self._admission is None and eager and 4 * len(active) <= 3 * len(self._places):
             self._state = take_slots(self._state, [row for row, _ in active])
             self._places = [answer for _, answer in active]
             active = list(enumerate(answer for _, answer in active))
@@ -225,9 +229,10 @@ class ContinuousBatch:
             logits_fn=self._hook(),
             inplace=True,
             step=self.step,
-            record_routing=any(answer.request.record_routing for _, answer in active),
+            record_routing=any(records),
             **self._options,
         )
+        self.stepped |= self.step is not None and not any(records)
         if state.routing is not None:
             chosen = state.routing.cpu()
             for row, answer in active:

@@ -149,7 +149,7 @@ def serve(
         if drained and not batch.busy:
             if mistake is not None:
                 raise mistake
-            return choice.how
+            return choice.how if batch.stepped or choice.step is None else "none"
         yield from batch.advance(shrink=drained)
 
 

@@ -52,12 +52,10 @@ def with_unreached(run: Callable[..., Sums], reached: Reached, placed: Placed) -
         reached.every = held == seen
         return frozenset(held - seen)
 
-    def sums(params: Tree, parts: Sequence[Entries], into: Sums | None = None, *, divide: bool = True) -> Sums:
-        before = None if into is None else into.unreached
+    def sums(params: Tree, parts: Sequence[Entries], *, divide: bool = True) -> Sums:
         reached.paths.clear()
-        found = run(params, parts, into, divide=divide)
-        unreached = missing()
-        found.unreached = unreached if before is None else before & unreached
+        found = run(params, parts, divide=divide)
+        found.unreached = missing()
         return found
 
     return sums

@@ -47,6 +47,10 @@ class Body:
         self._read.add(name)
         return self._values.get(name, default)
 
+    def peek(self, name: str) -> Any:
+        """A value of any type, which counts as unread."""
+        return self._values.get(name)
+
     def wrong(self, name: str, must: str) -> ApiError:
         """The error of a field."""
         full = self._where + name

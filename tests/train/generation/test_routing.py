@@ -56,6 +56,31 @@ def test_events_have_the_experts_of_the_tokens_since_the_last_one_where_the_requ
     assert sizes == [[3, 1, 1], [None, None], [1, 1]]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_compiled_step_is_for_requests_that_do_not_record(mixed: bool) -> None:
+    """Requests of an iterator are not known beforehand, so the caller's step is there and runs where none records."""
+    config, params, calls = CASES[0].config, generic_params(CASES[0].config), list[int]()
+    eager = fnmodels.cache.eager_step(config)
+
+    def step(params: Any, tokens: Tensor, cache: Any, **places: Any) -> Any:
+        calls.append(len(tokens))
+        return eager(params, tokens, cache, **places)
+
+    requests = [Request([5, 3, 9], 2, record_routing=True), Request([1, 7], 2, record_routing=True)]
+    requests += [Request([1, 7, 4], 6, record_routing=not mixed)]
+    run, how = train.serve(params, config, iter(requests), slots=3, capacity=12, compile=step), ""
+    events = []
+    while True:
+        try:
+            events.append(next(run))
+        except StopIteration as done:
+            how = done.value
+            break
+    assert how == ("step" if mixed else "none") and len(calls) == (4 if mixed else 0)
+    wanted = train.generate(params, config, [[1, 7, 4]], max_new=6, compile="none")
+    assert [event.token for event in events if event.row == 2] == wanted.tokens[0]
+
+
 def test_a_new_request_records_beside_one_that_goes_on_from_its_cache() -> None:
     config, params = CASES[0].config, generic_params(CASES[0].config)
     batch = ContinuousBatch(params, config, slots=2, capacity=20)

@@ -125,16 +125,16 @@ def gradient_times_logp(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Te
     return (logp * batch["gradient"]).sum(), count_tokens(batch)
 
 
-def of_each_datum(loss: TracedLoss) -> LossFunction:
+def of_each_datum(loss: TracedLoss, budget: Budget) -> LossFunction:
     """The sum of a traced loss over the data of a batch, with the sums of its metrics as aux.
 
+    budget: of the call, whose rows are as many batches.
     The batch has the inputs of the loss as entries, named with PREFIX; a number stands at each token.
     """
 
     def total(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         lengths = batch["segment_ids"][0].bincount()[1:].tolist()
         columns = [logp[0].split(lengths)]
-        budget = Budget()
         for name, rank in loss.inputs[1:]:
             parts = batch[PREFIX + name][0].split(lengths)
             columns.append(parts if rank else tuple(part[0] for part in parts))

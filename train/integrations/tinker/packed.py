@@ -10,10 +10,8 @@ from torch import Tensor
 
 from train import checkpoint
 from train.data.token_budget import PackedRow, token_budget, unpacked
-from train.losses.output_loss import OutputLoss, logprob_loss
 
 from . import types
-from .base import Base
 from .losses import LOSSES, PREFIX, LossFunction, NamedLoss
 from .traced import TracedLoss
 
@@ -31,23 +29,11 @@ def named_loss(name: str) -> NamedLoss:
     return LOSSES[name]
 
 
-class Losses:
-    """The losses of a client, one object for each name with its numbers, for code is compiled per function."""
-
-    def __init__(self, base: Base) -> None:
-        self._run, self._made = base.run, dict[Any, OutputLoss]()
-
-    def named(self, name: str, numbers: Mapping[str, float] | None, data: Sequence[Any]) -> OutputLoss:
-        """The loss of a name and its numbers, for these data. ValueError for wrong ones."""
-        loss, given = named_loss(name), data[0].loss_fn_inputs if data else ()
-        found = loss.numbers(name, numbers, [entry for entry in loss.per_token if entry in given])
-        return self.of((name, *sorted(found.items())), loss.make(found))
-
-    def of(self, key: Any, function: LossFunction) -> OutputLoss:
-        """The loss of a function; the first one of a key is kept."""
-        if key not in self._made:
-            self._made[key] = logprob_loss(function, **self._run)
-        return self._made[key]
+def function_of(name: str, numbers: Mapping[str, float] | None, data: Sequence[Any]) -> LossFunction:
+    """The loss of a name and its numbers, for these data. ValueError for wrong ones."""
+    loss, given = named_loss(name), data[0].loss_fn_inputs if data else ()
+    found = loss.numbers(name, numbers, [entry for entry in loss.per_token if entry in given])
+    return loss.make(found)
 
 
 def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:

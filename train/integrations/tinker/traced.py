@@ -6,7 +6,6 @@ Nothing in a graph runs but the calls of `traced_calls`, within its bounds, so t
 """
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,16 +53,10 @@ class TracedLoss:
     inputs: tuple[tuple[str, int], ...]
     nodes: tuple[Node, ...]
 
-    @property
-    def key(self) -> str:
-        """A text that two losses have in common where they compute the same."""
-        each = [(node.op, node.name, node.target, node.args, dict(node.kwargs)) for node in self.nodes]
-        return json.dumps([self.inputs, each])
-
     def __call__(self, *inputs: Tensor, budget: Budget | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its metrics, by the values of the inputs. ValueError where a step fails.
 
-        budget: that of all data of a row; None: one for this datum alone.
+        budget: that of all data of a call; None: one for this datum alone.
         """
         given, values = iter(inputs), dict[str, Any]()
         budget = budget or Budget()

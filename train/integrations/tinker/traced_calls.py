@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ELEMENTS = 1 << 22  # of a value within a loss at most
-BUDGET = 1 << 27  # elements of all steps over the data of a row: ten times those of 200 steps over 65,536 tokens
+BUDGET = 1 << 28  # elements of all steps over the data of a call: those of 250 steps over a million tokens
 LEAST = 256  # elements that a step costs at least, for a call takes time by itself
 SORTING, SORTS = 16, ("sort", "topk", "median")  # elements that each element of these costs, for they take longer
 PARTS = 64  # of a tuple within a loss at most
@@ -58,7 +58,7 @@ _OWN_SIZES = ("getitem", "getattr", "gather", "view_as", "type_as", "to", "numel
 
 
 class Budget:
-    """The elements that the steps of a loss may still have, over all data that share the budget."""
+    """The elements that the steps of a loss may still have, over all data of a call, in whatever rows they are."""
 
     def __init__(self, elements: int = BUDGET) -> None:
         self.elements = self.left = elements
@@ -68,8 +68,8 @@ class Budget:
         self.left -= max(elements, LEAST)
         if self.left < 0:
             raise ValueError(
-                f"the steps up to here have more than {self.elements:,} elements over the data of a row, which is all "
-                "that they may have."
+                f"the steps up to here have more than {self.elements:,} elements over the data of a call, which is "
+                "all that they may have."
             )
 
 

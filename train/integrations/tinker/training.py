@@ -17,16 +17,18 @@ from train import checkpoint
 from train.data.token_budget import unpacked
 from train.engine import Engine
 from train.losses.logprobs import token_logprobs
+from train.losses.output_loss import OutputLoss, logprob_loss
 from train.optim.adamw import adamw
 from train.optim.base import clip_factor, global_norm
 from train.state import State, init_state
 
 from . import types
 from .base import Base, Future, Ready, TextTokenizer
-from .losses import gradient_times_logp, of_each_datum
-from .packed import Losses, output_of, packed_data, packed_inputs, saved_place, saved_state
+from .losses import LossFunction, gradient_times_logp, of_each_datum
+from .packed import function_of, output_of, packed_data, packed_inputs, saved_place, saved_state
 from .sampling import SamplingClient
 from .traced import TracedLoss
+from .traced_calls import Budget
 
 ALPHA = 32.0  # of every adapter, whatever its rank, as in Tinker
 CustomLoss = Callable[[list[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
@@ -74,7 +76,10 @@ class TrainingClient(Ready):
         params = P.lora.attach(params, tree.map(torch.Tensor.float, P.lora.adapters(params)))
         optimizer = adamw(1e-4, spec=P.lora.spec(base.config, params))
         self.engine = Engine(base.config, params, optimizer, copy=False)  # the base's weights stay shared
-        self._losses = Losses(base)
+
+    def _loss(self, function: LossFunction) -> OutputLoss:
+        """The loss of log-probabilities, a new one for each call: nothing is compiled that could be kept with it."""
+        return logprob_loss(function, **self.base.run)
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -103,7 +108,7 @@ class TrainingClient(Ready):
         Raises:
             ValueError: The loss is unknown, or a datum lacks an entry or has one of another length.
         """
-        loss, rows = self._losses.named(loss_fn, loss_fn_config, data), packed_data(data, loss_fn)
+        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn)
         found = self.engine.forward_backward([row.batch for row in rows], loss)
         return Future(output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
 
@@ -120,7 +125,7 @@ class TrainingClient(Ready):
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.
         """
-        loss, rows = self._losses.named(loss_fn, loss_fn_config, data), packed_data(data, loss_fn)
+        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn)
         found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
         total = sum(float(one[0]) for one in found)
         return Future(output_of(rows, [one[3]["logp"] for one in found], total))
@@ -156,13 +161,13 @@ class TrainingClient(Ready):
         given = [torch.zeros_like(logp) if grad is None else grad for grad, logp in zip(each, logps, strict=True)]
         for row in rows:
             row.batch["gradient"] = torch.cat([given[number] for number in row.sequences])[None]
-        self.engine.forward_backward([row.batch for row in rows], self._losses.of("gradient", gradient_times_logp))
+        self.engine.forward_backward([row.batch for row in rows], self._loss(gradient_times_logp))
         output = output_of(rows, found, float(loss.detach()))
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
 
     def _forward_backward_traced(self, data: Sequence[Any], loss: TracedLoss) -> Future[types.ForwardBackwardOutput]:
         rows = packed_inputs(data, loss)
-        function = self._losses.of(("traced", loss.key), of_each_datum(loss))
+        function = self._loss(of_each_datum(loss, Budget()))
         found = self.engine.forward_backward([row.batch for row in rows], function)
         output = output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]))
         means = {name: len(data) if name.endswith(":mean") else 1 for name in found["aux"]}

@@ -46,7 +46,7 @@ def gradient_sums(
     group: dist.ProcessGroup | None = None,
     hooks: StageHooks = ALONE,
 ) -> Callable[..., Sums]:
-    """sums(params, parts, into=None) -> this rank's Sums over microbatches, added to `into`, which is used up.
+    """sums(params, parts) -> this rank's Sums over microbatches.
 
     loss_fn: (params, batch) -> (sum, count[, aux]), which runs the model once; or a `ModelLoss` of it, with options.
     group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of [B, S], the same on every
@@ -61,7 +61,7 @@ def gradient_sums(
     several, agreed = holders(pipe.config, pipe), _agreed_kinds(group)
     sent_outputs = _outputs_of_last(pipe, group)
 
-    def sums(params: Tree, parts: Sequence[Entries], into: Sums | None = None, *, divide: bool = False) -> Sums:
+    def sums(params: Tree, parts: Sequence[Entries], *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
         train = tree.flatten(trainable_mask(params, optimizer.traits.trainable))
         paths = iter(train)
@@ -85,13 +85,7 @@ def gradient_sums(
         for path in sorted(grads):
             if (entry := entry_of(path, several)) is not None:
                 _sum_copies(grads[path], several[entry], group)
-        if into is None:
-            return Sums(total, count, aux, list(grads.values()), False, outputs=outputs)
-        into.outputs += outputs
-        into.total, into.count, into.aux = into.total + total, into.count + count, joined(into.aux, aux)
-        for held, grad in zip(into.grads, grads.values(), strict=True):
-            held.add_(grad)
-        return into
+        return Sums(total, count, aux, list(grads.values()), False, outputs=outputs)
 
     return sums
 

@@ -4,7 +4,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ Done = Callable[[Any], Any]
 
 def _unchanged(result: Any) -> Any:
     return result
+
+
+def _raised(error: Exception) -> None:
+    raise error
 
 
 @dataclass
@@ -167,6 +172,21 @@ class Trainer:
             number, model.next = model.next, model.next + 1
             self._run(f"{model_id}:{number}", *model.held.pop(number))
         return request_id
+
+    @contextmanager
+    def turn(self, model_id: Any, seq_id: Any) -> Iterator[None]:
+        """What is refused inside has had its turn, for those after it would wait for it for ever. ApiError.
+
+        A request without room has not: its client sends it again.
+        """
+        try:
+            yield
+        except (ApiError, ValueError) as error:
+            refused = error if isinstance(error, ApiError) else ApiError(400, str(error))
+            known = isinstance(model_id, str) and type(seq_id) is int and model_id in self.models
+            if known and refused.status in (400, 404) and seq_id >= self.models[model_id].next:
+                self.order(model_id, seq_id, lambda training: _raised(refused))
+            raise refused from error
 
     def _begin(self, request_id: str) -> None:
         """ApiError where there is no room for a request."""

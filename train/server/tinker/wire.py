@@ -57,6 +57,16 @@ class TrainingPass:
     forward_only: bool
 
 
+def place_of(data: bytes) -> tuple[str, int] | tuple[None, None]:
+    """(model_id, seq_id) of a message ForwardBackwardRequest, whatever else is wrong in it; None where they are not
+    to be read."""
+    try:
+        fields = _fields(data)
+        return _text(fields, 1), _last(fields, 2)
+    except ValueError:
+        return None, None
+
+
 def training_pass(data: bytes) -> TrainingPass:
     """The message in the body of a request. ValueError for other bytes, and for what is not supported."""
     fields = _fields(data)

@@ -13,6 +13,7 @@ from torch import Tensor
 from train.integrations.tinker import traced
 from train.integrations.tinker.losses import of_each_datum
 from train.integrations.tinker.traced import Node, TracedLoss, trace, traced_loss
+from train.integrations.tinker.traced_calls import Budget
 
 LOGP, FOUND = {"ref": "logprobs"}, {"ref": "found"}
 ALL = {"slice": [None, None, None]}
@@ -87,29 +88,34 @@ def _chain(steps: int, target: str, *more: Any) -> list[Node]:
 @pytest.mark.parametrize(
     ("calls", "size"),
     [
-        (_chain(70, "torch.neg"), 1 << 21),
-        ([_node("torch.sort", LOGP, name=f"sort{number}") for number in range(40)], 1 << 18),
-        ([_node("torch.topk", LOGP, 1, name=f"top{number}") for number in range(40)], 1 << 18),
+        (_chain(140, "torch.neg"), 1 << 21),
+        ([_node("torch.sort", LOGP, name=f"sort{number}") for number in range(80)], 1 << 18),
+        ([_node("torch.topk", LOGP, 1, name=f"top{number}") for number in range(80)], 1 << 18),
     ],
 )
 def test_the_steps_of_a_loss_have_a_budget_of_elements(calls: list[Node], size: int) -> None:
-    with pytest.raises(ValueError, match="have more than 134,217,728 elements over the data of a row"):
+    with pytest.raises(ValueError, match="have more than 268,435,456 elements over the data of a call"):
         _graph(*calls, _node("sum", LOGP, name="total"), result="total")(torch.zeros(size))
 
 
-def test_the_data_of_a_row_share_the_budget() -> None:
-    loss = _graph(*_chain(40, "torch.neg"), _node("sum", FOUND, name="total"), result="total")
+def test_the_data_of_a_call_share_the_budget_in_one_row_and_in_several() -> None:
+    loss = _graph(*_chain(80, "torch.neg"), _node("sum", FOUND, name="total"), result="total")
     length = 1 << 21
-    of_each_datum(loss)(torch.zeros(1, length), torch.zeros(1, length), _batch((length,)))
-    with pytest.raises(ValueError, match="over the data of a row"):
-        of_each_datum(loss)(torch.zeros(1, 2 * length), torch.zeros(1), _batch((length, length)))
+    row = torch.zeros(1, length), torch.zeros(1, length), _batch((length,))
+    of_each_datum(loss, Budget())(*row)
+    with pytest.raises(ValueError, match="over the data of a call"):
+        of_each_datum(loss, Budget())(torch.zeros(1, 2 * length), torch.zeros(1), _batch((length, length)))
+    of_call = of_each_datum(loss, Budget())
+    of_call(*row)
+    with pytest.raises(ValueError, match="over the data of a call"):
+        of_call(*row)
 
 
 @pytest.mark.parametrize("lengths", [(65536,), (100,) * 655])
 def test_two_hundred_steps_over_a_long_row_are_within_the_budget(lengths: tuple[int, ...]) -> None:
     loss = _graph(*_chain(200, "torch.neg"), _node("sum", FOUND, name="total"), result="total")
     logp = torch.randn(1, sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    total, count, _ = of_each_datum(loss)(logp, logp, _batch(lengths))
+    total, count, _ = of_each_datum(loss, Budget())(logp, logp, _batch(lengths))
     assert float(total) == pytest.approx(float(logp.sum())) and int(count) == sum(lengths)
 
 
@@ -159,7 +165,7 @@ def test_a_step_cannot_change_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trace(loss, {"logprobs": 1, "advantages": 1, "scale": 0})
     row, logp = torch.arange(5.0)[None], torch.ones(1, 5)
     batch = _batch((2, 3), input_advantages=row.clone(), input_scale=torch.full((1, 5), 2.0))
-    total, _, _ = of_each_datum(made)(logp, logp, batch)
+    total, _, _ = of_each_datum(made, Budget())(logp, logp, batch)
     assert torch.equal(batch["input_advantages"], row) and torch.equal(batch["input_scale"], torch.full((1, 5), 2.0))
     assert float(total) == 20.0
 

@@ -124,7 +124,7 @@ OUTPUT = _node("output", "output", "output", {"tuple": [STEP, {"dict": {}}]})
 LARGE = [_node("call_method", "zeros", "long", LOGP)]
 for _number in range(6):  # each has 16 times as many elements
     LARGE.append(_node("call_function", f"large{_number}", "torch.stack", [{"ref": LARGE[-1]["name"]}] * 16))
-LONG = [_node("call_function", f"sort{number}", "torch.sort", {"ref": "large4"}) for number in range(40)]
+LONG = [_node("call_function", f"sort{number}", "torch.sort", {"ref": "large4"}) for number in range(80)]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ LONG = [_node("call_function", f"sort{number}", "torch.sort", {"ref": "large4"})
         ([_step("operator.mod", "%01500000000.0f", LOGP)], "str is neither a tensor nor a number."),
         ([*LARGE[:1], _step("operator.mul", [0], {"ref": "zeros"})], "list is neither a tensor nor a number."),
         ([*LARGE, _step("torch.sum", LOGP)], "would have 33,554,432 elements; 4,194,304 are allowed."),
-        ([*LARGE[:6], *LONG, _step("torch.sum", LOGP)], "over the data of a row, which is all that they may have."),
+        ([*LARGE[:6], *LONG, _step("torch.sum", LOGP)], "over the data of a call, which is all that they may have."),
         ([_step("torch.stack", [1, 2])], "a list of tensors is needed."),
         ([_node("call_method", "step", "to", LOGP, "meta")], "it stays on its device."),
         ([_step("torch.sum", LOGP), _node("call_method", "other", "to", STEP, 0)], "it stays on its device."),

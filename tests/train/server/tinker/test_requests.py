@@ -240,6 +240,31 @@ def test_a_pass_that_finds_no_room_is_not_left_out(server: Served, folder: Path,
     assert _result(server, update)["metrics"]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_refused_request_has_had_its_turn(server: Served, late: bool) -> None:
+    """The requests after it run, whether they come after it or before; those before it have lost no gradient."""
+    model, adam = _model(server), {"adam_params": {"learning_rate": 0.01}}
+    _post(server, "forward_backward", _training_pass(model, 1, TOKENS))
+    step = {"model_id": model, "seq_id": 4} | adam
+    waiting = _post(server, "optim_step", step)["request_id"] if late else ""
+    assert _refused(server, "forward_backward", _training_pass(model, 2, [1, 2, 260]))[0] == 400
+    assert _refused(server, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {"beta1": "x"}})[0] == 400
+    waiting = waiting or _post(server, "optim_step", step)["request_id"]
+    assert _result(server, waiting)["metrics"]["grad_norm"] > 0
+    assert _result(server, f"{model}:2")["error"] == "Datum 0 has the id 260; token ids are from 0 to 259."
+    again = _post(server, "optim_step", step | {"seq_id": 5})["request_id"]
+    assert "comes after forward_backward" in _result(server, again)["error"]
+
+
+def test_a_pass_that_fails_keeps_the_gradients_before_it(server: Served) -> None:
+    model = _model(server)
+    _post(server, "forward_backward", _training_pass(model, 1, TOKENS))
+    message = _training_pass(model, 2, TOKENS).replace(b"cross_entropy", b"crossentropy!")
+    assert "There is no loss" in _result(server, _post(server, "forward_backward", message)["request_id"])["error"]
+    step = {"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 0.01}}
+    assert _result(server, _post(server, "optim_step", step)["request_id"])["metrics"]["grad_norm"] > 0
+
+
 def _until(true: Any) -> None:
     end = time.monotonic() + 60
     while not true():
