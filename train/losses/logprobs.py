@@ -16,6 +16,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import text_config
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
@@ -45,8 +46,8 @@ def token_logprobs(
     Args:
         params: The parameters of the model.
         batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the token predicted at t, -100
-            ignored.
-        config: The model's config.
+            ignored. With images also image_features, see `train.Batch`.
+        config: The model's config; that of the whole model for a batch with images, whose text `params` are of.
         temperature: Divides the logits, as in sampling; a number, or a tensor [B] or [B, S].
         chunk: Tokens whose logits [chunk, V] exist at a time, in the backward pass too; "auto" as for `head_loss`;
             None: all, in plain operations.
@@ -62,7 +63,7 @@ def token_logprobs(
     given = ForwardOptions(**options)
     found = model_states(params, batch, config=config, length=length, options=given)
     how: Any = {"temperature": temperature, "chunk": chunk, "invariant": given.invariant}
-    return head_logprobs(params, found.x, batch["labels"], config=config, **how)
+    return head_logprobs(params, found.x, batch["labels"], config=text_config(config), **how)
 
 
 def routed_logprobs(
@@ -102,7 +103,7 @@ def routed_logprobs(
     found = model_states(params, batch, config=config, length=length, balance=terms, aux=True, options=given)
     assert found.added is not None and found.sums is not None
     how: Any = {"temperature": temperature, "chunk": chunk, "invariant": given.invariant}
-    logprobs = head_logprobs(params, found.x, batch["labels"], config=config, **how)
+    logprobs = head_logprobs(params, found.x, batch["labels"], config=text_config(config), **how)
     return *logprobs, found.added, found.sums
 
 

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 import fnmodels
 from fnmodels.apply import hidden_states
+from fnmodels.image_text import ImageFeatures, Prepared, own_places, with_features
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.family import DecoderConfig, field_of, parsed, traits_of
+from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import USUAL, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -46,9 +49,9 @@ def next_token_loss(
         batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the target predicted at t
             (already shifted), int64, -100 ignored. Optional: weights [B, S], which multiply each token's loss (a label
             of weight 0 does not count). Also routing and choices, int64 [B, S, layers, k], the experts and the keys to
-            use; rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S]. See
-            `train.Batch`.
-        config: The model's config.
+            use; rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S];
+            image_features [B, S, F, D]. See `train.Batch`.
+        config: The model's config; that of the whole model for a batch with images, whose text `params` are of.
         chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
         length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
         label_smoothing: The share of the target that is spread uniformly over the vocabulary (arXiv 1512.00567).
@@ -73,7 +76,7 @@ def next_token_loss(
             params,
             found.x,
             batch["labels"],
-            config=config,
+            config=text_config(config),
             chunk=chunk,
             weights=batch.get("weights"),
             label_smoothing=label_smoothing,
@@ -161,14 +164,18 @@ def model_call(
     balance, aux: as there. ValueError for an invalid batch, and for balance or aux with a model without experts.
     """
     check_entries(batch, "tokens", "positions", "segment_ids", "labels")
+    whole, config = config, text_config(config)
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     if field_of(config, "head") in ("lm", "masked_lm"):  # others have labels of another meaning, which they check
         check_targets(batch["labels"], config.vocab_size)
     given = params if isinstance(params, RunParams) else RunParams(params, PLAIN)
     run = run_options(given)
     length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
-    places = {"positions": batch["positions"], "segment_ids": batch["segment_ids"], "rng": batch.get("rng")}
-    inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **places, length=length)
+    known = {name: batch.get(name) for name in ("positions", "segment_ids", "rng")}
+    if "image_features" in batch:
+        (inputs, masks, freqs_cis), options = _with_images(given, batch, whole, options, {**known, "length": length})
+    else:
+        inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **known, length=length)
     inputs |= {name: batch[name] for name in ("routing", "choices", "token_types", "preceding") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts
@@ -184,3 +191,31 @@ def model_call(
     # a dense model of a family that has models with experts: its terms are 0
     taps = ROUTER_TAPS if any(kind.routed for kind in parsed(family.kinds(config))) else ()
     return ModelCall((noted, *arguments, taps), given, masks, freqs_cis, inputs["valid"], terms, balance is not None)
+
+
+def _with_images(
+    params: RunParams, batch: Mapping[str, Tensor], config: Any, options: ForwardOptions, known: dict[str, Any]
+) -> tuple[Prepared, ForwardOptions]:
+    """What `prepare` makes of a batch with image_features, and the options of the call, whose edits add the features of
+    layers. ValueError for the config of a text alone, in a pipeline, and for a loss with edits of its own.
+
+    params: of the text. config: of the whole model. known: further arguments of `prepare`.
+    """
+    if text_config(config) is config:
+        raise ValueError(
+            f"The batch has image_features, and config is that of a text alone ({config.model_type}): pass the config "
+            "of the whole model, of fnmodels.models.vision_language."
+        )
+    if run_options(params).stage is not None:
+        raise ValueError("The batch has image_features, which the stages of a pipeline do not take: train without pp.")
+    tokens, values = batch["tokens"], batch["image_features"].unbind(2)
+    places = own_places(tokens, config=config)
+    types = {"token_types": batch["token_types"]} if "token_types" in batch else {}
+    prepared = fnmodels.prepare(config, tokens, places=places, **types, **known)
+    features = ImageFeatures(values, torch.zeros(0, 3, dtype=torch.int64))
+    prepared, more = with_features(params.with_entries({"text": params}), features, places, prepared, config=config)
+    if "edits" not in more:
+        return prepared, options
+    if options.edits:
+        raise ValueError(f"The images of {config.model_type} are edits of layers; the loss has edits of its own.")
+    return prepared, dataclasses.replace(options, edits=more["edits"])
