@@ -21,6 +21,7 @@ from params.io.files import plain_file, read_json
 from params.io.tokenizer_file import read_tokenizer
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
+from train.data.image_prompts import ImagePrompts, placeholder_in
 from train.generation.sampling import Sampling, check_sampling
 
 COMPANION_LIMIT = 50_000_000  # bytes of a generation config, a chat template, a tokenizer's config
@@ -64,17 +65,37 @@ def load_model(folder: Path, *, merge: bool = False, **options: Any) -> tuple[An
     return config, P.lora.merge(params) if merge else params
 
 
-def load_image_model(folder: Path) -> tuple[Any, Tree]:
+def load_image_model(folder: Path, **options: Any) -> tuple[Any, Tree]:
     """(config, params) of the whole model in a folder as of `load_model`. UserError for one that reads no images."""
     base = weights_folder(folder)
     config = P.load_config(base)
     family, text = family_of(config), text_config(config)
     if text is config:
         raise UserError(f"{base}: a model of type {config.model_type!r} reads no images")
-    config, params = P.load_pretrained(base, drop=tuple(traits_of(family).unread))
+    config, params = P.load_pretrained(base, drop=tuple(traits_of(family).unread), **options)
     if base != folder:
         params = {**params, "text": P.lora.load_adapters(folder, config.text, params["text"])}
     return config, params
+
+
+def load_reader(folder: Path, **options: Any) -> tuple[Any, Tree, ImagePrompts | None]:
+    """`load_image_model` and how its pictures are read, where it reads them from files here and the folder says how;
+    else `load_model` and None.
+
+    options: keywords of `params.load_pretrained`.
+    """
+    weights = weights_folder(folder)
+    if os.path.lexists(folder / "tokenizer.json"):
+        tokenizer = load_tokenizer(folder)
+        if placeholder_in(weights, tokenizer) is not None:
+            config, params = load_image_model(folder, **options)
+            family = family_of(config)  # without those whose layers attend to images, and whose caches differ in width
+            if hasattr(family, "read_image") and not hasattr(family, "image_memory"):
+                try:
+                    return config, params, ImagePrompts.of(weights, config, tokenizer)
+                except UserError:  # without settings of pictures the model answers texts
+                    pass
+    return *load_model(folder, **options), None
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

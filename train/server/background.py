@@ -61,7 +61,7 @@ def background(
         RuntimeError: It does not start, as where the port is in use.
         UserError: The token is empty.
     """
-    service = Service(load(folder, name, images=saves is None), limits or Limits(), kernel=kernel)
+    service = Service(load(folder, name), limits or Limits(), kernel=kernel)
     routes = None if saves is None else tinker_routes(Trainer(service, saves))
     settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 10}
     server = Listening(

@@ -114,7 +114,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from .tinker.routes import tinker_routes
     from .tinker.trainer import Trainer
 
-    model = load(local_folder(arguments.checkpoint), arguments.name, images=not arguments.train)
+    model = load(local_folder(arguments.checkpoint), arguments.name)
     limits = Limits(
         arguments.slots, context_of(arguments.context, model.served.config), arguments.queue, arguments.body_limit
     )

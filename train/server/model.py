@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import family_of, stack_configs, text_config
+from fnmodels.models.common.registry import stack_configs, text_config
 from train.data.chat import Template, read_template, render_prompt
 from train.data.image_prompts import ImagePrompts, check_places, placeholder_in
 from train.eval import pretrained
@@ -133,30 +133,13 @@ def _picture(url: str, file: Path) -> Path:
     return file
 
 
-def load(folder: Path, name: str | None = None, *, images: bool = True) -> Model:
-    """The model of a folder: the whole one where it reads images from files. UserError for one that cannot answer.
-
-    images: whether it may be the whole one; False: the text alone.
-    """
+def load(folder: Path, name: str | None = None) -> Model:
+    """The model of a folder: the whole one where it reads images from files. UserError for one that cannot answer."""
     tokenizer = pretrained.load_tokenizer(folder)
-    weights = pretrained.weights_folder(folder)
-    config, params, pictures = _loaded(folder, weights, tokenizer, images)
+    config, params, pictures = pretrained.load_reader(folder)
     if stack_configs(config):
         raise UserError(f"{folder}: a {config.model_type} has an encoder; the server answers with decoders alone")
     pretrained.check_vocabulary(tokenizer, text_config(config), folder)
     ends = pretrained.answer_end_ids(folder, tokenizer)
     served = Served(params, config, tokenizer)
     return Model(folder, name or folder.resolve().name, served, ends, pictures)
-
-
-def _loaded(folder: Path, weights: Path, tokenizer: Tokenizer, images: bool) -> tuple[Any, Any, ImagePrompts | None]:
-    if images and placeholder_in(weights, tokenizer) is not None:
-        config, params = pretrained.load_image_model(folder)
-        family = family_of(config)  # whose rows of a cache differ in width where layers attend to images
-        if hasattr(family, "read_image") and not hasattr(family, "image_memory"):
-            try:
-                return config, params, ImagePrompts.of(weights, config, tokenizer)
-            except UserError:  # without settings of pictures the model answers texts
-                pass
-    config, params = pretrained.load_model(folder)
-    return config, params, None

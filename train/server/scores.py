@@ -2,18 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels.image_text import Image
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree, leaves
+from train.data.image_rows import image_batch, image_entries
 from train.data.token_budget import token_budget, unpacked
 from train.eval.scoring import tables_depend_on_length
+from train.generation.images import text_model
 from train.losses.next_token import model_states
 from train.losses.token_chunks import chunk_of, per_token
 
@@ -30,29 +34,48 @@ class PromptScores:
 
 @torch.no_grad()
 def score_prompts(
-    params: Tree, config: DecoderConfig, prompts: Sequence[Sequence[int]], likeliest: int, *, kernel: Kernel = "auto"
+    params: Tree,
+    config: Any,
+    prompts: Sequence[Sequence[int]],
+    likeliest: int,
+    *,
+    images: Sequence[Sequence[Image]] | None = None,
+    kernel: Kernel = "auto",
 ) -> list[PromptScores]:
     """The scores of each prompt, in one row where the model's rotary tables allow it; each has a token at least.
 
-    likeliest: how many of the likeliest tokens are named, among them not always the prompt's own.
+    params, config: of the whole model where it reads images. likeliest: how many of the likeliest tokens are named,
+    among them not always the prompt's own. images: of each prompt.
     """
     ids = [torch.tensor(list(prompt)) for prompt in prompts]
-    if tables_depend_on_length(config, [(list(prompt), 1) for prompt in prompts]):
-        return [score for one in ids for score in _row(params, config, [one], likeliest, len(one), kernel)]
-    return _row(params, config, ids, likeliest, None, kernel)
+    own = [()] * len(ids) if images is None else images
+    if tables_depend_on_length(text_config(config), [(list(prompt), 1) for prompt in prompts]):
+        each = zip(ids, own, strict=True)
+        return [score for one, of in each for score in _row(params, config, [one], likeliest, len(one), kernel, [of])]
+    return _row(params, config, ids, likeliest, None, kernel, own)
 
 
 def _row(
-    params: Tree, config: DecoderConfig, ids: list[Tensor], likeliest: int, length: int | None, kernel: Kernel
+    params: Tree,
+    config: Any,
+    ids: list[Tensor],
+    likeliest: int,
+    length: int | None,
+    kernel: Kernel,
+    images: Sequence[Sequence[Image]],
 ) -> list[PromptScores]:
     labels = [torch.cat((one[1:], torch.tensor([IGNORE]))) for one in ids]
-    ((row,),) = token_budget({"tokens": ids, "labels": labels}, sum(map(len, ids)))
-    device = leaves(params)[0].device
+    entries = image_entries(params, ids, images, config=config, kernel=kernel) if any(images) else {}
+    ((row,),) = token_budget({"tokens": ids, "labels": labels, **entries}, sum(map(len, ids)))
+    found_images = image_batch(row, images, config=config) if entries else row.batch
     layout = fnmodels.inputs.document_layout(row.batch["positions"], row.batch["segment_ids"])
-    batch = {name: tensor.to(device) for name, tensor in row.batch.items()}
+    (params, text), whole = text_model(params, config), config
+    device = leaves(params)[0].device
+    batch = {name: tensor.to(device) for name, tensor in found_images.items()}
     sizes = None if length is None else torch.tensor([length], device=device)
-    options = ForwardOptions(kernel, layout=layout)
-    x = model_states(params, batch, config=config, length=sizes, options=options).x
+    options = ForwardOptions(kernel, layout=None if entries else layout)  # images may see what follows in their row
+    x = model_states(params, batch, config=whole, length=sizes, options=options).x
+    config = text
     family, most = fnmodels.family_of(config), min(max(likeliest, 1), config.vocab_size)
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,6 @@ from fnmodels.options import Kernel, is_invariant
 from fnmodels.tree import Tree
 from train.generation.batching import BatchSettings, ContinuousBatch
 from train.generation.checks import check_request, learned_positions
-from train.generation.images import text_model
 from train.generation.requests import Request
 
 from .errors import ApiError
@@ -34,6 +33,7 @@ class Ticket:
         put: Called in the thread of the server with each `Event`, `PromptScores`, result of a job, or exception.
         request: What is generated; None: nothing is.
         prompt: The token ids that are scored; None: none are.
+        images: Those of the prompt that is scored.
         likeliest: The likeliest tokens that scores name at each place.
         job: A function that runs between two steps, such as an update; None: there is none.
     """
@@ -41,6 +41,7 @@ class Ticket:
     put: Callable[[Any], None]
     request: Request | None = None
     prompt: Sequence[int] | None = None
+    images: Sequence[Any] = ()
     likeliest: int = 0
     job: Callable[[], Any] | None = None
     error: Exception | None = None  # that the request's own `logits_fn` raised
@@ -321,9 +322,9 @@ def _guarded(ticket: Ticket) -> Request:
 
 def _scores(model: Served, tickets: Sequence[Ticket], kernel: Kernel) -> list[PromptScores | Exception]:
     """The scores of the prompts; where they fail together, those of each, or its own error."""
-    params, config = text_model(model.params, model.config)
     most = max(ticket.likeliest for ticket in tickets)
+    prompts, images = [ticket.prompt or () for ticket in tickets], [ticket.images for ticket in tickets]
     try:
-        return list(score_prompts(params, config, [ticket.prompt or () for ticket in tickets], most, kernel=kernel))
+        return list(score_prompts(model.params, model.config, prompts, most, images=images, kernel=kernel))
     except Exception as error:
         return [error] if len(tickets) == 1 else [_scores(model, [ticket], kernel)[0] for ticket in tickets]

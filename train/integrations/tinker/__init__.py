@@ -10,9 +10,19 @@ from . import types
 from .client import Client
 from .sampling import SamplingClient
 from .training import TrainingClient
-from .types import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData
+from .types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    SamplingParams,
+    TensorData,
+)
 
 ServiceClient = Client  # its name in Tinker's package
 
 __all__ = ["Client", "ServiceClient", "TrainingClient", "SamplingClient", "types"]
-__all__ += ["AdamParams", "Datum", "EncodedTextChunk", "ModelInput", "SamplingParams", "TensorData"]
+__all__ += ["AdamParams", "Datum", "EncodedTextChunk", "ImageAssetPointerChunk", "ImageChunk", "ModelInput"]
+__all__ += ["SamplingParams", "TensorData"]

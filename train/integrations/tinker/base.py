@@ -8,7 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import Kernel
 from fnmodels.tree import Tree
+from train.data.image_prompts import ImagePrompts
 from train.eval import pretrained
+from train.generation.images import text_model
 
 T = TypeVar("T")
 
@@ -57,18 +59,42 @@ class TextTokenizer:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The model around a text that reads images. pictures: how its pictures are read."""
+
+    config: Any
+    params: Tree
+    pictures: ImagePrompts
+
+
+@dataclass(frozen=True)
 class Base:
     """A base model; its weights are read by all clients and written by none.
 
-    kernel: of sampling and of training, see `fnmodels.forward`; with "invariant" both have the same bits.
+    config, params: of its text. kernel: of sampling and of training, see `fnmodels.forward`; with "invariant" both have
+    the same bits. whole: of a model that reads images; its tower is not trained.
     """
 
     folder: Path
     config: DecoderConfig
     params: Tree
     kernel: Kernel = "auto"
+    whole: Whole | None = None
+
+    @staticmethod
+    def of(folder: Path, config: Any, params: Tree, pictures: ImagePrompts | None, kernel: Kernel) -> "Base":
+        """The base of what `train.eval.pretrained.load_reader` returns."""
+        if pictures is None:
+            return Base(folder, *text_model(params, config)[::-1], kernel)
+        return Base(folder, config.text, params["text"], kernel, Whole(config, params, pictures))
 
     @property
     def run(self) -> dict[str, Any]:
-        """The keywords by which all passes run the model."""
-        return {"config": self.config, "kernel": self.kernel}
+        """The keywords by which all losses run the model."""
+        return {"config": self.config if self.whole is None else self.whole.config, "kernel": self.kernel}
+
+    def sampled(self, params: Tree) -> tuple[Tree, Any]:
+        """(params, config) of the model that generates, of which `params` are the text's."""
+        if self.whole is None:
+            return params, self.config
+        return {**self.whole.params, "text": params}, self.whole.config

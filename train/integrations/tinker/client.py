@@ -78,8 +78,8 @@ class Client:
         """
         folder = Path(base_model)
         if folder not in self._bases:
-            config, params = pretrained.load_model(folder, dtype=self.dtype)
-            self._bases[folder] = Base(folder, config, params, self.kernel)
+            loaded = pretrained.load_reader(folder, dtype=self.dtype)
+            self._bases[folder] = Base.of(folder, *loaded, self.kernel)
         return self._bases[folder]
 
     def create_lora_training_client(

@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from train import checkpoint
-from train.data.token_budget import PackedRow, token_budget, unpacked
+from train.data.token_budget import PackedRow, unpacked
 
 from . import types
+from .base import Base
+from .images import InputReader, InputTokens, packed_rows
 from .losses import LOSSES, PREFIX, LossFunction, NamedLoss
 from .traced import TracedLoss
 
 NAME, PATH = 200, 1000  # bytes of the name of a folder, and characters of one with those above it
-BUDGET = 4096  # tokens of a packed row; a longer sequence has a row of its own
 
 
 ROUTING = "routing"  # entry [T, layers with experts, k]: the experts of each token, which the pass replays
@@ -36,17 +36,14 @@ def function_of(name: str, numbers: Mapping[str, float] | None, data: Sequence[A
     return loss.make(found)
 
 
-def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:
+def packed_data(data: Sequence[Any], loss_fn: str | None, base: Base) -> list[PackedRow]:
     """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form."""
     loss = None if loss_fn is None else named_loss(loss_fn)
-    if not data:
-        raise ValueError("There is no datum: data is empty.")
+    read, names = _read(data, base)
     optional = [name for name in (*(loss.per_token if loss else ()), ROUTING) if _any_has(data, name)]
     reader = f"the loss {loss_fn!r}"
-    entries: dict[str, list[Tensor]] = {"tokens": [], "labels": []}
-    for number, datum in enumerate(data):
-        tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
-        entries["tokens"].append(tokens)
+    entries: dict[str, list[Tensor]] = {"labels": []}
+    for number, (datum, tokens) in enumerate(zip(data, (one.tokens for one in read), strict=True)):
         entries["labels"].append(_entry(datum, number, "target_tokens", len(tokens), reader).long())
         for name in loss.inputs if loss else ():
             entries.setdefault(name, []).append(_entry(datum, number, name, len(tokens), reader).float())
@@ -55,22 +52,19 @@ def packed_data(data: Sequence[Any], loss_fn: str | None) -> list[PackedRow]:
             entries.setdefault(name, []).append(values.long() if name == ROUTING else values.float())
         if "sequence_ratio_mask" in entries and not entries["sequence_ratio_mask"][-1].any():
             raise ValueError(f"'sequence_ratio_mask' of datum {number} marks no token; the ratio needs one at least.")
-    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
+    return packed_rows(base, entries, read, names)
 
 
-def packed_inputs(data: Sequence[Any], loss: TracedLoss) -> list[PackedRow]:
+def packed_inputs(data: Sequence[Any], loss: TracedLoss, base: Base) -> list[PackedRow]:
     """The data in packed rows, with the inputs of a traced loss as entries. ValueError for a datum of another form.
 
     A number becomes an entry with that number at each token.
     """
-    if not data:
-        raise ValueError("There is no datum: data is empty.")
-    entries: dict[str, list[Tensor]] = {"tokens": [], "labels": []}
+    read, names = _read(data, base)
+    entries: dict[str, list[Tensor]] = {"labels": []}
     reader, wanted = f"the custom loss {loss.name!r}", loss.inputs[1:]
     routed = _any_has(data, ROUTING)
-    for number, datum in enumerate(data):
-        tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
-        entries["tokens"].append(tokens)
+    for number, (datum, tokens) in enumerate(zip(data, (one.tokens for one in read), strict=True)):
         entries["labels"].append(_entry(datum, number, "target_tokens", len(tokens), reader).long())
         if routed:
             values = _entry(datum, number, ROUTING, len(tokens), "other data have")
@@ -82,7 +76,15 @@ def packed_inputs(data: Sequence[Any], loss: TracedLoss) -> list[PackedRow]:
     for name, rank in wanted:
         if len({values.shape[1:] for values in entries[PREFIX + name]}) > 1:
             raise ValueError(f"{name!r}, of rank {rank}, must have as many columns in all data.")
-    return token_budget(entries, max(BUDGET, *map(len, entries["tokens"])))[0]
+    return packed_rows(base, entries, read, names)
+
+
+def _read(data: Sequence[Any], base: Base) -> tuple[list[InputTokens], list[str]]:
+    """(the tokens and images of each datum, what sentences call it). ValueError for none, and for a wrong chunk."""
+    if not data:
+        raise ValueError("There is no datum: data is empty.")
+    reader, names = InputReader(base), [f"datum {number}" for number in range(len(data))]
+    return [reader.read(datum.model_input, name) for datum, name in zip(data, names, strict=True)], names
 
 
 def _any_has(data: Sequence[Any], name: str) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from fnmodels.tree import Tree
-from train.data.token_budget import token_budget
 from train.eval import pretrained
 from train.generation.loops import generate
 from train.generation.routing import expert_layers
@@ -15,6 +14,7 @@ from train.losses.logprobs import token_logprobs
 
 from . import types
 from .base import Base, Future, Ready, TextTokenizer
+from .images import InputReader, packed_rows
 
 _STOPS: dict[str, types.StopReason] = {"max_new": "length"}
 
@@ -55,9 +55,9 @@ class SamplingClient(Ready):
             A future of the sequences, and of the prompt's log-probabilities in nats.
 
         Raises:
-            ValueError: max_tokens is below 1.
+            ValueError: max_tokens is below 1, or a picture cannot be read.
         """
-        tokens, config = prompt.to_ints(), self.base.config
+        read, config = InputReader(self.base).read(prompt, "the prompt"), self.base.config
         stop, texts, ids = sampling_params.stop, list[str](), list[int]()
         for one in [stop] if isinstance(stop, str) else stop or ():
             (texts if isinstance(one, str) else ids).append(one)  # type: ignore[arg-type]
@@ -66,10 +66,10 @@ class SamplingClient(Ready):
             raise ValueError(f"max_tokens is {limit}; it must be at least 1, or None for all positions of the model.")
         seed = sampling_params.seed
         found = generate(
-            self.params,
-            config,
-            [tokens] * num_samples,
-            max_new=config.max_position_embeddings - len(tokens) if limit is None else limit,
+            *self.base.sampled(self.params),
+            [read.tokens] * num_samples,
+            images=[read.images] * num_samples,
+            max_new=config.max_position_embeddings - len(read.tokens) if limit is None else limit,
             sampling=Sampling(
                 temperature=sampling_params.temperature,
                 top_k=None if sampling_params.top_k == -1 else sampling_params.top_k,
@@ -87,7 +87,7 @@ class SamplingClient(Ready):
             types.SampledSequence(_STOPS.get(reason, "stop"), answer, logp.tolist(), uuid.uuid4().hex, experts)
             for reason, answer, logp, experts in zip(found.reasons, found.tokens, found.logp, routing, strict=True)
         ]
-        prompt_logprobs = self.compute_logprobs(prompt).result() if include_prompt_logprobs else None
+        prompt_logprobs = self.compute_logprobs(read).result() if include_prompt_logprobs else None
         return Future(types.SampleResponse(sequences, prompt_logprobs))
 
     async def sample_async(self, *args: Any, **options: Any) -> types.SampleResponse:
@@ -114,10 +114,10 @@ class SamplingClient(Ready):
         Raises:
             ValueError: The prompt is empty.
         """
-        tokens = torch.tensor(prompt.to_ints())
-        if not len(tokens):
+        read = InputReader(self.base).read(prompt, "the prompt")
+        if not read.tokens:
             raise ValueError("The prompt is empty; log-probabilities need at least one token.")
-        (row,) = token_budget({"tokens": [tokens]}, len(tokens))[0]
+        (row,) = packed_rows(self.base, {}, [read], ["the prompt"])
         with torch.no_grad():
             logp = token_logprobs(self.params, row.batch, **self.base.run)[0]
         return Future([None, *logp[0, :-1].tolist()])

@@ -78,8 +78,7 @@ class TrainingClient(Ready):
         self.engine = Engine(base.config, params, optimizer, copy=False)  # the base's weights stay shared
 
     def _loss(self, function: LossFunction) -> OutputLoss:
-        """The loss of log-probabilities, a new one for each call: nothing is compiled that could be kept with it."""
-        return logprob_loss(function, **self.base.run)
+        return logprob_loss(function, **self.base.run)  # a new one for each call: nothing is compiled
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -108,7 +107,7 @@ class TrainingClient(Ready):
         Raises:
             ValueError: The loss is unknown, or a datum lacks an entry or has one of another length.
         """
-        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn)
+        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn, self.base)
         found = self.engine.forward_backward([row.batch for row in rows], loss)
         return Future(output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
 
@@ -125,7 +124,7 @@ class TrainingClient(Ready):
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.
         """
-        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn)
+        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn, self.base)
         found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
         total = sum(float(one[0]) for one in found)
         return Future(output_of(rows, [one[3]["logp"] for one in found], total))
@@ -151,7 +150,7 @@ class TrainingClient(Ready):
         """
         if isinstance(loss_fn, TracedLoss):
             return self._forward_backward_traced(data, loss_fn)
-        rows = packed_data(data, None)
+        rows = packed_data(data, None, self.base)
         run = self.base.run
         batches = [row.batch for row in rows]
         found = self.engine.infer(batches, lambda params, batch: token_logprobs(params, batch, **run)[0])
@@ -166,7 +165,7 @@ class TrainingClient(Ready):
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
 
     def _forward_backward_traced(self, data: Sequence[Any], loss: TracedLoss) -> Future[types.ForwardBackwardOutput]:
-        rows = packed_inputs(data, loss)
+        rows = packed_inputs(data, loss, self.base)
         function = self._loss(of_each_datum(loss, Budget()))
         found = self.engine.forward_backward([row.batch for row in rows], function)
         output = output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]))

@@ -117,16 +117,72 @@ class EncodedTextChunk:
 
     tokens: Sequence[int]
 
+    @property
+    def length(self) -> int:
+        """The number of ids."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """A picture, which stands for the tokens of its features; tokens that begin and end it are text around it.
+
+    Args:
+        data: The bytes of its file.
+        format: "png" or "jpeg".
+        expected_tokens: Its tokens, which are compared with those of the model; None: they are not.
+    """
+
+    data: bytes
+    format: str
+    expected_tokens: int | None = None
+    type: str = "image"
+
+    @property
+    def length(self) -> int:
+        """The number of expected tokens. ValueError without them."""
+        return _expected(self.expected_tokens)
+
+
+@dataclass(frozen=True)
+class ImageAssetPointerChunk:
+    """A picture in a file of this machine, otherwise as an `ImageChunk`.
+
+    Args:
+        location: The path of the file.
+        format: "png" or "jpeg".
+        expected_tokens: Its tokens, which are compared with those of the model; None: they are not.
+    """
+
+    location: str
+    format: str
+    expected_tokens: int | None = None
+    type: str = "image_asset_pointer"
+
+    @property
+    def length(self) -> int:
+        """The number of expected tokens. ValueError without them."""
+        return _expected(self.expected_tokens)
+
+
+def _expected(tokens: int | None) -> int:
+    if tokens is None:
+        raise ValueError("An image without expected_tokens has no length before the model reads it.")
+    return tokens
+
+
+Chunk = EncodedTextChunk | ImageChunk | ImageAssetPointerChunk
+
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A sequence of token ids, in pieces; images are not supported.
+    """A sequence of token ids and pictures, in pieces.
 
     Args:
         chunks: The pieces in order.
     """
 
-    chunks: Sequence[EncodedTextChunk]
+    chunks: Sequence[Chunk]
 
     @staticmethod
     def from_ints(tokens: Sequence[int]) -> "ModelInput":
@@ -154,10 +210,18 @@ class ModelInput:
 
         Returns:
             The ids in order.
-        """
-        return [token for chunk in self.chunks for token in chunk.tokens]
 
-    def append(self, chunk: EncodedTextChunk) -> "ModelInput":
+        Raises:
+            ValueError: A piece is a picture.
+        """
+        found = list[int]()
+        for chunk in self.chunks:
+            if not isinstance(chunk, EncodedTextChunk):
+                raise ValueError(f"to_ints is for text alone, and a chunk is a {type(chunk).__name__}.")
+            found += chunk.tokens
+        return found
+
+    def append(self, chunk: Chunk) -> "ModelInput":
         """The sequence with a further piece; this one is unchanged.
 
         Args:
@@ -181,8 +245,8 @@ class ModelInput:
 
     @property
     def length(self) -> int:
-        """The number of tokens in all pieces."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        """The number of tokens in all pieces. ValueError for a picture without expected_tokens."""
+        return sum(chunk.length for chunk in self.chunks)
 
 
 @dataclass(frozen=True)

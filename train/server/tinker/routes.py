@@ -125,8 +125,8 @@ def _model_routes(trainer: Trainer) -> list[Route]:
         message = await read_body(request, service.limits.body)
         with trainer.turn(*place_of(message)):
             asked = await service.in_thread(training_pass, message)
-            await service.in_thread(trainer.check_data, asked.data)
-            custom, data, replayed = custom_loss(trainer, asked), asked.data, 0
+            data = await service.in_thread(trainer.read_data, asked.data)
+            custom, replayed = custom_loss(trainer, asked), 0
             if trainer.routed:
                 session = trainer.model(asked.model_id).session
                 data, replayed = await service.in_thread(trainer.sequences.replayed, data, asked.spans, session)

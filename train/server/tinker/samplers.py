@@ -80,7 +80,7 @@ def sampler_routes(trainer: Trainer) -> list[Route]:
         if request_id not in trainer.futures:
             service.worker.check_room(n)  # before anything is made
             limits = (service.model.ends, service.limits.context)
-            sample = await service.in_thread(Sample, body, n, *limits, done, trainer.routed)
+            sample = await service.in_thread(Sample, body, n, trainer.base, *limits, done, trainer.routed)
             await service.in_thread(service.worker.check, model, sample.requests[0])
         if request_id not in trainer.futures:  # still: the same request may have come meanwhile
             trainer.futures.begin(request_id)

@@ -1,5 +1,7 @@
 """Answers for Tinker's clients: the request of `/asample`, and what the worker finds for it."""
 
+import base64
+import binascii
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +10,9 @@ import torch
 from torch import Tensor
 
 from train.generation.requests import Event, Request
+from train.integrations.tinker import types
+from train.integrations.tinker.base import Base
+from train.integrations.tinker.images import IMAGE, POINTER, TEXT, InputReader, InputTokens
 
 from ..answers import REASONS
 from ..body import Body
@@ -30,6 +35,7 @@ class Sample:
     Args:
         body: The request.
         n: Answers.
+        base: The base model, which says how pictures are read.
         ends: Token ids that end an answer, unless the request says otherwise.
         capacity: Tokens of a prompt and an answer at most.
         done: Called with the message, or with an exception.
@@ -40,6 +46,7 @@ class Sample:
         self,
         body: Body,
         n: int,
+        base: Base,
         ends: tuple[int, ...],
         capacity: int,
         done: Callable[[Any], None],
@@ -49,7 +56,8 @@ class Sample:
         self.records = body.flag("record_stability_info") and routed
         self._experts: list[list[Tensor]] = [[] for _ in range(n)]
         body.take("sampling_session_id"), body.take("seq_id"), body.take("base_model")
-        self.prompt = _prompt(body)
+        read = _prompt(body, base)
+        self.prompt, self._images = read.tokens, read.images
         self._wants_prompt = body.flag("prompt_logprobs")
         self._prompt_k = body.integer("topk_prompt_logprobs", 0, high=LIKELIEST)
         self._answer_k = body.integer("topk_sample_logprobs", 0, high=LIKELIEST)
@@ -62,7 +70,8 @@ class Sample:
         self._open = n
         self.tickets = [Ticket(self._put(i), request=one) for i, one in enumerate(self.requests)]
         if self._wants_prompt or self._prompt_k:
-            self.tickets.append(Ticket(self._put(None), prompt=self.prompt, likeliest=self._prompt_k))
+            scored = {"prompt": self.prompt, "images": self._images, "likeliest": self._prompt_k}
+            self.tickets.append(Ticket(self._put(None), **scored))
             self._open += 1
 
     def _requests(self, how: Body, n: int, ends: tuple[int, ...], capacity: int) -> list[Request]:
@@ -84,6 +93,7 @@ class Sample:
                 draw,
                 ids,
                 texts,
+                self._images,
                 likeliest=self._answer_k,
                 record_routing=self.records,
             )
@@ -134,18 +144,40 @@ class Sample:
         return sample_output(self._answers, prompt, likeliest, self._answer_k, self._prompt_k)
 
 
-def _prompt(body: Body) -> list[int]:
+def _prompt(body: Body, base: Base) -> InputTokens:
     given = body.object("prompt")
     chunks: Any = None if given is None else given.take("chunks")
     if given is None or not isinstance(chunks, list) or not chunks:
         raise body.wrong("prompt", "an object with at least one chunk")
     given.finish()
-    tokens: list[int] = []
-    for number, values in enumerate(chunks):
-        chunk = Body(values if isinstance(values, dict) else {}, f"prompt.chunks[{number}].")
-        own = chunk.take("tokens")
-        if chunk.take("type") != "encoded_text" or not isinstance(own, list):
-            raise ApiError(400, "A chunk of the prompt is no encoded text; images and sounds are not supported here.")
-        chunk.finish()
-        tokens += own
-    return tokens
+    found = [_chunk(Body(one if isinstance(one, dict) else {}, f"prompt.chunks[{i}].")) for i, one in enumerate(chunks)]
+    try:
+        return InputReader(base, files=False).read(types.ModelInput(found), "the prompt")
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+
+
+def _chunk(body: Body) -> types.Chunk:
+    kind = body.take("type")
+    if kind == TEXT:
+        tokens = body.take("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise body.wrong("tokens", "a list of token ids")
+        found: types.Chunk = types.EncodedTextChunk(tokens)
+    elif kind in (IMAGE, POINTER):
+        named: dict[str, Any] = {"format": body.needed("format"), "expected_tokens": body.integer("expected_tokens")}
+        if kind == POINTER:
+            found = types.ImageAssetPointerChunk(body.needed("location"), **named)
+        else:
+            found = types.ImageChunk(_bytes(body), **named)
+    else:
+        raise body.wrong("type", f"one of {TEXT}, {IMAGE} and {POINTER}")
+    body.finish()
+    return found
+
+
+def _bytes(body: Body) -> bytes:
+    try:
+        return base64.b64decode(body.needed("data"), validate=True)
+    except binascii.Error as error:
+        raise ApiError(400, f"The data of an image are not base64: {error}.", param="prompt") from error

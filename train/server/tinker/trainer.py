@@ -15,6 +15,7 @@ from fnmodels.models.common.registry import text_config
 from train.generation.routing import expert_layers
 from train.integrations.tinker import types
 from train.integrations.tinker.base import Base
+from train.integrations.tinker.images import InputReader
 from train.integrations.tinker.packed import saved_place, saved_state
 from train.integrations.tinker.sampling import SamplingClient
 from train.integrations.tinker.traced import TracedLoss
@@ -73,7 +74,8 @@ class Trainer:
     def __init__(self, service: Service, folder: Path) -> None:
         self.service, self.folder, self.futures = service, folder, Futures()
         model = service.model
-        self.base = Base(model.folder.resolve(), model.served.config, model.served.params, service.kernel)
+        loaded = model.served.config, model.served.params, model.pictures
+        self.base = Base.of(model.folder.resolve(), *loaded, service.kernel)
         self.sessions: dict[str, float] = {}
         self.models: dict[str, Adapters] = {}
         self.samplers: dict[str, Served] = {}
@@ -118,8 +120,16 @@ class Trainer:
         if name not in (model.name, str(model.folder), str(model.folder.resolve())):
             raise ApiError(404, f"There is no base model {name!r} here; this server has {model.name!r}.")
 
-    def check_data(self, data: Sequence[types.Datum]) -> None:
-        """ValueError for a datum that is longer than the context, or has ids that the model does not have."""
+    def read_data(self, data: Sequence[types.Datum]) -> list[types.Datum]:
+        """The data with their pictures read. ValueError for a picture that cannot be read, and for a datum that is
+        longer than the context, or has ids that the model does not have."""
+        reader = InputReader(self.base, files=False)
+        read = [reader.read(datum.model_input, f"datum {number}") for number, datum in enumerate(data)]
+        found = [types.Datum(own, datum.loss_fn_inputs) for own, datum in zip(read, data, strict=True)]
+        self._check_data(found)
+        return found
+
+    def _check_data(self, data: Sequence[types.Datum]) -> None:
         context, vocab = self.service.limits.context, self.service.model.vocab_size
         for number, datum in enumerate(data):
             tokens = datum.model_input.to_ints()
@@ -226,7 +236,7 @@ class Trainer:
         """A sampler with weights of its own, unless its session was forgotten meanwhile."""
         if sampler_id.partition(":")[0] not in self.sessions:
             return
-        self.samplers[sampler_id] = Served(sampling.params, self.base.config, self.service.model.tokenizer)
+        self.samplers[sampler_id] = Served(*self.base.sampled(sampling.params), self.service.model.tokenizer)
 
     def path(self, client: TrainingClient, saved: str) -> str:
         """The address of a folder that a client saved."""

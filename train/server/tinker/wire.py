@@ -90,16 +90,24 @@ def training_pass(data: bytes) -> TrainingPass:
 
 
 def _datum(fields: Fields) -> types.Datum:
-    tokens = list[int]()
-    for chunk in _messages(fields, 1):
-        texts = _messages(chunk, 1)
-        if not texts:
-            raise ValueError("A chunk of a datum is no encoded text; images and sounds are not supported here.")
-        tokens += _array(_last_bytes(texts[-1], 1), np.int32).tolist()
+    chunks = [_chunk(chunk) for chunk in _messages(fields, 1)]
     inputs = {}
     for pair in _messages(fields, 2):
         inputs[_text(pair, 1)] = Values(_tensor(_fields(_last_bytes(pair, 2))))
-    return types.Datum(types.ModelInput.from_ints(tokens), inputs)
+    return types.Datum(types.ModelInput(chunks), inputs)
+
+
+def _chunk(fields: Fields) -> types.Chunk:
+    if texts := _messages(fields, 1):
+        return types.EncodedTextChunk(_array(_last_bytes(texts[-1], 1), np.int32).tolist())
+    images = _messages(fields, 2)
+    if not images:
+        raise ValueError("A chunk of a datum is neither encoded text nor an image; sounds are not supported here.")
+    image = images[-1]
+    if 4 in image:
+        raise ValueError("An image of a datum has override_dimensions, which are not supported here: leave them out.")
+    expected = _last(image, 3) if 3 in image else None
+    return types.ImageChunk(_last_bytes(image, 1), _text(image, 2), expected)
 
 
 def _span(fields: Fields) -> Span:

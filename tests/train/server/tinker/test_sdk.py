@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.cases import cases
+from tests.support.pictured import picture, write_reader
 from tests.support.served import write_checkpoint
 from train.integrations import tinker as inside
 
@@ -81,6 +82,49 @@ def test_a_supervised_loop_has_the_numbers_of_the_one_in_this_process(service: A
     assert info.is_lora and info.lora_rank == 4 and info.model_data.model_name == "tiny"
     forward = training.forward(_data(types), "cross_entropy").result()
     assert forward.metrics == other.forward(_data(inside.types), "cross_entropy").result().metrics
+
+
+def test_pictures_have_the_numbers_of_this_process(tmp_path: Path) -> None:
+    """Supervised passes, updates, answers and prompt log-probabilities with image chunks beside text alone."""
+    from train.server.app import Limits
+    from train.server.background import background
+
+    folder, data = write_reader(tmp_path / "checkpoint"), picture(2, 3)
+    limits = Limits(slots=16, context=64)
+    found: list[Any] = []
+    with background(folder, "reader", limits=limits, token="tml-secret", saves=tmp_path / "saves") as running:
+        service = tinker.ServiceClient(base_url=running.url.removesuffix("/v1"), api_key="tml-secret")
+        local = inside.ServiceClient(folder=tmp_path / "local")
+        for training, kind in (
+            (service.create_lora_training_client(base_model="reader", rank=4, seed=7).result(), types),
+            (local.create_lora_training_client(base_model=str(folder), rank=4, seed=7).result(), inside.types),
+        ):
+            chunks = [
+                kind.EncodedTextChunk(tokens=[1, 2, 58]),
+                kind.ImageChunk(data=data, format="png", expected_tokens=6),
+                kind.EncodedTextChunk(tokens=[57, 3]),
+            ]
+            given, plain = kind.ModelInput(chunks=chunks), kind.ModelInput.from_ints([4, 5, 6])
+            targets = [[2, 58, *[60] * 6, 57, 3, 4], [5, 6, 7]]
+            batch = []
+            for one, labels in zip((given, plain), targets, strict=True):
+                inputs = {"target_tokens": torch.tensor(labels), "weights": torch.ones(len(labels))}
+                own = {name: kind.TensorData.from_torch(values) for name, values in inputs.items()}
+                batch.append(kind.Datum(model_input=one, loss_fn_inputs=own))
+            losses = []
+            for _ in range(3):
+                output = training.forward_backward(batch, "cross_entropy").result()
+                training.optim_step(kind.AdamParams(learning_rate=0.02)).result()
+                logps = [one["logprobs"].to_torch().tolist() for one in output.loss_fn_outputs]
+                losses.append((output.metrics["loss:sum"], logps))
+            sampler = training.save_weights_and_get_sampling_client()
+            sampler = sampler.result() if hasattr(sampler, "result") else sampler
+            params = kind.SamplingParams(max_tokens=5, temperature=0.0, stop=[0])
+            answer = sampler.sample(given, 1, params, include_prompt_logprobs=True).result()
+            found.append((losses, [one.tokens for one in answer.sequences], answer.prompt_logprobs))
+    (there, tokens, nats), (here, wanted, local_nats) = found
+    assert there == here and here[-1][0] < here[0][0] and tokens == wanted
+    assert nats[1:] == pytest.approx(local_nats[1:], rel=1e-5, abs=1e-6)
 
 
 def test_data_that_name_sampled_sequences_replay_their_experts(tmp_path: Path) -> None:
