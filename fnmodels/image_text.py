@@ -182,14 +182,15 @@ def _sound_features(params: Tree, clip: Tensor, family: Any, config: Any, kernel
     return features
 
 
-def features_of_tokens(tokens: Tensor, features: ImageFeatures, *, config: Any) -> Tensor:
+def features_of_tokens(is_image: Tensor, features: ImageFeatures, *, config: Any) -> Tensor:
     """[S, F, D]: the features of each token of a sequence with images, 0 for text; F as in `ImageFeatures.values`.
 
     They are in the order of the tokens, so that sequences are packed and rows split as all else that is per token.
 
-    tokens: ids [S]. features: of its images alone, in order. ValueError unless there is one image token for each.
+    is_image: bool [S], the tokens that stand for features: an answer may have the id of these too, as text. features:
+    of its images alone, in order. ValueError unless there is one image token for each.
     """
-    is_image, count = tokens == config.image_token, features.values[0].shape[1]
+    count = features.values[0].shape[1]
     if int(is_image.sum()) != count:
         raise ValueError(
             f"The sequence has {int(is_image.sum())} image tokens (id {config.image_token}), but its "
@@ -197,15 +198,14 @@ def features_of_tokens(tokens: Tensor, features: ImageFeatures, *, config: Any) 
             "images."
         )
     each = torch.stack([value[0] for value in features.values], 1)
-    found = each.new_zeros(len(tokens), *each.shape[1:])
+    found = each.new_zeros(len(is_image), *each.shape[1:])
     found[is_image.to(each.device)] = each
     return found
 
 
-def own_places(tokens: Tensor, *, config: Any) -> Tensor:
-    """places [B, S, 2] of features that stand at their tokens: (row, slot) of each, see `features_of_tokens`."""
-    is_image = tokens == config.image_token
-    row, slot = (torch.arange(size, device=tokens.device) for size in tokens.shape)
+def own_places(is_image: Tensor) -> Tensor:
+    """places [B, S, 2] of features that stand at their tokens, bool [B, S]: (row, slot) of each."""
+    row, slot = (torch.arange(size, device=is_image.device) for size in is_image.shape)
     places = torch.stack(torch.broadcast_tensors(row[:, None], slot), -1)
     return torch.where(is_image[..., None], places, -1)
 

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import params as P
+from fnmodels import tree
 from fnmodels.models.vision_language import qwen2_5_vl
 
 IMAGE = 60  # the id of image tokens
@@ -26,7 +27,9 @@ _SETTINGS |= {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
 def write_reader(path: Path) -> Path:
     """A folder with weights, a tokenizer of words w0 to w56, and the settings of pictures."""
     config = qwen2_5_vl.Config.from_hf(VALUES)
-    P.save_pretrained(path, config, P.init(config, seed=3))
+    # four times the usual width, so that what a picture shows matters to the text
+    weights = tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, P.init(config, seed=3))
+    P.save_pretrained(path, config, weights)
     names = {number: f"w{number}" for number in range(57)} | {57: "<end>", 58: "<begin>", 59: "<video>", IMAGE: "<img>"}
     made = Tokenizer(models.WordLevel({name: number for number, name in names.items()}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -19,10 +19,11 @@ from fnmodels.errors import UserError
 from params.checkpoint.hub import local_folder
 from params.imported import add_family_flag, imported_family
 from train.command_line import Parser, check_installed, program_name, run_command, terminal_text
+from train.data.turns.pictured import with_images
 from train.job.settings import flag
 from train.job.settings.types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 
-from .prompt_rows import as_chat, read_prompts, with_images
+from .prompt_rows import as_chat, read_prompts
 
 SHARE = SettingType("a number above 0 and at most 1", "P", float, lambda value: type(value) is float and 0 < value <= 1)
 FINITE = SettingType("a number", "X", float, lambda value: type(value) is float and abs(value) < float("inf"))

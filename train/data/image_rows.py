@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 
 from .token_budget import PackedRow
 
-FEATURES = "image_features"
+FEATURES, MARKS = "image_features", "is_image"
 
 
 def image_entries(
@@ -28,9 +28,10 @@ def image_entries(
     *,
     config: Any,
     kernel: Any = "auto",
+    marks: Sequence[Tensor] | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """The entry of `token_budget` that has the features of images; none where no sequence has any.
+    """The entries of `token_budget` that have the features of images; none where no sequence has any.
 
     Args:
         params: Those of the whole model. Its tower is not trained by what comes of this.
@@ -38,38 +39,41 @@ def image_entries(
         images: Of each sequence, in the order of its tokens; see `fnmodels.image_text`.
         config: That of the whole model.
         kernel: Of attention in the tower.
+        marks: Bool [T] of each sequence, the tokens that stand for features, for an answer may have their id as text;
+            None: all that have the id of image tokens.
         names: What sentences call each sequence; None: its number.
 
     Returns:
-        {"image_features": [T, F, D] of each sequence}, or nothing.
+        {"image_features": [T, F, D] of each sequence, "is_image": its marks}, or nothing.
 
     Raises:
         ValueError: A sequence has more or fewer image tokens than its images have features.
     """
     unique = {id(image): image for image in chain.from_iterable(images)}
     each = {at: image_features(params, [image], config=config, kernel=kernel) for at, image in unique.items()}
+    marks = [ids == config.image_token for ids in tokens] if marks is None else marks
     if not each:
-        _check_none(tokens, config, names)
+        _check_none(marks, config, names)
         return {}
     none = _none_of(next(iter(each.values())))
     found = []
-    for number, (ids, own) in enumerate(zip(tokens, images, strict=True)):
+    for number, (own_marks, own) in enumerate(zip(marks, images, strict=True)):
         try:
             features = _joined([none, *(each[id(image)] for image in own)])
-            found.append(features_of_tokens(ids, features, config=config))
+            found.append(features_of_tokens(own_marks, features, config=config))
         except ValueError as error:
             raise ValueError(f"{_name(number, names)}: {error}") from error
-    return {FEATURES: found}
+    return {FEATURES: found, MARKS: list(marks)}
 
 
 def _name(number: int, names: Sequence[str] | None) -> str:
     return f"Sequence {number}" if names is None else names[number]
 
 
-def _check_none(tokens: Sequence[Tensor], config: Any, names: Sequence[str] | None) -> None:
+def _check_none(marks: Sequence[Tensor], config: Any, names: Sequence[str] | None) -> None:
     """ValueError for image tokens in sequences without images."""
-    for number, ids in enumerate(tokens):
-        if count := int((ids == config.image_token).sum()):
+    for number, own in enumerate(marks):
+        if count := int(own.sum()):
             raise ValueError(
                 f"{_name(number, names)}: The sequence has {count} image tokens (id {config.image_token}), and no "
                 "images; each feature of an image needs one token."
@@ -99,10 +103,10 @@ def image_batch(row: PackedRow, images: Sequence[Sequence[Image]], *, config: An
     """
     own = [image for number in row.sequences for image in images[number]]
     if not own:
-        return {name: value for name, value in row.batch.items() if name != FEATURES}
+        return {name: value for name, value in row.batch.items() if name not in (FEATURES, MARKS)}
     if not hasattr(family_of(config), "image_positions"):
         return row.batch
     grids = torch.tensor([image_grid(image, config=config) for image in own])
-    places = own_places(row.batch["tokens"], config=config)
+    places = own_places(row.batch[MARKS])
     positions = positions_of_images(config, row.batch["segment_ids"], places, grids)
     return row.batch if positions is None else {**row.batch, "positions": positions}

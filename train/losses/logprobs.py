@@ -46,7 +46,7 @@ def token_logprobs(
     Args:
         params: The parameters of the model.
         batch: tokens, positions, segment_ids and labels, each [B, S]; labels[b, t] is the token predicted at t, -100
-            ignored. With images also image_features, see `train.Batch`.
+            ignored. With images also image_features and is_image, see `train.Batch`.
         config: The model's config; that of the whole model for a batch with images, whose text `params` are of.
         temperature: Divides the logits, as in sampling; a number, or a tensor [B] or [B, S].
         chunk: Tokens whose logits [chunk, V] exist at a time, in the backward pass too; "auto" as for `head_loss`;

@@ -50,7 +50,7 @@ def next_token_loss(
             (already shifted), int64, -100 ignored. Optional: weights [B, S], which multiply each token's loss (a label
             of weight 0 does not count). Also routing and choices, int64 [B, S, layers, k], the experts and the keys to
             use; rng, int64 [B, S], keys of dropout from `fnmodels.inputs.noise_keys`; token_types [B, S];
-            image_features [B, S, F, D]. See `train.Batch`.
+            image_features [B, S, F, D] with is_image. See `train.Batch`.
         config: The model's config; that of the whole model for a batch with images, whose text `params` are of.
         chunk: Tokens whose logits exist at a time; "auto" as for `head_loss`; None: all, in plain operations.
         length: The length that length-dependent rotary scalings read, see `fnmodels.prepare`.
@@ -208,8 +208,8 @@ def _with_images(
         )
     if run_options(params).stage is not None:
         raise ValueError("The batch has image_features, which the stages of a pipeline do not take: train without pp.")
-    tokens, values = batch["tokens"], batch["image_features"].unbind(2)
-    places = own_places(tokens, config=config)
+    check_entries(batch, "is_image")
+    tokens, values, places = batch["tokens"], batch["image_features"].unbind(2), own_places(batch["is_image"])
     types = {"token_types": batch["token_types"]} if "token_types" in batch else {}
     prepared = fnmodels.prepare(config, tokens, places=places, **types, **known)
     features = ImageFeatures(values, torch.zeros(0, 3, dtype=torch.int64))

@@ -37,6 +37,7 @@ from .environment import MakeEnvironment, environment_of
 from .flags import SAME, SAME_ANSWERS, SAME_TURNS, check_flags, make_parser
 from .loop import PASSES, OneTurn, Setup
 from .many_turns import Groups, ManyTurns
+from .pictures import Pictures
 from .prompts import Checker, Prompts, checker_of, read_prompts
 from .rollouts import Scene, check_scene
 from .tasks import ENVIRONMENTS
@@ -87,15 +88,19 @@ def reinforce(arguments: argparse.Namespace) -> int:
     arguments.init = local_folder(arguments.init)
     with run_folder.locked(arguments.run):
         run_folder.check_contents(arguments.run, resume=arguments.resume)
-        config, params = pretrained.load_model(arguments.init, merge=True, copy=True, family=family)
-        make_learner = learner_of(arguments, source, config)
+        pictures = Pictures.load(arguments.init) if isinstance(source, Judged) and source.prompts.pictured else None
+        if pictures is None:
+            config, params = pretrained.load_model(arguments.init, merge=True, copy=True, family=family)
+        else:
+            config, params = pictures.config.text, pictures.params["text"]
+        make_learner = learner_of(arguments, source, config, pictures)
         recorded(arguments, source)
         total = PASSES * arguments.updates
         engine = Engine(
             config, params, adamw(_rate(arguments.learning_rate, total), weight_decay=0.0), clip=1.0, copy=False
         )
         try:
-            return learn(arguments, make_learner, engine)
+            return learn(arguments, make_learner, engine, pictures)
         except FunctionFailed as failed:
             raise kept(arguments.run, failed) from failed
 
@@ -108,15 +113,19 @@ def checked(arguments: argparse.Namespace) -> Judged | MakeEnvironment:
     return Judged(checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker))
 
 
-def learner_of(arguments: argparse.Namespace, source: Judged | MakeEnvironment, config: Any) -> MakeLearner:
+def learner_of(
+    arguments: argparse.Namespace, source: Judged | MakeEnvironment, config: Any, pictures: Pictures | None = None
+) -> MakeLearner:
     """A function that makes the learner. UserError where the model or its template do not suit the conversations."""
-    tokenizer, template = pretrained.load_tokenizer(arguments.init), read_template(arguments.init)
+    tokenizer = pretrained.load_tokenizer(arguments.init) if pictures is None else pictures.reader.tokenizer
+    template = read_template(arguments.init, images=pictures is not None)
     ends = pretrained.answer_end_ids(arguments.init, tokenizer)
     if isinstance(source, Judged):
         if arguments.replay_routing and not expert_layers(config):
             raise UserError(f"--replay-routing is for models with experts; a {config.model_type} has none")
         shape = {name: getattr(arguments, name) for name in ("prompts", "answers", "tokens", "seed", "replay_routing")}
-        one = OneTurn(Setup(config, tokenizer, template, ends, source.checker, **shape), source.prompts)
+        setup = Setup(config, tokenizer, template, ends, source.checker, pictures=pictures, **shape)
+        one = OneTurn(setup, source.prompts)
         print(f"{len(source.prompts.train)} prompts, and {len(source.prompts.heldout)} held out", flush=True)
         return lambda _: one
     limits = Limits(arguments.turns, arguments.tokens, arguments.context)
@@ -147,7 +156,9 @@ def recorded(arguments: argparse.Namespace, source: Judged | MakeEnvironment) ->
     return identity
 
 
-def learn(arguments: argparse.Namespace, make_learner: MakeLearner, engine: Engine) -> int:
+def learn(
+    arguments: argparse.Namespace, make_learner: MakeLearner, engine: Engine, pictures: Pictures | None = None
+) -> int:
     """The updates, from the last saved one on, then the checkpoint, the curve and summary.json."""
     run, steps = arguments.run, arguments.run / run_folder.STEPS
     try:
@@ -179,7 +190,7 @@ def learn(arguments: argparse.Namespace, make_learner: MakeLearner, engine: Engi
         after, samples = learner.judged(engine.params)
     finally:
         learner.close()
-    write_checkpoint(arguments.init, run, engine)
+    write_checkpoint(arguments.init, run, engine, pictures)
     summary = {
         "updates": arguments.updates,
         "heldout_prompts": len(samples),
@@ -198,9 +209,12 @@ def learn(arguments: argparse.Namespace, make_learner: MakeLearner, engine: Engi
     return 0
 
 
-def write_checkpoint(source: Path, run: Path, engine: Engine) -> None:
+def write_checkpoint(source: Path, run: Path, engine: Engine, pictures: Pictures | None) -> None:
     """The run folder as a checkpoint, with the tokenizer and the chat template of its source."""
-    save_pretrained(run, engine.config, engine.params)
+    if pictures is None:
+        save_pretrained(run, engine.config, engine.params)
+    else:
+        pictures.save(source, run, engine.params)
     copy_file(plain_file(source, "tokenizer.json"), run / "tokenizer.json")
     pretrained.copy_companions(source, run)
 

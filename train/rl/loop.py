@@ -23,6 +23,7 @@ from train.generation.sampling import Sampling
 from train.losses.logprobs import token_logprobs
 from train.losses.policy import group_advantages, policy_loss
 
+from .pictures import Pictures, Seen
 from .prompts import Checker, Prompts, Record
 
 BUDGET = 8192  # tokens of a microbatch at most
@@ -44,6 +45,7 @@ class Setup:
         tokens: Tokens of an answer, at most.
         seed: Of all draws.
         replay_routing: Whether training replays the experts that computed the answers, of a model with experts.
+        pictures: The model around the text that `config` is of, where prompts have pictures.
     """
 
     config: Any
@@ -56,6 +58,12 @@ class Setup:
     tokens: int
     seed: int
     replay_routing: bool = False
+    pictures: Pictures | None = None
+
+    @property
+    def of_losses(self) -> Any:
+        """The config that losses take."""
+        return self.config if self.pictures is None else self.pictures.config
 
 
 class OneTurn:
@@ -91,16 +99,16 @@ def update(setup: Setup, engine: Engine, records: Sequence[Record], number: int)
     """Update `number` (from 0): draws answers, judges them, and trains on them; returns its row of metrics."""
     places = sample_rows([len(records)], [1], setup.seed, number, setup.prompts)
     chosen = [records[row] for _, row, _ in places for _ in range(setup.answers)]
-    prompts = prompt_ids(setup, chosen)
+    prompts = seen(setup, chosen)
     found = draw(
         setup, engine.params, prompts, seed=setup.seed * 1_000_003 + number, record_routing=setup.replay_routing
     )
     rewards = torch.tensor(rewards_of(setup, chosen, found))
     gains = group_advantages(rewards.reshape(setup.prompts, setup.answers)).flatten()
-    batches = microbatches(prompts, found.tokens, gains, found.routing)
-    old = engine.infer(batches, functools.partial(token_logprobs, config=setup.config))
+    batches = microbatches(prompts, found.tokens, gains, found.routing, setup.pictures)
+    old = engine.infer(batches, functools.partial(token_logprobs, config=setup.of_losses))
     batches = [batch | {"old_logp": logp} for batch, (logp, _, _) in zip(batches, old, strict=True)]
-    loss_fn = functools.partial(loss, config=setup.config)
+    loss_fn = functools.partial(loss, config=setup.of_losses)
     row: dict[str, Any] = {}
     for _ in range(PASSES):
         engine.forward_backward(batches, loss_fn)
@@ -111,22 +119,24 @@ def update(setup: Setup, engine: Engine, records: Sequence[Record], number: int)
 
 def judged(setup: Setup, params: Tree, records: Sequence[Record]) -> tuple[float, list[str]]:
     """(mean reward, answers) of the likeliest answers to the records."""
-    found = draw(setup, params, prompt_ids(setup, records), seed=0, greedy=True)
+    found = draw(setup, params, seen(setup, records), seed=0, greedy=True)
     rewards = rewards_of(setup, records, found)
     return sum(rewards) / len(rewards), found.texts
 
 
-def prompt_ids(setup: Setup, records: Sequence[Record]) -> list[list[int]]:
-    """The token ids of the prompts, rendered by the chat template."""
+def seen(setup: Setup, records: Sequence[Record]) -> list[Seen]:
+    """The prompts, rendered by the chat template, and their images."""
     setup.tokenizer.encode_special_tokens = False  # the template writes special tokens as text
+    if setup.pictures is not None:
+        return [setup.pictures.prompt(setup.template, record) for record in records]
     texts = [render_prompt(setup.template, record["messages"]) for record in records]
-    return [setup.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return [Seen(setup.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
 
 def draw(
     setup: Setup,
     params: Tree,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Seen],
     *,
     seed: int,
     greedy: bool = False,
@@ -135,10 +145,12 @@ def draw(
     """Answers to the prompts, at temperature 1 or the likeliest."""
     options: dict[str, Any] = {"tokenizer": setup.tokenizer, "stop_ids": setup.ends, "max_new": setup.tokens}
     options["record_routing"] = record_routing
-    sampling = Sampling(temperature=0.0) if greedy else Sampling()
-    return generate(
-        params, setup.config, prompts, seeds=seed, slots=min(len(prompts), 128), sampling=sampling, **options
-    )
+    options["sampling"] = Sampling(temperature=0.0) if greedy else Sampling()
+    ids, slots = [prompt.ids for prompt in prompts], min(len(prompts), 128)
+    if setup.pictures is None:
+        return generate(params, setup.config, ids, seeds=seed, slots=slots, **options)
+    images, whole = [prompt.images for prompt in prompts], setup.pictures.whole(params)
+    return generate(whole, setup.pictures.config, ids, images=images, seeds=seed, slots=slots, **options)
 
 
 def rewards_of(setup: Setup, records: Sequence[Record], found: Generations) -> list[float]:
@@ -146,27 +158,30 @@ def rewards_of(setup: Setup, records: Sequence[Record], found: Generations) -> l
 
 
 def microbatches(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Seen],
     answers: Sequence[Sequence[int]],
     gains: Tensor,
     routing: Sequence[Tensor] = (),
+    pictures: Pictures | None = None,
 ) -> list[dict[str, Tensor]]:
     """Packed rows under a token budget, with the advantage of each token that the policy chose.
 
     routing: the experts of each prompt and answer, see `Generations`, which the losses replay; empty for none.
+    pictures: the model around the text, where prompts have images.
     """
-    tokens = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens = [torch.tensor([*prompt.ids, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
     drawn = [torch.arange(1, len(row) + 1) for row in tokens]  # the place of each label, which is the next token
     learnt = [
-        (places >= len(prompt)) & (places < len(row))
+        (places >= len(prompt.ids)) & (places < len(row))
         for places, prompt, row in zip(drawn, prompts, tokens, strict=True)
     ]
     advantages = [gain * chosen for gain, chosen in zip(gains, learnt, strict=True)]
     entries = {"tokens": tokens, "learnt": learnt, "advantages": advantages}
     if routing:
         entries["routing"] = [replayable(own, len(row)) for own, row in zip(routing, tokens, strict=True)]
+    entries |= {} if pictures is None else pictures.entries(tokens, prompts)
     (rows,) = token_budget(entries, BUDGET)
-    return [row.batch for row in rows]
+    return [row.batch if pictures is None else pictures.batch(row, prompts) for row in rows]
 
 
 def loss(

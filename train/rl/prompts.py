@@ -3,8 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from fnmodels.errors import UserError
 from fnmodels.files import read_bytes
 from params.imported import place_raised
 from params.io.files import parse_line
+from train.data.pictures import BYTES_LIMIT
 from train.data.turns.said import fault_beside
 from train.imported import FunctionFailed, Imported, is_import_path
+
+from .pictures import IMAGES, files_of
 
 Record = Mapping[str, Any]
 Checker = Callable[[str, Record], float]  # (answer, its prompt's record) -> reward
@@ -41,11 +45,17 @@ CHECKERS: dict[str, Checker] = {"equal": equal, "contains": contains, "number": 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Records with `messages`, the last of which the model answers, and what else their checker reads."""
+    """Records with `messages`, the last of which the model answers, perhaps "images", the files of their pictures, and
+    what else their checker reads."""
 
     train: tuple[Record, ...]
     heldout: tuple[Record, ...]
     fingerprint: str
+
+    @property
+    def pictured(self) -> bool:
+        """Whether a prompt has pictures."""
+        return any(IMAGES in record for record in (*self.train, *self.heldout))
 
 
 def read_prompts(path: Path, checker: str) -> Prompts:
@@ -68,13 +78,23 @@ def read_prompts(path: Path, checker: str) -> Prompts:
     found: dict[str, Record] = {}
     for place, line in enumerate(data.splitlines(), 1):
         if line.strip():
-            record = _record(f"{path}, line {place}", line, checker)
-            found[hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()] = record
+            where = f"{path}, line {place}"
+            record = _record(where, line, checker)
+            key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+            found[key] = {**record, **files_of(where, record, path.parent)}
     ordered = [found[key] for key in sorted(found)]
     count = max(1, round(len(ordered) * HELDOUT))
     if len(ordered) < 2:
         raise UserError(f"--data {path} has {len(ordered)} prompts: one must be held out, and others trained on")
-    return Prompts(tuple(ordered[count:]), tuple(ordered[:count]), hashlib.sha256(data).hexdigest())
+    return Prompts(tuple(ordered[count:]), tuple(ordered[:count]), _fingerprint(data, ordered))
+
+
+def _fingerprint(data: bytes, records: Sequence[Record]) -> str:
+    """Of the file and of the pictures that it names."""
+    found = hashlib.sha256(data)
+    for name in dict.fromkeys(chain.from_iterable(record.get(IMAGES, ()) for record in records)):
+        found.update(read_bytes(Path(name), BYTES_LIMIT, follow=True))
+    return found.hexdigest()
 
 
 def _record(place: str, line: bytes, checker: str) -> Record:

@@ -46,14 +46,14 @@ def _written_out(setup: loop.Setup, engine: Engine) -> None:
     """The update, with the experts of one forward of the old weights over each sequence."""
     places = loop.sample_rows([len(RECORDS)], [1], setup.seed, 0, setup.prompts)
     chosen = [RECORDS[row] for _, row, _ in places for _ in range(setup.answers)]
-    prompts = loop.prompt_ids(setup, chosen)
+    prompts = loop.seen(setup, chosen)
     found = loop.draw(setup, engine.params, prompts, seed=setup.seed * 1_000_003)
     rewards = torch.tensor(loop.rewards_of(setup, chosen, found))
     gains = group_advantages(rewards.reshape(setup.prompts, setup.answers)).flatten()
     entries: dict[str, list[Tensor]] = {name: [] for name in ("tokens", "learnt", "advantages", "routing")}
     for prompt, answer, gain in zip(prompts, found.tokens, gains, strict=True):
-        tokens = torch.tensor([*prompt, *answer])
-        learnt = torch.tensor([False] * (len(prompt) - 1) + [True] * len(answer) + [False])
+        tokens = torch.tensor([*prompt.ids, *answer])
+        learnt = torch.tensor([False] * (len(prompt.ids) - 1) + [True] * len(answer) + [False])
         routing = routing_of(engine.params, fnmodels.prepare(CONFIG, tokens[None]), CONFIG)[0]
         for name, value in zip(entries, (tokens, learnt, gain * learnt, routing), strict=True):
             entries[name].append(value)

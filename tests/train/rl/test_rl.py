@@ -15,6 +15,7 @@ from tests.train.job.test_run import TINY
 from train.cli import main as main_job
 from train.losses.policy import policy_loss
 from train.rl import command, loop
+from train.rl.pictures import Seen
 from train.rl.prompts import CHECKERS, checker_of, read_prompts
 
 
@@ -69,7 +70,7 @@ def test_a_stopped_run_continues_to_the_bits_of_one_that_learned_its_reward(
 
 
 def test_gradient_is_of_the_answers_tokens_alone() -> None:
-    (batch,) = loop.microbatches([[5, 6, 7], [8]], [[1, 2], [3, 4, 9]], torch.tensor([1.0, -2.0]))
+    (batch,) = loop.microbatches([Seen([5, 6, 7]), Seen([8])], [[1, 2], [3, 4, 9]], torch.tensor([1.0, -2.0]))
     taught = batch["labels"][batch["learnt"]]
     assert sorted(taught.tolist()) == [1, 2, 3, 4, 9]
     gains = batch["advantages"][batch["learnt"]]

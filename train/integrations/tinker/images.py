@@ -26,10 +26,12 @@ TEXT, IMAGE, POINTER = "encoded_text", "image", "image_asset_pointer"  # types o
 
 @dataclass(frozen=True)
 class InputTokens:
-    """The ids of a sequence, an image token for each feature of an image, and its images in order."""
+    """The ids of a sequence, an image token for each feature of an image, its images in order, and for each id whether
+    it is of an image: text may have the id of image tokens too."""
 
     tokens: list[int]
     images: tuple[Image, ...] = ()
+    marks: tuple[bool, ...] = ()
 
     def to_ints(self) -> list[int]:
         """The ids."""
@@ -57,11 +59,12 @@ class InputReader:
         """
         if isinstance(given, InputTokens):
             return given
-        tokens, images = list[int](), list[Image]()
+        tokens, images, marks = list[int](), list[Image](), list[bool]()
         for number, chunk in enumerate(given.chunks):
             kind = getattr(chunk, "type", TEXT)
             if kind == TEXT:
                 tokens += map(int, chunk.tokens)
+                marks += [False] * len(chunk.tokens)
                 continue
             where = f"Chunk {number} of {what}"
             if kind not in (IMAGE, POINTER):
@@ -72,7 +75,8 @@ class InputReader:
                 raise ValueError(f"{where} has an image of {len(own)} tokens; its expected_tokens are {expected}.")
             tokens += own
             images += pictures
-        return InputTokens(tokens, tuple(images))
+            marks += [token == self.base.run["config"].image_token for token in own]
+        return InputTokens(tokens, tuple(images), tuple(marks))
 
     def _picture(self, chunk: Any, kind: str, where: str) -> tuple[list[int], tuple[Image, ...]]:
         if self.base.whole is None:
@@ -126,6 +130,7 @@ def packed_rows(
         return token_budget(given, budget)[0]
     images, config = [one.images for one in read], base.whole.config
     how: dict[str, Any] = {"config": config, "kernel": base.kernel, "names": names}
-    given |= image_entries(base.whole.params, given["tokens"], images, **how)
+    marks = [torch.tensor(one.marks, dtype=torch.bool) for one in read]
+    given |= image_entries(base.whole.params, given["tokens"], images, marks=marks, **how)
     rows = token_budget(given, budget)[0]
     return [replace(row, batch=image_batch(row, images, config=config)) for row in rows]
