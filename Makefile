@@ -80,6 +80,7 @@ COOKBOOK := blobfile chz lxml pycryptodomex pyqwest pyrage termcolor tiktoken zs
 
 verl: .venv-verl/installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/integrations/test_verl.py \
+	  tests/train/integrations/test_verl_pictures.py \
 	  tests/train/integrations/tinker/test_cookbook.py tests/train/server/tinker/test_sdk.py
 
 .venv-verl/installed: $(INSTALLED)

@@ -15,8 +15,8 @@ from fnmodels.models.vision_language import qwen2_5_vl
 IMAGE = 60  # the id of image tokens
 _VISION: dict[str, Any] = {"model_type": "qwen2_5_vl_vision", "depth": 2, "hidden_size": 32, "intermediate_size": 40}
 _VISION |= {"num_heads": 4, "patch_size": 4, "out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1]}
-_TEXT: dict[str, Any] = {"model_type": "qwen2_5_vl_text", "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61}
-_TEXT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+_TEXT: dict[str, Any] = {"model_type": "qwen2_5_vl_text", "hidden_size": 24, "intermediate_size": 40, "vocab_size": 64}
+_TEXT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 _TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]}}
 VALUES = {"model_type": "qwen2_5_vl", "image_token_id": IMAGE, "video_token_id": 59, "vision_start_token_id": 58}
 VALUES |= {"vision_end_token_id": 57, "tie_word_embeddings": False, "vision_config": _VISION, "text_config": _TEXT}

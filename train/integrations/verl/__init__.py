@@ -53,12 +53,14 @@ else:
         sharing: fields of `train.parallel.Strategy`, such as {sequence: true}; `rows` is set here.
         dtype: "float32", or "bfloat16" with fp32 master weights in the optimizer.
         kernel: attention kernel, see `fnmodels.forward`; empty: the default.
+        images: whether the model reads images, whose tower is not trained.
         """
 
         strategy: str = "fnmodels"
         mesh: str = ""
         sharing: dict[str, Any] = field(default_factory=dict)
         kernel: str = ""
+        images: bool = False
 
     @dataclass
     class ActorConfig(_ActorConfig):

@@ -1,6 +1,6 @@
 """verl's batches as packed rows: jagged [N, T*] entries of a TensorDict become rows [1, T] of microbatches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.family import DecoderConfig
 from train.data.token_budget import rows_within
 
+from .pictures import ImageReader, given_to
 from .routing import routing_of
 
 NUMBER = "number"  # batch entry [1, T]: the number of the microbatch, by which a loss finds what is not per token
@@ -72,25 +73,34 @@ def _check_jagged(tokens: Tensor) -> None:
 
 
 def packed_row(
-    micro: Any, number: int, multiple: int = 1, *, replays: DecoderConfig | None = None
+    micro: Any,
+    number: int,
+    multiple: int = 1,
+    *,
+    replays: DecoderConfig | None = None,
+    reads: ImageReader | None = None,
 ) -> dict[str, Tensor]:
     """The row of microbatch `number`: tokens, positions, segment_ids, labels, NUMBER and perhaps TEMPERATURE.
 
     labels are the next tokens, -100 at the end of a sequence. The row is padded to a multiple of `multiple` tokens.
     replays: the config of the model whose experts are those of the rollout, as the entry "routing"; None: its own.
-    NotImplementedError for images and positions of several axes.
+    reads: how images are read, from which positions follow anew; None: NotImplementedError for images and positions of
+    several axes.
     """
     tokens, positions = micro["input_ids"], micro["position_ids"]
     _check_jagged(tokens)
-    if positions.ndim != 2:
+    if reads is None and positions.ndim != 2:
         raise NotImplementedError(f"position_ids have {positions.ndim} dimensions; fnmodels takes [N, T*].")
-    if any(isinstance(one, Mapping) and one for one in entry(micro, "multi_modal_inputs", ())):
-        raise NotImplementedError("The batch has multi_modal_inputs; fnmodels takes text.")
+    if reads is None and any(given_to(micro)):
+        raise NotImplementedError("The batch has multi_modal_inputs, which engine.images=true reads; it is false.")
     flat, ends, lengths = tokens.values(), tokens.offsets()[1:] - 1, tokens.offsets().diff()
     labels = flat.roll(-1)
     labels[ends] = IGNORE
     sequences = torch.arange(1, len(lengths) + 1, device=flat.device).repeat_interleave(lengths)
-    row = {"tokens": flat, "positions": positions.values(), "segment_ids": sequences, "labels": labels}
+    order = torch.arange(len(flat), device=flat.device) - tokens.offsets()[:-1].repeat_interleave(lengths)
+    places = positions.values() if reads is None else order
+    row = {"tokens": flat, "positions": places, "segment_ids": sequences, "labels": labels}
+    row |= {} if reads is None else reads.entries(micro)
     row[NUMBER] = torch.full_like(flat, number)
     if has_temperature(micro):
         each = torch.as_tensor(micro[TEMPERATURE], dtype=torch.float32, device=flat.device)
@@ -99,10 +109,11 @@ def packed_row(
         row["routing"] = routing_of(micro, replays)
     padding = -len(flat) % multiple
     fill = {"labels": IGNORE, NUMBER: number, TEMPERATURE: 1.0}
-    return {
+    made = {
         name: F.pad(value, (0, 0) * (value.ndim - 1) + (0, padding), value=fill.get(name, 0))[None]
         for name, value in row.items()
     }
+    return made if reads is None else {**made, "positions": reads.positions(made, micro)}
 
 
 def has_temperature(micro: Any) -> bool:

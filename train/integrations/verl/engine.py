@@ -28,6 +28,7 @@ from train.parallel.mesh import DataParallel, data_parallel
 from . import settings
 from .batches import NUMBER, TEMPERATURE, entry, has_temperature, jagged, microbatches, packed_row
 from .loading import Placement, load, with_head
+from .pictures import ImageReader
 
 STATE, ADAPTERS, WEIGHTS = "fnmodels", "lora_adapter", "huggingface"  # folders of a saved step
 PARTS = {"model": "params", "optimizer": "opt_state"}  # what verl moves by itself, and the field of a State
@@ -98,6 +99,7 @@ class VerlEngine:
         where = Placement(self.mesh, self.strategy, self.devices, _device_type())
         self.config, base = with_head(*load(folder, dtype, where), self.head, self.engine_config.seed, where)
         params = settings.with_adapters(self.config, base, self.model_config, self.engine_config.seed)
+        self._reads = self._image_reader(folder, dtype)
         self._common: dict[str, Any] = {"mesh": self.mesh, "strategy": self.strategy} if self.devices else {}
         optimizer = None
         if not self.engine_config.forward_only:
@@ -112,6 +114,16 @@ class VerlEngine:
         self._set_base()
         self._leave("model", self.is_param_offload_enabled)
         self._leave("optimizer", self.is_optimizer_offload_enabled)
+
+    def _image_reader(self, folder: Path, dtype: torch.dtype) -> ImageReader | None:
+        if not self.engine_config.images:
+            return None
+        if self.head != "lm" or self.mesh.world != self.mesh.dp * self.mesh.fsdp:
+            raise NotImplementedError(
+                f"engine.images is true, with the mesh {self.mesh} and the head {self.head!r}: images are there for "
+                "language models over dp and fsdp."
+            )
+        return ImageReader.load(folder, dtype, _device_type())
 
     def _set_base(self) -> None:
         """`_base`: an engine of the weights without adapters, which are those of `engine`."""
@@ -158,7 +170,8 @@ class VerlEngine:
     def _rows(self, micros: list[Any]) -> list[dict[str, Tensor]]:
         multiple = self.mesh.cp * (self.mesh.tp if self.strategy.sequence else 1)
         replays = self.config if self._replays else None
-        return [packed_row(micro, number, multiple, replays=replays) for number, micro in enumerate(micros)]
+        how: dict[str, Any] = {"replays": replays, "reads": self._reads}
+        return [packed_row(micro, number, multiple, **how) for number, micro in enumerate(micros)]
 
     def _judged(
         self, outputs: Outputs, batch: Mapping[str, Tensor], micros: list[Any], function: Any, judged: dict[int, Any]
@@ -187,7 +200,7 @@ class VerlEngine:
         """(the loss, its outputs) for a microbatch; one object each, for what is compiled."""
         divides = has_temperature(micro)
         if divides not in self._losses:
-            how: dict[str, Any] = {"config": self.config}
+            how: dict[str, Any] = {"config": self.config if self._reads is None else self._reads.config}
             how |= {"kernel": self.engine_config.kernel} if self.engine_config.kernel else {}
 
             def outputs(params: Tree, batch: Mapping[str, Tensor]) -> Outputs:
@@ -293,7 +306,8 @@ class VerlEngine:
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("model"):
-            yield from self.engine.export()
+            text = self.engine
+            yield from text.export() if self._reads is None else self._reads.exported(text.params)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -344,7 +358,8 @@ class VerlEngine:
                 if first:
                     tensors.append((name, tensor.cpu()))
             if first:
-                P.save_pretrained(folder / WEIGHTS, self.config, P.from_tensors(self.config, tensors))
+                config = self.config if self._reads is None else self._reads.config
+                P.save_pretrained(folder / WEIGHTS, config, P.from_tensors(config, tensors))
         if first and (tokenizer := self.model_config.get_processor()) is not None:
             tokenizer.save_pretrained(folder / WEIGHTS)
 

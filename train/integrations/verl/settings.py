@@ -32,7 +32,7 @@ HONOURED: dict[str, set[str]] = {
         *("strategy", "mesh", "sharing", "kernel", "dtype", "param_offload", "optimizer_offload", "forward_only"),
         *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu"),
         *("infer_micro_batch_size_per_gpu", "use_fused_kernels", "use_remove_padding", "seed", "full_determinism"),
-        "router_replay",
+        *("router_replay", "images"),
     },
     "optim": {
         *("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "total_training_steps", "betas", "weight_decay"),

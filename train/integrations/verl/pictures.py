@@ -1,0 +1,129 @@
+"""Images of verl's batches: `multi_modal_inputs`, what transformers' processors made of the images of each sequence.
+
+The text is trained; the tower and what joins it to the text are as the checkpoint has them, whole on every rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import params as P
+from fnmodels import tree
+from fnmodels.image_text import image_grid, own_places
+from fnmodels.models.common.registry import family_of, text_config
+from fnmodels.preparation import positions_of_images
+from fnmodels.tree import Tree
+from params.sharding import sharding_of
+from train.data.image_rows import FEATURES, MARKS, image_entries
+from train.parallel.whole_model import fetching
+
+ENTRY = "multi_modal_inputs"
+PIXELS, GRIDS = "pixel_values", "image_grid_thw"
+BESIDE = {"images_seqlens", "token_type_ids", "mm_token_type_ids", "num_crops"}  # follow from the others and the tokens
+PATCH_ROWS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose pixels come as rows of patches
+
+
+def given_to(micro: Any) -> list[Mapping[str, Any]]:
+    """The inputs of each sequence of a microbatch; {} for those without images."""
+    if ENTRY not in micro.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        return []
+    return [getattr(one, "data", one) or {} for one in micro[ENTRY]]
+
+
+def images_of(given: Mapping[str, Any], config: Any) -> list[Tensor]:
+    """The images [C, H, W] of a sequence, as the tower reads them. NotImplementedError for videos and the like."""
+    known = {name: value for name, value in given.items() if value is not None and name not in BESIDE}
+    pixels, grids = known.pop(PIXELS, None), known.pop(GRIDS, None)
+    if known:
+        raise NotImplementedError(f"{ENTRY} have {min(known)!r}; fnmodels takes {PIXELS} and {GRIDS}, of images.")
+    if pixels is None:
+        return []
+    if grids is None:
+        return list(pixels)
+    if config.model_type not in PATCH_ROWS:
+        raise NotImplementedError(f"{ENTRY} have {GRIDS}, in an order that is not known of a {config.model_type}.")
+    sizes = grids.prod(-1).tolist()
+    if sum(sizes) != len(pixels) or (grids[:, 0] != 1).any():
+        raise ValueError(
+            f"{PIXELS} have {len(pixels)} patches, and {GRIDS} are {grids.tolist()}: an image has one frame, and a "
+            "patch for each row and column."
+        )
+    return [_unfolded(rows, grid, config) for rows, grid in zip(pixels.split(sizes), grids.tolist(), strict=True)]
+
+
+def _unfolded(rows: Tensor, grid: list[int], config: Any) -> Tensor:
+    """The image [C T, H, W] of rows of patches, those of a cell behind each other, each of C T P P numbers."""
+    side, merge, frames = config.vision.patch_size, config.vision.merge, config.vision.frames
+    _, down, across = grid
+    cells = rows.reshape(down // merge, across // merge, merge, merge, -1, frames, side, side)
+    return cells.permute(4, 5, 0, 2, 6, 1, 3, 7).reshape(-1, down * side, across * side)
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """The model around the text that is trained. config: of the whole model; params: all but those of its text."""
+
+    config: Any
+    params: Tree
+
+    @staticmethod
+    def load(folder: Path, dtype: torch.dtype, device: str) -> "ImageReader":
+        """From a checkpoint folder. ValueError for one that reads no images."""
+        config = P.load_config(folder)
+        if text_config(config) is config:
+            raise ValueError(f"engine.images is true, and a {config.model_type} reads no images.")
+        _, params = P.load_pretrained(folder, dtype=dtype, device=device, copy=True)
+        return ImageReader(config, {name: part for name, part in params.items() if name != "text"})
+
+    def entries(self, micro: Any) -> dict[str, Tensor]:
+        """Entries [T, ...] of a row: features at their tokens, and which tokens these are; also without images, for
+        rows of all ranks have the same entries. ValueError for another number of image tokens than of features.
+
+        Tokens of answers, which the loss mask marks, are text, whatever their id is.
+        """
+        tokens, mask = micro["input_ids"], micro["loss_mask"]
+        is_image = tokens.values() == self.config.image_token
+        if mask.is_nested:
+            is_image &= mask.values() == 0
+        lengths = tokens.offsets().diff().tolist()
+        images = self._images(micro, len(lengths))
+        own = {"config": self.config, "marks": is_image.split(lengths)}
+        found = image_entries(self.params, tokens.values().split(lengths), images, **own)
+        if found:
+            return {name: torch.cat(values) for name, values in found.items()}
+        like = next(leaf for leaf in tree.leaves(self.params) if leaf.is_floating_point())
+        return {FEATURES: like.new_zeros(len(is_image), self._features, self.config.text.hidden_size), MARKS: is_image}
+
+    def positions(self, row: dict[str, Tensor], micro: Any) -> Tensor:
+        """Positions [1, T], or of several axes where the model's are."""
+        images = self._images(micro, len(micro["input_ids"].offsets()) - 1)
+        grids = [image_grid(image, config=self.config) for own in images for image in own]
+        made = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+        found = positions_of_images(self.config, row["segment_ids"], own_places(row[MARKS]), made)
+        return row["positions"] if found is None else found
+
+    def _images(self, micro: Any, count: int) -> list[list[Tensor]]:
+        return [images_of(one, self.config) for one in given_to(micro)] or [[] for _ in range(count)]
+
+    @property
+    def _features(self) -> int:
+        """How many features an image token has."""
+        family: Any = family_of(self.config)
+        return 1 + (len(family.taps(self.config)) if hasattr(family, "deepstack") else 0)
+
+    def exported(self, text: Tree) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, full tensor) of the whole model with a text, whose adapters are merged."""
+        given = P.lora.merge(text)
+        if sharding_of(tree.leaves(given)[0]) is None:
+            return P.export(self.config, {**self.params, "text": given})
+        leaves, fetch = fetching(given)
+        flat = tree.flatten(self.params)
+
+        def fetched(path: str) -> Any:
+            return fetch(path.removeprefix("text.")) if path.startswith("text.") else flat[path]
+
+        return P.export(self.config, {**self.params, "text": tree.unflatten(leaves)}, fetched)
