@@ -27,7 +27,7 @@ class Batch(TypedDict, total=False):
     choices: Tensor  # int64 [B, S, layers, k]: the keys to use, of models that choose keys
     preceding: Tensor  # int64 [B, S, n - 1]: the tokens before each in its document, made before positions are split
     token_types: Tensor  # int64 [B, S]: see `fnmodels.prepare`
-    image_features: Tensor  # [B, S, F, D]: of images at their tokens (`train.data.image_rows`), of frozen towers
+    image_features: Tensor  # [B, S, F, D]: of images at their tokens (`train.data.turns.image_rows`), of frozen towers
     is_image: Tensor  # bool [B, S]: the tokens that stand for these; text may have their id too
     maskable: Tensor  # bool [B, S]: tokens that masked diffusion may mask, of `diffusion_masks`
     rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted

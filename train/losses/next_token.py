@@ -204,7 +204,7 @@ def _with_images(
     if text_config(config) is config:
         raise ValueError(
             f"The batch has image_features, and config is that of a text alone ({config.model_type}): pass the config "
-            "of the whole model, of fnmodels.models.vision_language."
+            "of the full model, of fnmodels.models.vision_language."
         )
     if run_options(params).stage is not None:
         raise ValueError("The batch has image_features, which the stages of a pipeline do not take: train without pp.")

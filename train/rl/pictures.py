@@ -16,9 +16,9 @@ from fnmodels.tree import Tree
 from params.io.files import plain_file
 from train.data.chat import Template, render_prompt
 from train.data.image_prompts import FILES, ImagePrompts
-from train.data.image_rows import image_batch, image_entries
 from train.data.pictures import BYTES_LIMIT
 from train.data.token_budget import PackedRow
+from train.data.turns.image_rows import image_batch, image_entries
 from train.data.turns.pictured import with_images
 from train.eval import pretrained
 

@@ -14,8 +14,8 @@ from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree, leaves
-from train.data.image_rows import image_batch, image_entries
 from train.data.token_budget import token_budget, unpacked
+from train.data.turns.image_rows import image_batch, image_entries
 from train.eval.scoring import tables_depend_on_length
 from train.generation.images import text_model
 from train.losses.next_token import model_states

@@ -13,8 +13,8 @@ from fnmodels import tree
 from fnmodels.image_text import image_features, with_features
 from fnmodels.inputs.image_places import image_places
 from tests.train.generation.test_images import CASES, ImageCase, every_form, prompts_of
-from train.data.image_rows import image_batch, image_entries
 from train.data.token_budget import token_budget, unpacked
+from train.data.turns.image_rows import image_batch, image_entries
 from train.engine import Engine
 from train.losses.logprobs import token_logprobs
 from train.losses.output_loss import logprob_loss
@@ -102,5 +102,5 @@ def test_features_need_the_config_of_the_whole_model() -> None:
     case = next(one for one in CASES if one.name.startswith("qwen3_vl"))
     params = _params(case)
     _, batches, _, _ = _rows(case, params, 1000)
-    with pytest.raises(ValueError, match="pass the config of the whole model"):
+    with pytest.raises(ValueError, match="pass the config of the full model"):
         token_logprobs(params["text"], batches[0], config=case.config.text)

@@ -1,1 +1,1 @@
-"""Texts in the turns of a conversation, and checks that a rendered text has all of them."""
+"""Texts and images in the turns of a conversation, and checks that a rendered text has all of them."""

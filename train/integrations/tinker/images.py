@@ -13,9 +13,9 @@ from fnmodels.errors import UserError
 from fnmodels.files import read_bytes
 from fnmodels.image_text import Image
 from train.data.image_prompts import ImagePrompts
-from train.data.image_rows import image_batch, image_entries
 from train.data.pictures import BYTES_LIMIT
 from train.data.token_budget import PackedRow, token_budget
+from train.data.turns.image_rows import image_batch, image_entries
 
 from .base import Base
 

@@ -131,6 +131,7 @@ class ImageChunk:
         data: The bytes of its file.
         format: "png" or "jpeg".
         expected_tokens: Its tokens, which are compared with those of the model; None: they are not.
+        type: The kind of chunk, by Tinker's name.
     """
 
     data: bytes
@@ -152,6 +153,7 @@ class ImageAssetPointerChunk:
         location: The path of the file.
         format: "png" or "jpeg".
         expected_tokens: Its tokens, which are compared with those of the model; None: they are not.
+        type: The kind of chunk, by Tinker's name.
     """
 
     location: str

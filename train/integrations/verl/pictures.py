@@ -18,7 +18,7 @@ from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.preparation import positions_of_images
 from fnmodels.tree import Tree
 from params.sharding import sharding_of
-from train.data.image_rows import FEATURES, MARKS, image_entries
+from train.data.turns.image_rows import FEATURES, MARKS, image_entries
 from train.parallel.whole_model import fetching
 
 ENTRY = "multi_modal_inputs"

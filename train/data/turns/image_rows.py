@@ -15,8 +15,7 @@ from fnmodels.image_text import Image, ImageFeatures, features_of_tokens, image_
 from fnmodels.models.common.registry import family_of
 from fnmodels.preparation import positions_of_images
 from fnmodels.tree import Tree
-
-from .token_budget import PackedRow
+from train.data.token_budget import PackedRow
 
 FEATURES, MARKS = "image_features", "is_image"
 
