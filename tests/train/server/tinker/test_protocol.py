@@ -104,9 +104,13 @@ def test_what_goes_wrong_is_said_in_the_result_or_at_once(server: Served) -> Non
     for body, words in ((cut, "goes beyond its end"), (b"\xff" * 12, "does not end"), (b"\x0a", "does not end")):
         status, content, _ = server.send("/api/v1/forward_backward", body)
         assert status == 400 and words in content["error"]["message"]
-    image = _field(1, model.encode()) + _field(3, _field(1, _field(2, _field(1, b"png"))))
-    status, content, _ = server.send("/api/v1/forward_backward", image)
-    assert status == 400 and "images and sounds are not supported" in content["error"]["message"]
+    for kind, words in (
+        (2, "Chunk 0 of datum 0 is an image, and the model of 'checkpoint' reads no images here."),
+        (3, "neither encoded text nor an image; sounds are not supported"),
+    ):
+        message = _field(1, model.encode()) + _field(3, _field(1, _field(kind, _field(1, b"png"))))
+        status, content, _ = server.send("/api/v1/forward_backward", message)
+        assert status == 400 and words in content["error"]["message"]
     for path in (
         "tinker://0123456789ab/weights/../../x",
         "tinker://x/weights/a",
