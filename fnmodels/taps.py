@@ -161,7 +161,9 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
             more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
-            more |= {"left": x} if LayerKind.parse(kind).joins else {}
+            if LayerKind.parse(kind).joins:
+                left = function_of(family, "left_shape")(config, len(layer_shapes))
+                more["left"] = torch.empty(batch, tokens, *left, device="meta")
             before = torch.empty(batch, tokens, *stream_shape(config, len(layer_shapes)), device="meta")
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}

@@ -39,7 +39,7 @@ def resize_vocab(config: DecoderConfig, params: Tree, size: int, *, rows: Rows =
         ValueError: The size is below 1, the model has no vocabulary, values have another shape or an unknown path, or
             params have adapters.
         UnsupportedError: Leaves are DTensors, or weights in other forms, such as quantized ones; or the model embeds
-            n-grams, whose hash depends on the number of tokens.
+            n-grams, whose hash depends on the number of tokens, or its embedding has rows that its head has not.
     """
     if size < 1:
         raise ValueError(f"size is {size}; a vocabulary has at least one token.")
@@ -47,6 +47,11 @@ def resize_vocab(config: DecoderConfig, params: Tree, size: int, *, rows: Rows =
         raise UnsupportedError(
             "The model embeds n-grams by a hash that depends on the number of tokens: with another one every n-gram "
             "would read other rows than those it was trained with."
+        )
+    if hasattr(text_config(config), "embedding_rows"):
+        raise UnsupportedError(
+            "The embedding of this model has rows beyond those of its head, which tokens of a larger vocabulary would "
+            "read as they are: make the tables anew, and a config with their sizes, vocab_size and embedding_rows."
         )
     if not (rows == "mean" if isinstance(rows, str) else isinstance(rows, Tensor | Mapping)):
         raise ValueError(f'rows is {rows!r:.80}; it is "mean", a tensor [new tokens, D], or {{path: such a tensor}}.')

@@ -206,7 +206,7 @@ def _differ(parent: str, group: list[str], given: Mapping[str, Any]) -> bool:
     if len({given[path].shape[1] for path in group}) > 1 or parent.endswith(("cross_attention.", "pooler.attention.")):
         return True
     limits = {f"{path.removesuffix('_proj')}_limits.input_min" for path in group}
-    return not given.keys().isdisjoint(limits | {f"{parent}q_conv"})
+    return not given.keys().isdisjoint(limits | {f"{parent}q_conv", f"{parent}k_conv"})
 
 
 def _joined(weights: Mapping[str, Tensor]) -> dict[str, LinearOnly]:

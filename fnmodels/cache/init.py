@@ -188,7 +188,8 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
             x = torch.empty(0, 1, *stream_shape(config, index), dtype=dtype, device="cpu")
             aux: dict[str, Any]
             statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
-            beside = {"left": x} if LayerKind.parse(kind).joins else {}
+            left = function_of(family, "left_shape")(config, index) if LayerKind.parse(kind).joins else None
+            beside = {} if left is None else {"left": torch.empty(0, 1, *left, dtype=dtype, device="cpu")}
             with torch.autocast("cpu", enabled=False):  # which would change the dtypes here, and not on other devices
                 _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, **beside, cache={})
             found[key] = {name: _shape(name, t) for name, t in aux.get("cache", {}).items()}

@@ -17,7 +17,7 @@ from fnmodels.inputs.order import Segments
 from fnmodels.inputs.rules import Causal, Everything, reads_spans, simplify
 from fnmodels.inputs.segments import NONE
 from fnmodels.inputs.values import has_values, host_is_away
-from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, traits_of
+from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, function_of, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
@@ -35,7 +35,7 @@ from .value import Cache, Facts, Slots, is_clean, is_plain, known_clean, with_fa
 class PlannedStep(NamedTuple):
     """The arguments of the layers for one call on a cache (step, masks, tables, options), and the slots after it.
 
-    biased: whether attention has a relative position bias. facts: of the cache before the call, where these are the
+    biased: see `reads_key_positions`. facts: of the cache before the call, where these are the
     next tokens of its plain rows; else None.
     """
 
@@ -101,7 +101,7 @@ def plan_step(
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
     after = {kind: plan.after for kind, plan in of_kind.items()}
-    biased = traits_of(family_of(config)).biased
+    biased = reads_key_positions(config)
     return PlannedStep(config, step, _read(masks, of_kind), tables, options, after, biased)
 
 
@@ -196,8 +196,14 @@ def _choices(
     plain = named and not options.edits and options.context is None and options.layout is None
     plan = plan_stack(config, None, (), options) if plain else None
     multiple, mixes = TILE if options.invariant else 1, any(attention_part(mask) is not mask for mask in masks.values())
-    maskless, biased = _maskless(config, cache, options), traits_of(family).biased
+    maskless, biased = _maskless(config, cache, options), reads_key_positions(config)
     return Choices(config, options, kinds, parts, maskless, multiple, mixes, biased, plan)
+
+
+def reads_key_positions(config: DecoderConfig) -> bool:
+    """Whether the family's `shared` makes a relative position bias, of the positions of the keys that are read."""
+    family = family_of(config)
+    return traits_of(family).biased and function_of(family, "shared") is not None
 
 
 def _maskless(config: DecoderConfig, cache: Cache, options: ForwardOptions) -> bool:

@@ -53,6 +53,14 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> T
     return gate * elementwise(torch.sigmoid, alpha * gate) * (up + 1)
 
 
+def softcapped_swiglu(gate: Tensor, up: Tensor, *, gate_cap: float, up_cap: float) -> Tensor:
+    """cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap), cap(x, c) = c tanh(x / c); in fp32 (Inkling 2)."""
+    wide, other = upcast(gate), upcast(up)
+    capped = gate_cap * elementwise(torch.tanh, wide / gate_cap)
+    other = up_cap * elementwise(torch.tanh, other / up_cap)
+    return (capped * elementwise(torch.sigmoid, wide) * other).to(gate.dtype)
+
+
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves.
 

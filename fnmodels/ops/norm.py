@@ -92,3 +92,10 @@ def layer_norm(
     large = w is not None and _is_large(centered, w)
     normed = large_rms_norm(centered, w, eps) if large and w is not None else _fused(centered, w, eps)
     return (normed if b is None else normed + b).to(x.dtype)
+
+
+def l2_clip(x: Tensor, threshold: float) -> Tensor:
+    """x, scaled down over the last dimension where its L2 norm is above `threshold`; in fp32, then cast back."""
+    wide = upcast(x)
+    norm = wide.square().sum(-1, keepdim=True).clamp(min=1e-24).sqrt()  # whose derivative at 0 is 0
+    return (wide * (threshold / (norm + 1e-6)).clamp(max=1)).to(x.dtype)

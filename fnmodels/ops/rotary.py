@@ -185,6 +185,12 @@ def log_positions(positions: Tensor) -> Tensor:
     return torch.log1p(positions.double()).float()
 
 
+@in_fp64
+def log_scale(positions: Tensor, *, floor: int, alpha: float) -> Tensor:
+    """1 + alpha ln(max((positions + 1) / floor, 1)), fp32 in the shape of `positions`. Computed in fp64."""
+    return (1 + alpha * ((positions.double() + 1) / floor).clamp(min=1).log()).float()
+
+
 def scaled_by_position(q: Tensor, log_position: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """q [B, S, N, H] times scale * ln(1 + position) + shift of each head: log_position [B, S], scale and shift [N].
 

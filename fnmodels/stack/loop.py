@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fnmodels.edits import BoundEdit, edits_of_layers, missed

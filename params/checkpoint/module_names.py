@@ -23,8 +23,11 @@ def module_names(config: Any) -> dict[str, Stored]:
     leaves = tree.flatten(family.spec(config))
     patterns = {**traits_of(family).in_memory, **function_of(family, "in_memory")(config)}
     stored_names: dict[str, Stored] = {}
-    turned = traits_of(family).turned_in_memory
+    turned, forms = traits_of(family).turned_in_memory, function_of(family, "in_memory_forms")(config)
     for path, stored in names.items():
+        if path in forms:
+            stored_names[path] = forms[path]
+            continue
         stored_names[path] = _stacked(path, stored, leaves)
         for pattern, replacement in patterns.items():
             stored_names[path] = renamed(stored_names[path], pattern, replacement)

@@ -22,6 +22,7 @@ _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier"
 # named, their sum, without those that are None in a layer.
 _SUBLAYERS = (
     {"attention": "post_operator_norm", "mlp": "post_ffn_norm"},  # LFM3
+    {"attention": "post_attention_convolution", "mlp": "post_mlp_convolution"},  # Inkling 2
     {"attention": "post_norm1", "mlp": "post_norm2"},  # HyperCLOVA X
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},

@@ -8,6 +8,7 @@ import pytest
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.family import stored_layers
 from fnmodels.models.common.spec import Leaf
 from tests.support.cases import Case, structures
 
@@ -41,13 +42,14 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if kind_of(config, path).startswith("sliding"):
             heads = getattr(config, "sliding_attention_heads", heads)
             kv_heads = getattr(config, "sliding_key_value_heads", kv_heads)
+            head_dim = getattr(config, "sliding_head_dim", head_dim)
         if hasattr(config, "sublayers") and path.startswith("layers."):
             kv_heads = config.sublayers[int(path.split(".")[1])][1]
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             wanted = {
                 "embed": config.hidden_size,
                 "shifted": config.hidden_size,
-                "vocab": config.vocab_size,
+                "vocab": getattr(config, "embedding_rows", 0) * (path == "embed_tokens") or config.vocab_size,
                 "heads": heads * leaf.unit,
                 "kv_heads": kv_heads * leaf.unit,
                 "head_dim": head_dim,
@@ -83,8 +85,8 @@ def layer_of(path: str) -> str:
 
 def kind_of(config: Any, path: str) -> str:
     """The kind of the layer that the path is of, "" outside of layers."""
-    layer = layer_of(path)
-    return fnmodels.family_of(config).kinds(config)[int(layer.split(".")[1])] if layer.startswith("layers") else ""
+    layer, kinds = layer_of(path), fnmodels.family_of(config).kinds(config)
+    return kinds[stored_layers(config, kinds).index(int(layer.split(".")[1]))] if layer.startswith("layers") else ""
 
 
 @every_structure

@@ -54,6 +54,9 @@ def test_there_are_cases() -> None:
         "zamba2",
         "mistral_large4",
         "mistral_large4_text",
+        "inkling2",
+        "inkling2_text",
+        "inkling2_loop_text",
     } | gemma | longcat
 
 

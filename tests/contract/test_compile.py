@@ -113,6 +113,8 @@ def test_one_compilation_of_the_block_for_all_layers_of_a_kind(case: Case) -> No
     Each kind has two layers at least: what makes a third one compile anew does so for the second. Kinds that another
     case compiles run without a compiler.
     """
+    if case.family == "inkling2":
+        pytest.skip("Its layers read a state more after every block, so that a kind has a graph for each such number.")
     config = shortest(case.config, 2)
     counter = CompileCounterWithBackend("eager")
     weights, batch = trainable(generic_params(config)), batch_of(config, MIXED)

@@ -33,6 +33,7 @@ NARROW = {
 }  # of effect in bf16 only, with positions of three axes only
 # Fields that determine the shapes of parameters; in some families they change only together.
 SIZES = {
+    "loop_end",
     "layers_per_stack",
     "hybrid_layers",
     "layers",

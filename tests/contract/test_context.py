@@ -266,6 +266,8 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     """
     if field_of(case.config, "residual_streams"):
         pytest.skip("Sublayers add to each stream by its own weight: tests/fnmodels/ops/test_hyper.py.")
+    if case.family == "inkling2":
+        pytest.skip("Sublayers add to the state of a block, which begins anew: tests/fnmodels/models/test_inkling2.py.")
     batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)
     beside = ("per_layer", "shortcut")  # of an embedding of the layer's own; of the layer before
     there = tuple(name for name in ("mamba", "attention", "middle", "mlp", *beside) if name in names)

@@ -14,7 +14,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
-from fnmodels.models.common.family import own_choices
+from fnmodels.models.common.family import own_choices, traits_of
 from fnmodels.ops import indexer, linear, mlp
 from fnmodels.ops.invariant import attention as tiles
 from fnmodels.ops.invariant import rows as invariant
@@ -47,12 +47,13 @@ def long_config(case: Case) -> Any:
 
 
 # layers with keys of windows and those that choose by head of keys refuse it: test_deepseek_v4.py and
-# test_minimax_m3.py of tests/fnmodels/models
+# test_minimax_m3.py of tests/fnmodels/models; those with a bias of scores too: test_inkling2.py there
 REFUSE = {"indexed_ratio", "index_block_size"}
 
 
 def is_here(case: Case) -> bool:
-    return causal(case) and REFUSE.isdisjoint(vars(case.config))
+    biased = traits_of(fnmodels.family_of(case.config)).biased
+    return causal(case) and REFUSE.isdisjoint(vars(case.config)) and not biased
 
 
 FAMILIES = tuple(short(case) for case in richest() if is_here(case))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
-from fnmodels.models.common.family import LayerKind
+from fnmodels.models.common.family import LayerKind, field_of
 from fnmodels.ops.attention.select import attention
 from tests.fnmodels.inputs.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support.cases import (
@@ -116,7 +116,7 @@ def test_a_kernel_of_the_callers_own(case: Case) -> None:
         return fnmodels.forward(weights, inputs, masks, freqs_cis, config=case.config, kernel=own)
 
     wanted = batch.forward(weights)
-    assert off(logits(), wanted) < 1e-6
+    assert off(logits(), wanted) < (5e-6 if field_of(case.config, "passes") else 1e-6)  # errors of passes add up
     kinds = [kinds[index] for index in attending_layers(case.config)]
     pairs = zip(asked, kinds, strict=True)
     assert all(

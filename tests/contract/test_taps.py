@@ -39,7 +39,9 @@ from tests.support.cases import (
 ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "roformer", "nomic_bert")
-READ_MORE = ("zamba2",)  # norms read the embedding, or what a block has left, beside the residual stream
+READ_MORE = ("zamba2", "inkling2")  # norms read the embedding, what a block has left, or states of blocks
+# Sublayers read states of blocks, and a convolution follows each: tests/fnmodels/models/test_inkling2.py.
+DEEP = ("inkling2",)
 GATED = (
     "qwen3_next",
     "lfm3",
@@ -51,6 +53,7 @@ GATED = (
     "qwen4_exp",
     "hrm_text",
     "step3p5",
+    "inkling2",
 )  # the output of attention is multiplied by a gate before it is projected
 
 every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
@@ -97,10 +100,12 @@ def check_attention(case: Case, tapped: dict[str, Tensor]) -> None:
         scores = torch.einsum("bqnh,bknh->bnqk", q, keys) * how["scale"]
         if how["softcap"] is not None:
             scores = how["softcap"] * torch.tanh(scores / how["softcap"])
+        scores = scores + how["bias"].dense() if "bias" in how else scores
         assert off(tapped[f"{layer}.scores"], scores) < 1e-5
         weights = scores.masked_fill(~to_dense(mask), -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)
-        total = total if how["sinks"] is None else total + how["sinks"].exp()[:, None, None]
+        sinks = None if how["sinks"] is None else how["sinks"].exp()  # [N], or of each token [B, Q, N]
+        total = total if sinks is None else total + (sinks.mT[..., None] if sinks.ndim == 3 else sinks[:, None, None])
         pattern = weights / total.where(total > 0, 1)
         assert off(tapped[f"{layer}.pattern"], pattern) < 1e-5
         assert off(tapped[f"{layer}.z"], torch.einsum("bnqk,bknh->bqnh", pattern, values)) < 1e-5
@@ -210,7 +215,7 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
         assert off(tap["experts"][valid], wanted) < 1e-5, index
         added = tap["experts"] + tap.get("shared_expert", 0)
         order = list(tap)
-        if order[order.index("mlp") - 1] in ("experts", "shared_expert"):
+        if order[order.index("mlp") - 1] in ("experts", "shared_expert") and case.family not in DEEP:
             share = getattr(config, "residual_multiplier", 1.0) / (1 + getattr(config, "average_experts", False))
             assert off(tap["mlp"][valid], (added * share)[valid]) < 1e-5
 
@@ -258,7 +263,8 @@ def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
     begins = [*(f"layers.{index}.input" for index in range(count)), "hidden"]
     for before, after in zip(states, begins, strict=True):
         assert off(tapped[before], tapped[after]) == 0, after
-    for index in range(count if case.family not in NO_SUMS and not field_of(case.config, "residual_streams") else 0):
+    sums = case.family not in (*NO_SUMS, *DEEP) and not field_of(case.config, "residual_streams")
+    for index in range(count if sums else 0):
         tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
         middle = tap["input"] + tap.get("attention", 0) + tap.get("mamba", 0)
         if "middle" in tap:
@@ -336,6 +342,7 @@ NORMS = {  # of layers, by a variant that has them
     "jamba": ("attention.step_norm", "attention.b_norm", "attention.c_norm"),
     "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm"),
     "gemma4_text_e": ("post_per_layer_input_norm",),
+    "inkling2": tuple(f"{name}_input_layernorm" for name in "qkv"),
     "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],
 }
 VALUES = {

@@ -39,6 +39,8 @@ from tests.support.peft_cases import (
 
 FP32_TABLES = {"phimoe": 2e-6}  # which transformers computes in each call, in fp32
 MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h", "mamba", "falcon_mamba", "jamba")
+# transformers' routers refuse another dtype than that of their weights, and PEFT's comparison is in fp64
+ROUTERS = ("inkling2", "inkling2_short", "inkling2_loop", "inkling2_loop_deep")
 ALL = pytest.mark.parametrize("case", peft_cases(), ids=str)
 DECODERS = [case for case in peft_cases() if case.values is not None]
 NAMINGS = [
@@ -54,6 +56,11 @@ _OF_BLOCK += tuple(f"{name}.{use}.{half}" for name in _LISTS for use in range(2)
 # PEFT renames these on loading by a pattern of transformers that their new names match too: they are renamed twice.
 UNREAD = {
     "esm": ("contact_head.regression",),
+    # matrices that no linear map applies, and one that PEFT renames as in files
+    **dict.fromkeys(
+        ("inkling2_text", "inkling2_loop_text"),
+        ("relative_position_bias.proj", "norm.scale", "_input.query", "sconv.weight_proj"),
+    ),
     "gemma3n_text": tuple(f"projections.{row}" for row in range(2)),  # one parameter here
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
     "zamba2": tuple(f"shared_transformer.{name}" for name in _OF_BLOCK),
@@ -461,4 +468,7 @@ def test_peft_reads_adapters_of_every_linear_map_beside_experts(case: PeftCase, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(case.fresh(), tmp_path)
-    assert _off(case, ours, model) <= FP32_TABLES.get(case.name, 1e-6)
+    if case.name not in ROUTERS:
+        assert _off(case, ours, model) <= FP32_TABLES.get(case.name, 1e-6)
+    off, path = worst(merged_by_path(ours), weights_by_path(case.config, _merged(model)))
+    assert off <= 1e-6, f"{path} is off by {off:.1e}"

@@ -40,8 +40,13 @@ Norm = Callable[[Tensor], Tensor]
 
 @functools.cache
 def reference(case: Case) -> Any:
-    """The reference model in bf16, read-only."""
-    return model_of(case.values).bfloat16()
+    """The reference model in bf16, read-only, but for what Inkling 2 computes with in fp32 alone."""
+    model: Any = model_of(case.values).bfloat16()
+    kept = model._keep_in_fp32_modules_strict if case.family == "inkling2" else ()
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if any(part in name for part in kept):
+            value.data = value.data.float()
+    return model
 
 
 def tokens(case: Case) -> Tensor:

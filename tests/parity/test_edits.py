@@ -52,6 +52,9 @@ OTHERS = {
     "qwen4_exp": ("input", "output", "streams", "hidden", "attention.norm"),
     # one of both states there; it is multiplied later there; after a norm here
     "hrm_text": ("input", "output", "streams", "embed", "hidden"),
+    # states of blocks stay as they are there where those of layers are edited, and the last are mixed outside of it;
+    # in later passes queries, keys and values have one norm, of one call here
+    "inkling2": ("input", "output", "embed", "attention.scores", *(f"{i}.input_layernorm" for i in (4, 6, 8))),
     # a shared block reads the stream and returns what the next pass reads alone
     "zamba2": ("0.input", "0.output", "2.input", "2.output"),
     # norms that a choice alone reads, without a gradient; the sum of the experts is scaled, and not their weights
@@ -80,6 +83,7 @@ UNREACHED = {
     **dict.fromkeys(
         ("qwen_moe", "qwen3_next", "qwen4_exp"), ("shared_expert",)
     ),  # a gate outside of the module multiplies it
+    "inkling2": ("input_layernorm", "post_attention_layernorm"),  # of later passes of a loop
     "glm4_moe": ("attention.q_norm", "attention.k_norm"),  # of Sarvam, whose files name the modules otherwise
 }
 

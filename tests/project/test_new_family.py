@@ -91,6 +91,7 @@ OWN = (
     "qwen4_exp",
     "rwkv7",
     "mistral_large4",
+    "inkling2",
 )
 
 

@@ -626,6 +626,12 @@ def sparse_layers(config: Any) -> list[int]:
     return [i for i, kind in enumerate(family.kinds(config)) if routed and LayerKind.parse(kind).routed]
 
 
+def stored_sparse_layers(config: Any) -> list[int]:
+    """The index in params["layers"] of each layer that has experts, once for all of its passes."""
+    stored = stored_layers(config, fnmodels.family_of(config).kinds(config))
+    return list(dict.fromkeys(stored[i] for i in sparse_layers(config)))
+
+
 def routing_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> Tensor:
     """The experts that a forward chooses, as its `inputs["routing"]` takes them: [B, S, sparse layers, k]."""
     taps = ("layers.*.expert_indices",)

@@ -72,6 +72,8 @@ BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of k
 # with a summand that goes on to the next layer; with tables in layers, and a convolution
 NGRAMS = {name: name for name in ("longcat_flash_ngram", "qwen4_exp_ngrams")}
 LOOPS = {"hrm_text": "hrm_text_deep", "zamba2": "zamba2"}  # whose layers run several times
+# whose layers leave states of blocks, and what runs some of them several times with messages
+DEPTH = {"inkling2": "inkling2", "inkling2_loop": "inkling2_loop"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
@@ -115,7 +117,20 @@ Errors = dict[str, float]
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
     config = even(
-        (MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | WHOLE | TAUGHT | CHOOSING)[name]
+        (
+            MODELS
+            | HYBRIDS
+            | SEQUENTIAL
+            | STREAMS
+            | BLOCKS
+            | GATHERED
+            | NGRAMS
+            | LOOPS
+            | DEPTH
+            | WHOLE
+            | TAUGHT
+            | CHOOSING
+        )[name]
     )
     config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
     if name == "length":

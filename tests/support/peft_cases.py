@@ -36,7 +36,8 @@ from tests.support.naming import covering_names, pairs_of
 from tests.support.oracle import model_of, params_of
 
 # transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
-CONCATENATED = ("q_conv", "k_conv", "v_conv")
+_MESSAGES = tuple(f"messages.{name}" for name in ("q", "k", "v", "mlp"))  # in a tensor of three dimensions
+CONCATENATED = ("q_conv", "k_conv", "v_conv", *_MESSAGES)
 # transformers has these in another order of rows: no adapter of theirs is read
 REORDERED = re.compile(r"vision\.layers\.\d+\.attention\.[qkv]_(proj|bias) .*\.wqkv\.")
 

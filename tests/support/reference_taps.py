@@ -83,9 +83,12 @@ class Site:
     @contextlib.contextmanager
     def _product_edited(self, change: Change) -> Iterator[None]:
         """The first product with the module's weight."""
-        inner, linear = self.module.forward, nn.functional.linear
+        inner, linear, calls = self.module.forward, nn.functional.linear, itertools.count()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.call not in (None, next(calls)):
+                return inner(*args, **kwargs)
+
             def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 found = linear(x, weight, bias)
                 return change(found) if weight.data_ptr() == self.module.weight.data_ptr() else found
@@ -163,7 +166,7 @@ def sites_of(model: Any, case: Case) -> dict[str, Site]:
             rest = owner.partition(".")[2]  # where files name the base otherwise
             owners = [m for name, m in modules.items() if name == owner or name.partition(".")[2] == rest != ""]
             if owners:
-                found[tap] = Site(owners[0], "output")
+                found[tap] = Site(owners[0], "output", call=0 if loops else None)  # of the first pass
     if "final.norm" in found:
         found["hidden"] = Site(found["final.norm"].module, "input")
     else:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.models.common.family import DecoderConfig, is_routed, stored_layers
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.dtypes import upcast, widest
 from fnmodels.tree import Tree
 from train.run_options import Adding, Balance
@@ -124,6 +126,19 @@ def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dic
         path: torch.where(skip, flat[path], update_bias(flat[path], of_layer, rate))
         for path, of_layer in zip(paths, counts, strict=True)
     }
+
+
+def counts_by_layer(counts: Tensor, config: DecoderConfig) -> Tensor:
+    """[layers with experts, E] of counts [layers that run with experts, E]: passes of one stored layer are summed."""
+    family = family_of(config)
+    kinds = family.kinds(config)
+    run = zip(stored_layers(config, kinds), kinds, strict=True)
+    rows = [stored for stored, kind in run if is_routed(family, kind)]
+    first = list(dict.fromkeys(rows))
+    if len(first) == len(rows):
+        return counts
+    at = torch.tensor([first.index(stored) for stored in rows], device=counts.device)
+    return counts.new_zeros(len(first), counts.shape[1]).index_add(0, at, counts)
 
 
 def balance_terms(

@@ -20,7 +20,7 @@ from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
 from train.loss import run_options
-from train.losses.moe_balance import balance_terms
+from train.losses.moe_balance import balance_terms, counts_by_layer
 from train.run_options import PLAIN, Balance, RouterTerms
 
 from .cross_entropy import check_labels, check_targets, counted
@@ -130,6 +130,8 @@ class ModelCall:
         of_run = run_options(self.run_params).ranks.balance
         local = self.terms.balance if of_run is None else of_run(self.terms.balance)
         added, sums = balance_terms(tapped, self.valid, self.terms.labelled, local)
+        if "counts" in sums:
+            sums["counts"] = counts_by_layer(sums["counts"], self.arguments[4])
         results = added if self.balanced else None, sums if self.terms.aux else None
         return ModelStates(x, self.masks, self.freqs_cis, self.run_params, *results)
 

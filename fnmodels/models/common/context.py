@@ -26,7 +26,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdits
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.alibi import places_of, with_alibi
-from fnmodels.ops.attention.relative_bias import Bias
+from fnmodels.ops.attention.relative_bias import Bias, kept_places, with_places
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.dropout import Dropout, Noise, dropped, dropped_weights
 from fnmodels.ops.indexer import Indexer, keys_of_ranks
@@ -136,19 +136,20 @@ class Context:
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
-        bias: a family that gives one has the trait `biased`; with a cache it is of the keys that are read.
+        bias: a family that gives one has the trait `biased`; with a cache it is of the keys that are read, but a
+        `DistanceBias` of the new ones. sinks: [N], or [B, Q, N] beside a bias.
         alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.attention.alibi`; a
         cache keeps the places of the keys.
         """
         if watched := type(self) is not _Unwatched:
             q, k, v = self._tapped(q, k, v)
         if alibi is not None or "cache" in self.tensors:
-            read = {"k": k, "v": v}
+            read = {"k": k, "v": v} | kept_places(bias)
             if alibi is not None:
                 read["places"] = places_of(alibi["positions"], k.dtype)
             if "cache" in self.tensors:
                 read = self.extend(read)
-                k, v = read["k"], read["v"]
+                k, v, bias = read["k"], read["v"], with_places(bias, read)
             if alibi is not None:
                 q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
         if lend:
@@ -174,11 +175,11 @@ class Context:
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
     def leave(self, value: Tensor) -> None:
-        """Leaves value [B, S, D] for the next layer, whose kind has the word "joins"."""
+        """Leaves value [B, S, ..., D] for the next layer, whose kind has the word "joins"; see `left_shape`."""
         self.aux["left"] = value
 
     def left(self) -> Tensor:
-        """The tensor [B, S, D] that the layer before has left for this one."""
+        """The tensor that the layer before has left for this one."""
         value: Tensor = self.tensors["left"]
         return value
 

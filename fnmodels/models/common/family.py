@@ -229,7 +229,7 @@ class Traits:
     reads_ids: bool = False
     # whether `shared` returns tables [B, S, ...] of these tokens' positions, which attention reads, and nothing else
     shares_tables: bool = False
-    left_axis: str = "embed"  # of what a layer leaves for the next, [B, S, D], its last dimension (`Context.leave`)
+    left_axis: str = "embed"  # of what a layer leaves for the next, its last dimension (`Context.leave`)
     # {dropout rate in config.json: the fields of `Dropout` that it sets}; {rate: its value where a file has none}; and
     # {model type: its own rates in place of `dropout`}
     dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
@@ -304,6 +304,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
     | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory", "stream_norm"]
+    | Literal["left_shape", "in_memory_forms"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -327,9 +328,13 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (config, tokens [B, S] or [B, S, D], segment_ids [B, S]) -> the same, of what depends on the document's tokens
     "token_inputs": lambda config, tokens, segment_ids: {},
     "hf_copies": lambda config: {},  # (config) -> {name on disk: path of the parameter that it duplicates}
+    # (config) -> {path: name or slice in memory} of parameters that transformers' modules lay out otherwise than files
+    "in_memory_forms": lambda config: {},
     "in_memory": lambda config: {},  # (config) -> patterns beside `Traits.in_memory`, which depend on the config
     # (x, weight, eps=) -> x: the norm around MTP heads, see `fnmodels.mtp`; None: `ops.norm.rms_norm`
     "stream_norm": None,
+    # (config, index) -> the dimensions after [B, S] of what the layer before `index` has left for it (`Context.left`)
+    "left_shape": lambda config, index: (config.hidden_size,),
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }
 

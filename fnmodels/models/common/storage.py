@@ -197,12 +197,16 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
 
 
 def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
-    """The tensor in the file, joined from all the parameters that are slices of it: the inverse of `extract`."""
+    """The tensor in the file, joined from all the parameters that are slices of it: the inverse of `extract`.
+
+    Rows of no parameter are zeros (of a head, up to a rounder number of tokens).
+    """
     slices = list(slices)
     first, value = slices[0]
     if isinstance(first, str):
         return value
-    out = torch.empty(disk_shape(first, tuple(value.shape)), dtype=value.dtype, device=value.device)
+    make = torch.empty if covers(piece for piece, _ in slices) else torch.zeros
+    out = make(disk_shape(first, tuple(value.shape)), dtype=value.dtype, device=value.device)
     for piece, value in slices:
         assert isinstance(piece, TensorSlice)
         axis, rows = _rows(piece, out)

@@ -125,6 +125,8 @@ def blocks_attention(
     qs, ks, vs = (t.reshape(1, -1, *t.shape[2:]) if plan.merged else t for t in (q, k, v))
     rows, (qs, ks, vs) = len(qs), (t.split(plan.sizes, dim=1) for t in (qs, ks, vs))
     places = None if bias is None else [_pieces(ts, plan, batch) for ts in (bias.queries, bias.keys)]
+    by_token = sinks is not None and sinks.ndim == 3
+    of_queries = _pieces((sinks,), plan, batch) if sinks is not None and by_token else None
     out = []
     for index, (piece, step) in enumerate(zip(qs, plan.steps, strict=True)):
         if step is None:
@@ -139,7 +141,9 @@ def blocks_attention(
                 tuple(_parts(_of_rows(t, rows, step.count), step.count) for t in ts) for ts in (places[0][index], seen)
             ]
             added = bias.of(*read).dense()
-            out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, bias=added))
+            sunk = sinks if of_queries is None else _parts(of_queries[index][0], step.count)
+            how: dict[str, Any] = {"causal": step.causal, "scale": scale, "sinks": sunk, "bias": added}
+            out.append(sdpa_attention(piece, keys, values, allowed, **how))
         elif step.causal and softcap is None and sinks is None and tiles_are_faster(piece):
             out.append(causal_tiles(piece, keys, values, scale=scale))
         elif softcap is None:

@@ -191,14 +191,16 @@ def check_scoring(name: str, scoring: Scoring) -> None:
         if getattr(scoring, change) is not None:
             raise ValueError(sentence)
     if scoring.bias is None:
+        if scoring.sinks is not None and scoring.sinks.ndim != 1:
+            raise ValueError("Sinks of each token [B, Q, N] are for attention with a bias of scores; others are [N].")
         return
     if "bias" not in kernel.accepts:
         raise ValueError(
             f'kernel="{name}" has no relative position bias; "auto", "sdpa", "blocks" (with a layout) and '
             'kernel="math" have it.'
         )
-    if scoring.softcap is not None or scoring.sinks is not None:
-        raise ValueError("No kernel has a relative position bias together with a softcap or with sinks.")
+    if scoring.softcap is not None:
+        raise ValueError("No kernel has a relative position bias together with a softcap.")
 
 
 def check_device(name: str, q: Tensor) -> None:

@@ -19,7 +19,8 @@ def math_attention(
     bias: Tensor | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K]; bias [B or 1, N, Q, K].
+    """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K]; bias [B or 1, N, Q, K];
+    sinks [N] or [B, Q, N].
 
     tap: called with "attention.scores" (scaled, soft-capped and with their bias, before the mask, which thus holds for
     edited scores too) and "attention.pattern" (the weights of the values), both [B, N, Q, K] in fp32 at least.
@@ -44,7 +45,8 @@ def math_attention(
     # Subtracting the maximum does not change the result, so it needs no gradient; without keys the maximum is -inf.
     top = scores.detach().amax(dim=-1, keepdim=True)
     if sinks is not None:
-        sinks = upcast(sinks).unflatten(0, (groups, repeats))[..., None, None]
+        by_token = upcast(sinks).mT if sinks.ndim == 3 else upcast(sinks)[:, None]  # [B, N, Q] or [N, 1]
+        sinks = by_token.unflatten(-2, (groups, repeats))[..., None]
         top = torch.maximum(top, sinks.detach())
     top = top.masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top)

@@ -5,6 +5,7 @@ permuted. The table has a value for each bucket of distances and each head; all 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -43,7 +44,8 @@ def by_distance(table: Tensor, max_distance: int, *, bidirectional: bool) -> Ten
 
 
 class Bias(Protocol):
-    """A tensor that a kernel adds to scores: `RelativeBias`, `GatedBias`, or `disentangled.DisentangledBias`.
+    """A tensor that a kernel adds to scores: `RelativeBias`, `GatedBias`, `DistanceBias`, or
+    `disentangled.DisentangledBias`.
 
     queries, keys: what it reads of them, tensors [B or 1, S, ...], which may be pieces of a row.
     """
@@ -117,3 +119,48 @@ class GatedBias:
     def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "GatedBias":
         """The same for other queries and keys."""
         return GatedBias(self.bias.of(queries[:1], keys), queries[1])
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class DistanceBias:
+    """A bias that every query has of its own for each distance query - key from 0 to E - 1, and 0 for longer ones.
+
+    values: [B, Q, N, E]. q_positions, kv_positions: [B or 1, Q] and [B or 1, K], of any dtype that holds them exactly.
+    """
+
+    values: Tensor
+    q_positions: Tensor
+    kv_positions: Tensor
+
+    def dense(self) -> Tensor:
+        """[B, N, Q, K]."""
+        values = self.values.transpose(1, 2)
+        distance = (self.q_positions[:, :, None] - self.kv_positions[:, None, :]).long()[:, None]
+        near = (distance >= 0) & (distance < values.shape[-1])
+        at = distance.where(near, 0).expand(*values.shape[:2], -1, -1)
+        return values.gather(-1, at).where(near, 0)
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        """The tensors [B or 1, Q, ...] of queries that the bias reads."""
+        return self.q_positions, self.values
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """The tensors [B or 1, K, ...] of keys that the bias reads."""
+        return (self.kv_positions,)
+
+    def of(self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> "DistanceBias":
+        """The same for other queries and keys."""
+        return DistanceBias(queries[1], queries[0], *keys)
+
+
+def kept_places(bias: Bias | None) -> dict[str, Tensor]:
+    """{"places": [B, K, 1]} that a cache keeps of the new keys of a `DistanceBias`; {} for another bias or None."""
+    return {"places": bias.kv_positions[..., None]} if isinstance(bias, DistanceBias) else {}
+
+
+def with_places(bias: Bias | None, read: Mapping[str, Tensor]) -> Bias | None:
+    """The bias of all keys that a cache has returned with their places; another bias or None as it is."""
+    return bias.of(bias.queries, (read["places"][..., 0],)) if isinstance(bias, DistanceBias) else bias

@@ -15,6 +15,8 @@ from fnmodels.ops.autograd_guard import guarded
 from fnmodels.ops.cpu.tiled_kernel import pad_to_equal_width
 from fnmodels.ops.dtypes import upcast
 
+from .math import math_attention
+
 _BY_INDEX: tuple[Rule, ...] = (Causal(), Everything())
 
 
@@ -55,10 +57,10 @@ def sdpa_attention(
 ) -> Tensor:
     """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: mask by index.
 
-    bias [B or 1, N, Q, K]: added to the scores; not with sinks.
+    bias [B or 1, N, Q, K]: added to the scores. sinks: [N], or [B, Q, N] beside a bias.
     """
     if bias is not None:
-        return _biased(q, k, v, allowed, causal, scale, bias)
+        return _biased(q, k, v, allowed, causal, scale, bias, sinks)
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width, grouped = v.shape[-1], _is_grouped(q, k)
@@ -92,11 +94,22 @@ def _of_groups(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: f
 
 
 def _biased(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, causal: bool, scale: float, bias: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    causal: bool,
+    scale: float,
+    bias: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
+    if causal or (allowed is None and sinks is not None):
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)[None, None]
+        allowed = allowed.tril() if causal else allowed
+    if sinks is not None and allowed is not None:
+        # written out: torch's fused kernel is another one, of other bits, where a bias has a gradient
+        return math_attention(q, k, v, allowed, scale=scale, sinks=sinks, bias=bias)
     bias = bias.to(q.dtype)
-    if causal:
-        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None, None]
     some = None if allowed is None else allowed.any(-1, keepdim=True)
     if allowed is not None and some is not None:  # a query without keys sees all, and is cleared: -inf alone gives NaN
         bias = bias.masked_fill(~(allowed | ~some), -torch.inf)

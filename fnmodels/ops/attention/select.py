@@ -57,7 +57,8 @@ def attention(
     result of `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per
     head that takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see `KERNELS`,
     `Kernel`.
-    bias: for "math", "sdpa" and "blocks", and without softcap and sinks; a function of your own gets it as a keyword.
+    bias: for "math", "sdpa" and "blocks", and without softcap; a function of your own gets it as a keyword. Beside one
+    sinks may be of each token, [B, Q, N].
     tap: shows scores and weights, see `math_attention`; for kernel="math" only.
     ValueError for a mask or option that the kernel does not support, NotImplementedError for a transform that it does
     not support; both name a kernel that does.

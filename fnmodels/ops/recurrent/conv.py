@@ -51,11 +51,11 @@ def short_conv(
         reads = reads_of(segment_ids, held + 1, B, None if tail is None else last, kernel)
     if before is not None:
         kernel = before.kernel
-        own, slots = _taken(x, reads.ends - held), torch.arange(held, device=x.device)
+        own, slots = taken(x, reads.ends - held), torch.arange(held, device=x.device)
         tail = before.state(upcast((reads.ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and reads.goes_on:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
-    after = _taken(x, reads.ends)
+    after = taken(x, reads.ends)
     return _convolved(x, weight, bias, reads, silu, overwrite, kernel, step)[:, x.shape[1] - S :], after
 
 
@@ -83,7 +83,7 @@ def _next_token(
     return elementwise(F.silu, y) if silu else y, window[:, 1:].where(valid, held)
 
 
-def _taken(x: Tensor, index: Tensor) -> Tensor:
+def taken(x: Tensor, index: Tensor) -> Tensor:
     """x [B, S, C] at `index` [B, N], zeros where that is negative: [B, N, C]."""
     index = index[..., None]
     if not x.shape[1]:

@@ -159,6 +159,37 @@ def test_layers_that_run_several_times(
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
 
 
+# states of blocks that layers leave, biases of scores by distance, sinks of tokens and convolutions
+DEPTH: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    *((name, "fsdp=2", {}, {"remat": "full"}) for name in ("inkling2", "inkling2_loop")),
+    *((name, mesh, {}, {}) for name in ("inkling2", "inkling2_loop") for mesh in ("tp=2", "ep=2", "fsdp=2,tp=2")),
+    ("inkling2", "pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
+    ("inkling2", "pp=2,tp=2", {}, {"accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "strategy", "options"), DEPTH)
+def test_attention_over_depth(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "sentence"),
+    [
+        ("inkling2", "cp=2", {}, "bias"),
+        ("inkling2", "tp=2", {"sequence": True}, "use sequence=False"),
+        ("inkling2_loop", "pp=2", {"schedule": "1F1B"}, "loop"),
+    ],
+)
+def test_what_attention_over_depth_refuses(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(Exception, match=sentence):
+        checked(ranks(2)(errors_of, name, mesh, strategy, {}), name)
+
+
 def shapes_gathered(name: str, mesh: str) -> list[tuple[int, ...]]:
     """The shapes of all parameters that a step gathers."""
     seen: set[tuple[int, ...]] = set()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models.common.carried import borrowed, joins, takes_choice
-from fnmodels.models.common.family import field_of, stream_shape, traits_of
+from fnmodels.models.common.family import field_of, function_of, stream_shape, traits_of
 from train.parallel.compose import full_width
 from train.run_options import RouterTerms
 
@@ -73,8 +73,10 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
     if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
         found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
     if joins(kinds, lo):
-        left, axis = found["x"], traits_of(fnmodels.family_of(config)).left_axis
-        found["carried.left"] = left.new_empty(*left.shape[:-1], sharing.width(left.shape[-1], axis))
+        family = fnmodels.family_of(config)
+        *rest, size = function_of(family, "left_shape")(config, lo)
+        width = sharing.width(size, traits_of(family).left_axis)
+        found["carried.left"] = x.new_empty(rows, length, *rest, width)
     sources = borrowed(kinds, lo)
     entries = fnmodels.init_cache(config, 1, 1).layers if sources else ()
     for kind in sources:

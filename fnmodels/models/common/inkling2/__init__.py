@@ -1,0 +1,1 @@
+"""Inkling 2's parameters and the names of its files."""
