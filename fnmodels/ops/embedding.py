@@ -34,7 +34,7 @@ def look_up(table: Tensor, ids: Tensor, name: str) -> Tensor:
     name: what the ids are, for the message.
     """
     try:
-        unread = table.requires_grad and gradients_are_unread(table)
+        unread = isinstance(table, Tensor) and table.requires_grad and gradients_are_unread(table)
         found: Tensor = _LookUp.apply(table, ids) if unread else F.embedding(ids, table)
         return found
     except IndexError:  # torch's message names neither the id nor the table
