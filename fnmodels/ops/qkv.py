@@ -9,9 +9,8 @@ from .linear import linear, linears
 
 def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, S, N, H], k and v [B, S, G, H] of x [B, S, D]; the biases are optional leaves."""
-    rows = x.shape[:-1]
-    q, k, v = [t.view(*rows, t.shape[-1] // head_dim, head_dim) for t in linears(x, weights, "qkv")]
-    return q, k, v
+    q, k, v = linears(x, weights, "qkv")  # of more tokens than x where those are shards
+    return split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
