@@ -41,4 +41,4 @@ def test_a_layer_calls_few_functions(small: Any) -> None:
         call = small.forwards(small.Setting(small.Size(layers, 16, 2, 8)), False)["fnmodels"]
         call()  # with what is computed once
         totals.append(small.counts(call)[0])
-    assert (totals[1] - totals[0]) / 2 <= 67, totals  # calls of Python functions
+    assert (totals[1] - totals[0]) / 2 <= 69, totals  # calls of Python functions
