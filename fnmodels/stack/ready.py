@@ -16,7 +16,7 @@ from fnmodels.ops.attention.checks import layout_at_hand
 from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.rotary import Rotation, is_rotating, laid_out
-from fnmodels.ops.torch_internals import quiet, versions
+from fnmodels.ops.torch_internals import quiet, traced, versions
 from fnmodels.options import USUAL, ForwardOptions
 from fnmodels.stack.plan import StackPlan, parts_of
 
@@ -28,6 +28,7 @@ class Ready(NamedTuple):
     """A batch as a call with the usual options has found it: masks and tables as its layers read them, no padding.
 
     It is noted on the mask that all its layers share, and holds until a tensor that it was made from is written to.
+    Writes that torch does not count, through `.data` or a numpy array of the same memory, are not seen.
     parts: those of the family. x: sizes [B, S], dtype and device. raw: the table of each kind as it was given. read:
     the tensors of all these and of the mask; writes: their `versions`.
     """
@@ -48,13 +49,18 @@ class Ready(NamedTuple):
             return False
         mask = next(iter(masks.values()))
         for kind, table in self.raw.items():
-            if masks.get(kind) is not mask or freqs_cis.get(kind) is not table:
+            if masks.get(kind) is not mask or freqs_cis.get(kind) is not table or table.requires_grad:
                 return False
         return True
 
 
 def noted(masks: Mapping[str, Any], config: DecoderConfig, family: Family) -> Ready | None:
-    """The note of an earlier call on the first mask, if it is of this config; for eager calls outside of transforms."""
+    """The note of an earlier call on the first mask, if it is of this config; for eager calls outside of transforms.
+
+    Tracers of torch.fx and of torch.jit get none: the tables are inputs of what they trace.
+    """
+    if torch.jit.is_tracing() or traced():  # type: ignore[attr-defined]
+        return None
     mask = next(iter(masks.values()), None) if isinstance(masks, dict) else None
     ready: Ready | None = getattr(mask, _NOTE, None)
     return ready if ready is not None and ready.plan.config is config and ready.parts == parts_of(family) else None

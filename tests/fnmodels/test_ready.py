@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
@@ -105,6 +106,30 @@ def test_a_table_with_a_gradient_keeps_it_in_every_call() -> None:
         logits = fnmodels.forward(PARAMS, inputs, masks, {"full": table}, config=CONFIG)
         grads.append(torch.autograd.grad(logits.square().sum(), table)[0])
     assert torch.equal(*grads) and grads[0].abs().max() > 0
+
+
+def test_a_table_that_begins_to_need_a_gradient_has_it() -> None:
+    inputs, masks, tables = fnmodels.prepare(CONFIG, TOKENS)
+    _forward((inputs, masks, tables))
+    tables["full"].requires_grad_()
+    fnmodels.forward(PARAMS, inputs, masks, tables, config=CONFIG).square().sum().backward()
+    assert tables["full"].grad is not None
+
+
+@pytest.mark.parametrize("how", ["fx", "jit"])
+def test_tracers_read_the_tables_that_they_are_given(how: str) -> None:
+    inputs, masks, tables = fnmodels.prepare(CONFIG, TOKENS)
+    _forward((inputs, masks, tables))
+    table = tables["full"]
+
+    def call(table: torch.Tensor) -> torch.Tensor:
+        given = dict.fromkeys(tables, table) if how == "jit" else {"full": table}
+        return fnmodels.forward(PARAMS, inputs, masks, given, config=CONFIG)
+
+    made: Any = make_fx(call)(table) if how == "fx" else torch.jit.trace(call, (table,), check_trace=False)
+    other = 30 * table.flip(1)
+    assert torch.allclose(made(other), _forward((inputs, masks, {"full": other})), atol=1e-5)
+    assert not torch.allclose(made(other), made(table), atol=1e-3)
 
 
 def test_a_call_in_inference_mode_leaves_nothing_that_a_gradient_would_meet() -> None:

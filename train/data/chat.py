@@ -261,7 +261,7 @@ def _check_stops(
             until, spans = _extract_marks(_rendered(template, messages[: index + 1], **extra))
             begin, end = (joined(spans) or [(len(until), len(until))])[-1]
             tail, rest = tail if own else tail_of(messages[index], until[begin:end])[1], until[end:]
-        token = (marker_at(rest, 0) or "").strip()
+        token = (marker_at(rest, 0, template.special.values()) or "").strip()
         if token or not (has_token(tail, template.special.values()) or tail[-1:].isspace()):
             there = f"{token} stands behind" if token else "there is none within"
             raise UserError(

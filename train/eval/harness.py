@@ -61,7 +61,7 @@ class Checkpoint(LM):
         self.config, self.params = load_model(self.folder, merge=True, family=family, dtype=dtype, device=device)
         check_vocabulary(self._tokenizer, self.config, self.folder)
         begin = begin_id(self.folder, self._tokenizer)
-        self._ids = TextIds(self.folder, self._tokenizer, begin, add_special_tokens, as_harness)
+        self._ids = TextIds(self.folder, self._tokenizer, begin, add_special_tokens, as_harness, self.config)
         ends, end = end_ids(self.folder), self._tokenizer.token_to_id(special_tokens(self.folder).get("eos_token", ""))
         self.ends = ends if end is None else (end, *ends)
         self.batch_tokens, self.kernel = batch_tokens, kernel

@@ -77,7 +77,8 @@ class Evaluator:
         tokenizer = load_tokenizer(self.folder)
         config, params = self._model()
         check_vocabulary(tokenizer, config, self.folder)
-        ids = TextIds(self.folder, tokenizer, begin_id(self.folder, tokenizer), as_harness=self.as_harness)
+        begin = begin_id(self.folder, tokenizer)
+        ids = TextIds(self.folder, tokenizer, begin, as_harness=self.as_harness, config=config)
         remaining = iter(texts)
         while some := list(islice(remaining, DOCUMENTS)):
             windows = [ids.windows(text, config.max_position_embeddings) for _, text in some]

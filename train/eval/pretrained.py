@@ -209,7 +209,7 @@ def check_tokens(tokenizer: Tokenizer, ids: Sequence[int], config: Any) -> None:
     highest, rows = max(ids, default=-1), token_ids(config)
     if highest >= rows:
         raise UserError(
-            f"a prompt has the token {tokenizer.id_to_token(highest)!r} ({highest}), and the model's vocabulary has "
+            f"a text has the token {tokenizer.id_to_token(highest)!r} ({highest}), and the model's vocabulary has "
             f"{rows} entries"
         )
 

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from fnmodels.errors import UserError
 from train.data.encoder import added_in_front
+
+from .pretrained import check_tokens
 
 ContextPair = tuple[list[int], list[int]]  # context, at least one id; continuation
 
@@ -19,7 +22,8 @@ class TextIds:
     begin: the token that an empty context is replaced by where the tokenizer adds none in front of a text; None: there
     is none. add_special_tokens: whether the tokenizer adds its special tokens. as_harness: counts them as the `hf`
     model of EleutherAI's harness does: a rolled text begins twice, with the second begin token as its first target, and
-    what the tokenizer adds behind a text, such as <eos>, ends contexts and is a target.
+    what the tokenizer adds behind a text, such as <eos>, ends contexts and is a target. config: of the model, which
+    must have rows of the ids; None: any ids.
     """
 
     folder: Path
@@ -27,6 +31,7 @@ class TextIds:
     begin: int | None
     add_special_tokens: bool = True
     as_harness: bool = False
+    config: Any = None
 
     @cached_property
     def start(self) -> list[int]:
@@ -44,7 +49,7 @@ class TextIds:
         if self.as_harness:
             begin = None if self.begin is None else self.tokenizer.id_to_token(self.begin)
             begun = begin is not None and text.startswith(begin)
-            return list(self.tokenizer.encode(text, add_special_tokens=self.add_special_tokens and not begun).ids)
+            return self._encoded(text, add_special_tokens=self.add_special_tokens and not begun)
         ids, front = self._own(text), self._front
         begun = ids[: len(front)] == front or (bool(ids) and ids[0] == self.begin)
         return ids if begun else front + ids
@@ -75,7 +80,14 @@ class TextIds:
         return added_in_front(self.tokenizer) if self.add_special_tokens and not self.as_harness else []
 
     def _own(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encoded(text, add_special_tokens=False)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokenizer's ids. UserError for an added token that the model has no row of."""
+        ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if self.config is not None:
+            check_tokens(self.tokenizer, ids, self.config)
+        return ids
 
     def _behind_start(self, text: str) -> list[int]:
         """The ids of a text without a context, which may be written with its start."""

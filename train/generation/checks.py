@@ -45,14 +45,14 @@ def check_request(
         raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
     StopText(request.stop_texts)
     # first: image tokens may be no ids of the vocabulary
-    if memories and request.source is None:
+    beside = hasattr(family_of(config), "image_memory")
+    if beside and (memories or not request.images):
         check_memory_images(row, request.prompt, request.images, config)
     else:
         check_images(row, request.prompt, request.images, config)
-    beside = hasattr(family_of(config), "image_memory")
     _check_ids(row, request.prompt, token_ids(config.text) if beside else text_config(config).vocab_size)
     check_sampling(request.sampling)
-    _check_turns(row, request, config)
+    _check_turns(row, request, config, memories)
     if request.record_routing:
         if request.keep or request.held is not None:
             raise ValueError(
@@ -78,14 +78,15 @@ def check_request(
         check_count(text, fnmodels.prepare(text, one, length=1)[2], reach)
 
 
-def _check_turns(row: int, request: Request, config: Any) -> None:
+def _check_turns(row: int, request: Request, config: Any, memories: bool) -> None:
     """ValueError where a conversation cannot go on from the cache of its earlier turns."""
     if not request.keep and request.held is None:
         return
-    if request.images or request.source is not None or hasattr(family_of(config), "prompt_masks"):
+    beside = memories or request.images or request.source is not None
+    if beside or hasattr(family_of(config), "prompt_masks"):
         raise ValueError(
-            f"Request {row} keeps its cache or goes on from one, which is for prompts of text alone that a decoder "
-            "reads from left to right: leave keep and held out."
+            f"Request {row} keeps its cache or goes on from one, which is for runs of prompts of text alone that a "
+            "decoder reads from left to right: leave keep and held out."
         )
     held = () if request.held is None else request.held.tokens
     if len(held) >= len(request.prompt) or tuple(request.prompt[: len(held)]) != held:

@@ -16,6 +16,7 @@ from train.data.chat import Template, render_prompt
 from train.data.sampling import sample_rows
 from train.data.token_budget import token_budget
 from train.engine import Engine
+from train.eval.pretrained import check_tokens
 from train.generation.loops import generate
 from train.generation.requests import Generations
 from train.generation.routing import replayable
@@ -130,7 +131,10 @@ def seen(setup: Setup, records: Sequence[Record]) -> list[Seen]:
     if setup.pictures is not None:
         return [setup.pictures.prompt(setup.template, record) for record in records]
     texts = [render_prompt(setup.template, record["messages"]) for record in records]
-    return [Seen(setup.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    found = [Seen(setup.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    for prompt in found:
+        check_tokens(setup.tokenizer, prompt.ids, setup.config)
+    return found
 
 
 def draw(

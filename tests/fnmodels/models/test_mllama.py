@@ -293,6 +293,11 @@ def test_errors_name_what_does_not_fit() -> None:
         train.generate(_params(), CONFIG, [[1, IMAGE]], max_new=1, images=[[torch.zeros(3, 9, 8)]])
     with pytest.raises(ValueError, match=r"whose text attends to images runs without kv_dtype and compile"):
         train.generate(_params(), CONFIG, [[1, IMAGE]], max_new=1, images=[[one]], compile="step")
+    with pytest.raises(ValueError, match=r"request 0 has 1 image tokens \(id 61\), but 0 images"):
+        train.generate(_params(), CONFIG, [[1, IMAGE, 5]], max_new=1)
+    kept = [Request([1, IMAGE], 1, images=[one]), Request([1], 1, keep=True)]
+    with pytest.raises(ValueError, match=r"Request 1 keeps its cache .* runs of prompts of text alone"):
+        list(train.serve(_params(), CONFIG, kept, slots=2, capacity=8))
     with pytest.raises(TypeError, match=r"mllama.image_memory gives its text images .*train.generate and stream"):
         list(train.serve(_params(), CONFIG, iter([Request([1, IMAGE], 1, images=[one])]), slots=1, capacity=8))
     check_batch({"tokens": tokens, "labels": tokens.clamp(max=56)}, CONFIG)

@@ -621,6 +621,16 @@ def test_marks_that_leave_out_the_stop_token_are_refused(name: str) -> None:
     assert text[slice(*spans[-1])].rstrip().endswith("<end>")
 
 
+def test_a_stop_token_that_looks_like_a_word_is_seen_behind_the_marks() -> None:
+    """As EXAONE's [|endofturn|] and others that no pattern knows."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n{% endgeneration %}EOS"
+        "{% else %}<user>{{ m.content }}<end><assistant>{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"EOS stands behind its \{% generation %\} block"):
+        render_examples(Template(source, {"eos_token": "EOS"}), CHAT[:2])
+
+
 def test_marked_turns_that_run_together_are_refused() -> None:
     """As a template does that goes on where one turn of the assistant follows another."""
     source = (

@@ -22,6 +22,7 @@ from train.checkpoint import saved_steps
 from train.cli import main
 from train.command_line import terminal_text
 from train.commands.sample import main as sample
+from train.eval.command import main as evaluate
 from train.job import recipe, run
 from train.job.settings import Settings
 from train.optim.schedules import warmup_stable_decay
@@ -722,7 +723,11 @@ def test_an_added_token_without_a_row_is_refused_where_a_text_has_it(tmp_path, t
     assert train(tmp_path / "second", text, "--init", tmp_path / "first", "--steps", 1) == 0
     assert sample([str(tmp_path / "first"), "--prompt", "def", "--tokens", "2"]) == 0
     assert sample([str(tmp_path / "first"), "--prompt", f"def {name}", "--tokens", "2"]) == 2
-    assert f"a prompt has the token {name!r} ({config.vocab_size})" in capsys.readouterr().err
+    assert f"a text has the token {name!r} ({config.vocab_size})" in capsys.readouterr().err
+    strange = tmp_path / "strange.txt"
+    strange.write_text(f"def {name}\n")
+    assert evaluate([str(tmp_path / "first"), "--data", str(strange)]) == 2
+    assert f"a text has the token {name!r} ({config.vocab_size})" in capsys.readouterr().err
     chats = tmp_path / "chats.jsonl"
     with chats.open("w") as file:
         for i in range(99):

@@ -22,9 +22,16 @@ def has_token(text: str, special: Iterable[str] = ()) -> bool:
     return bool(_STOPS.search(text)) or any(token and token in text for token in special)
 
 
-def marker_at(text: str, start: int) -> str | None:
-    """The space and special token with which the text goes on, a role's marker for example; None without one."""
+def marker_at(text: str, start: int, special: Iterable[str] = ()) -> str | None:
+    """The space and special token with which the text goes on, a role's marker for example; None without one.
+
+    special: tokens that are known, whatever they look like.
+    """
     marker = _MARKER.match(text, start)
+    known = [token for token in special if token and text[start:].lstrip().startswith(token)]
+    if marker is None and known:
+        at = text.index(max(known, key=len), start)
+        return text[start : at + len(max(known, key=len))]
     return marker.group() if marker else None
 
 
