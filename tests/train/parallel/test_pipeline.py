@@ -23,7 +23,7 @@ from fnmodels.models.common.family import LayerKind, field_of
 from tests.support.cases import cases, generic_params, positions_of, segments, tokens_of
 from tests.support.ranks_pool import Ranks
 from tests.variants.t5 import TINY as T5
-from train.gradients import gradient_sums
+from train.gradients import added_to, gradient_sums
 from train.loss import as_loss
 from train.losses.moe_balance import balance_terms
 from train.optim.base import with_paths
@@ -206,7 +206,7 @@ def lengths(name: str, schedule: str) -> list[float]:
     params = share(generic_params(config), config, pipe, rank)
     of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
     with mock.patch.object(runner, "_schedule", watched):
-        sums = of(params, second, of(params, first), divide=False)
+        sums = added_to(of(params, first, divide=False), of(params, second, divide=False))
         for parts in (first, second, second):
             without(params, parts)
     kept = [schedule() is not None for schedule in schedules]
