@@ -18,7 +18,7 @@ from train.data.chat import Template, render_prompt
 from train.data.image_prompts import FILES, ImagePrompts
 from train.data.pictures import BYTES_LIMIT
 from train.data.token_budget import PackedRow
-from train.data.turns.image_rows import image_batch, image_entries
+from train.data.turns.image_rows import check_causal, image_batch, image_entries
 from train.data.turns.pictured import with_images
 from train.eval import pretrained
 
@@ -57,6 +57,7 @@ class Pictures:
                 f"--data has prompts with {IMAGES!r}, and --init {folder} reads no pictures here: that takes a "
                 f"model of images whose pictures are read from files, and {' or '.join(FILES)} in its folder"
             )
+        check_causal(config, "GRPO with pictures")
         return Pictures(config, {**params, "text": P.lora.merge(params["text"])}, reader)
 
     def whole(self, text: Tree) -> Tree:

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from fnmodels.errors import UserError
+from train.data.turns.image_rows import check_causal
+
 from .answers import Asked, Piece, TokenNats
 from .body import Body
-from .errors import ApiError
+from .errors import ApiError, sentence
 from .grammar import Grammars
 from .model import Model, Prompt
 from .sampled import HARMLESS, LIKELIEST, WITHOUT_EFFECT, drawn
@@ -21,13 +24,23 @@ def asked_of(body: Body, model: Model, grammars: Grammars, check_room: Callable[
     given = _prompts(body)
     max_new = body.integer("max_tokens", NEW)
     nats, echo = body.integer("logprobs", high=LIKELIEST), body.flag("echo")
-    check_room(len(given) * how.n + (len(given) if echo and nats is not None else 0))  # before anything is made
+    scored = echo and nats is not None
+    check_room(len(given) * how.n + (len(given) if scored else 0))  # before anything is made
+    if scored:
+        _check_scores(model)
     if not max_new and not echo:
         raise ApiError(400, "max_tokens is 0, which needs echo: nothing would be answered.", param="max_tokens")
     body.finish(WITHOUT_EFFECT, HARMLESS)
     prompts = [_prompt(one, body, model) for one in given]
     requests = how.requests(prompts, max_new, nats or 0) if max_new else []
     return Asked(prompts, requests, how.n, nats, echo, how.stream, how.usage)
+
+
+def _check_scores(model: Model) -> None:
+    try:
+        check_causal(model.served.config, "echo with logprobs")
+    except UserError as error:
+        raise ApiError(400, sentence(str(error)), param="echo") from error
 
 
 def _prompts(body: Body) -> list[Any]:

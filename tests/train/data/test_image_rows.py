@@ -83,10 +83,6 @@ def test_a_wrong_number_of_image_tokens_is_refused(case: ImageCase) -> None:
     token = case.config.image_token
     count = int((ids[0] == token).sum())
     more = torch.cat((ids[0], torch.tensor([token])))
-    with pytest.raises(
-        ValueError, match=rf"Sequence 0: The sequence has {count + 1} image tokens .id {token}.* have {count} features"
-    ):
-        image_entries(params, [more], images[:1], config=case.config)
     words = rf"Sequence 0: The sequence has {count + 1} image tokens .id {token}.* have {count} features"
     with pytest.raises(ValueError, match=words):
         image_entries(params, [more], images[:1], config=case.config)

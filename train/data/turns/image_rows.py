@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.errors import UserError
 from fnmodels.image_text import Image, ImageFeatures, features_of_tokens, image_features, image_grid, own_places
 from fnmodels.models.common.registry import family_of
 from fnmodels.preparation import positions_of_images
@@ -18,6 +19,18 @@ from fnmodels.tree import Tree
 from train.data.token_budget import PackedRow
 
 FEATURES, MARKS = "image_features", "is_image"
+
+
+def check_causal(config: Any, user: str) -> None:
+    """UserError for a model whose prompt sees all of itself: no row here says where a prompt ends.
+
+    config: that of the whole model. user: who makes the rows, which begins the sentence.
+    """
+    if hasattr(family_of(config), "prompt_masks"):
+        raise UserError(
+            f"{user} takes models whose tokens see what is before them, and the prompt of a {config.model_type} sees "
+            "all of itself: answers would be drawn by another model than the one whose log-probabilities are computed"
+        )
 
 
 def image_entries(

@@ -9,6 +9,7 @@ from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 from train.data.image_prompts import ImagePrompts
+from train.data.turns.image_rows import check_causal
 from train.eval import pretrained
 from train.generation.images import text_model
 
@@ -83,9 +84,11 @@ class Base:
 
     @staticmethod
     def of(folder: Path, config: Any, params: Tree, pictures: ImagePrompts | None, kernel: Kernel) -> "Base":
-        """The base of what `train.eval.pretrained.load_reader` returns."""
+        """The base of what `train.eval.pretrained.load_reader` returns. UserError for a prompt that sees all of
+        itself."""
         if pictures is None:
             return Base(folder, *text_model(params, config)[::-1], kernel)
+        check_causal(config, "Tinker's interface")
         return Base(folder, config.text, params["text"], kernel, Whole(config, params, pictures))
 
     @property

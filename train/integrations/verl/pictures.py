@@ -18,7 +18,7 @@ from fnmodels.models.common.registry import family_of, text_config
 from fnmodels.preparation import positions_of_images
 from fnmodels.tree import Tree
 from params.sharding import sharding_of
-from train.data.turns.image_rows import FEATURES, MARKS, image_entries
+from train.data.turns.image_rows import FEATURES, MARKS, check_causal, image_entries
 from train.parallel.whole_model import fetching
 
 ENTRY = "multi_modal_inputs"
@@ -72,10 +72,11 @@ class ImageReader:
 
     @staticmethod
     def load(folder: Path, dtype: torch.dtype, device: str) -> "ImageReader":
-        """From a checkpoint folder. ValueError for one that reads no images."""
+        """From a checkpoint folder. ValueError for one that reads no images, or whose prompt sees all of itself."""
         config = P.load_config(folder)
         if text_config(config) is config:
             raise ValueError(f"engine.images is true, and a {config.model_type} reads no images.")
+        check_causal(config, "engine.images")
         _, params = P.load_pretrained(folder, dtype=dtype, device=device, copy=True)
         return ImageReader(config, {name: part for name, part in params.items() if name != "text"})
 
