@@ -119,3 +119,35 @@ def test_a_wrong_number_of_image_tokens_is_refused_with_the_numbers(count: int) 
     plain = packed_row(micro | {"input_ids": nested(ids[1]), "loss_mask": nested(torch.tensor([0, 1]))}, 0, reads=reads)
     assert plain["image_features"].shape == (1, 2, 1, 24) and not plain["is_image"].any()
     assert plain["positions"].shape == (1, 2, 4)
+
+
+@pytest.mark.parametrize("form", ["padded", "jagged", "unknown"])
+def test_the_mask_of_rollouts_is_of_the_answers(form: str) -> None:
+    """Padded as `left_right_2_no_padding` leaves it, or jagged; images of a tool's turn are unmarked in the answer."""
+    import params as P
+    from train.integrations.verl.batches import packed_row
+    from train.integrations.verl.pictures import ImageReader
+
+    pictured, made = support("pictured"), support("verl_pictures")
+    config = pictured.qwen2_5_vl.Config.from_hf(pictured.VALUES)
+    reads = ImageReader(config, {name: part for name, part in P.init(config, 0).items() if name != "text"})
+    pixels, grids = made.patches(torch.randn(3, 16, 24))
+    given = {"pixel_values": torch.cat((pixels, pixels)), "image_grid_thw": torch.tensor([grids, grids])}
+    prompt, answer = [1, *[60] * 6, 2], [60, 5, *[60] * 6, 60]  # drawn, then of a tool, then drawn
+    rows = [torch.tensor([*prompt, *answer]), torch.tensor([3, 4, 60])]
+
+    def nested(*values: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+
+    micro: dict[str, Any] = {"input_ids": nested(*rows), "position_ids": nested(*(torch.arange(len(x)) for x in rows))}
+    micro["multi_modal_inputs"] = [given, {}]
+    micro["loss_mask"] = torch.tensor([[1, 1, *[0] * 6, 1, 0], [1, *[0] * 9]])
+    if form == "unknown":
+        with pytest.raises(ValueError, match="there is no attention_mask, which says how long each answer is"):
+            packed_row(micro, 0, reads=reads)
+        return
+    if form == "jagged":
+        micro["loss_mask"] = nested(micro["loss_mask"][0, :9], micro["loss_mask"][1, :1])
+    micro["attention_mask"] = torch.tensor([[*[1] * 17, 0], [*[0] * 6, 1, 1, 1, *[0] * 9]])
+    found = packed_row(micro, 0, reads=reads)["is_image"][0].tolist()
+    assert found == [False, *[True] * 6, *[False] * 3, *[True] * 6, *[False] * 4]

@@ -63,6 +63,26 @@ def _unfolded(rows: Tensor, grid: list[int], config: Any) -> Tensor:
     return cells.permute(4, 5, 0, 2, 6, 1, 3, 7).reshape(-1, down * side, across * side)
 
 
+def _answered(micro: Any) -> Tensor:
+    """Bool [T]: the tokens of the row that the loss mask marks. ValueError where it does not say which these are.
+
+    The mask is jagged, of the last tokens of each sequence or of all, or [N, R] of the padded batch's last R columns,
+    as `left_right_2_no_padding` leaves it.
+    """
+    mask = micro["loss_mask"]
+    if mask.is_nested:
+        each = list(mask.unbind())
+    elif "attention_mask" in micro.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        attended = micro["attention_mask"][:, micro["attention_mask"].shape[1] - mask.shape[1] :] != 0
+        each = [own[there] for own, there in zip(mask, attended, strict=True)]
+    else:
+        raise ValueError("loss_mask is padded, and there is no attention_mask, which says how long each answer is.")
+    found = torch.zeros_like(micro["input_ids"].values(), dtype=torch.bool)
+    for end, own in zip(micro["input_ids"].offsets()[1:].tolist(), each, strict=True):
+        found[end - len(own) : end] = own != 0
+    return found
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """The model around the text that is trained. config: of the whole model; params: all but those of its text."""
@@ -86,10 +106,8 @@ class ImageReader:
 
         Tokens of answers, which the loss mask marks, are text, whatever their id is.
         """
-        tokens, mask = micro["input_ids"], micro["loss_mask"]
-        is_image = tokens.values() == self.config.image_token
-        if mask.is_nested:
-            is_image &= mask.values() == 0
+        tokens = micro["input_ids"]
+        is_image = (tokens.values() == self.config.image_token) & ~_answered(micro)
         lengths = tokens.offsets().diff().tolist()
         images = self._images(micro, len(lengths))
         own = {"config": self.config, "marks": is_image.split(lengths)}
