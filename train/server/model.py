@@ -1,7 +1,6 @@
 """`Model`: a checkpoint folder's model, its tokenizer, chat template and pictures, as requests need them."""
 
 import base64
-import binascii
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -128,7 +127,7 @@ def _picture(url: str, file: Path) -> Path:
         )
     try:
         file.write_bytes(base64.b64decode(data, validate=True))
-    except binascii.Error as error:
+    except ValueError as error:  # of other characters, and binascii.Error
         raise ApiError(400, f"The data of an image_url are not base64: {error}.", param="messages") from error
     return file
 

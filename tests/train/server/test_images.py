@@ -37,6 +37,7 @@ def test_answers_about_pictures_are_those_of_generate(folder: Path) -> None:  # 
                 tokenizer_of(CASE).decode([i], skip_special_tokens=False) for i in ids
             ]
         wrong = (("https://example.com/a.png", "must be a data URL"), ("data:image/png;base64,*", "not base64"))
+        wrong = (*wrong, ("data:image/png;base64,\u00e9AAA", "The data of an image_url are not base64"))
         for url, words in (*wrong, ("data:image/png;base64,AAAA", "picture")):
             status, answer, _ = ask({"type": "image_url", "image_url": {"url": url}}, text)
             assert status == 400 and words in answer["error"]["message"], answer
