@@ -45,10 +45,14 @@ class InputReader:
     Args:
         base: The base model.
         files: Whether a chunk may name a file of this machine.
+        most: Different pictures that are read, at most; None: any number.
+        context: Tokens of a sequence after which no further picture of it is read; None: any number.
     """
 
     base: Base
     files: bool = True
+    most: int | None = None
+    context: int | None = None
     _known: dict[bytes, tuple[list[int], tuple[Image, ...]]] = field(default_factory=dict)
 
     def read(self, given: Any, what: str) -> InputTokens:
@@ -69,6 +73,10 @@ class InputReader:
             where = f"Chunk {number} of {what}"
             if kind not in (IMAGE, POINTER):
                 raise ValueError(f"{where} is of the type {kind!r}; {TEXT}, {IMAGE} and {POINTER} are supported.")
+            if self.context is not None and len(tokens) >= self.context:
+                raise ValueError(
+                    f"{where} begins after {len(tokens)} tokens, and the context is {self.context} tokens."
+                )
             own, pictures = self._picture(chunk, kind, where)
             expected = chunk.expected_tokens
             if expected is not None and expected != len(own):
@@ -86,6 +94,8 @@ class InputReader:
         try:
             data = chunk.data if kind == IMAGE else self._file(chunk.location, where)
             if data not in self._known:
+                if self.most is not None and len(self._known) >= self.most:
+                    raise ValueError(f"{where} is one picture too many: a call has at most {self.most} different ones.")
                 self._known[data] = _tokens_and_images(self.base.whole.pictures, data)
         except (UserError, OSError) as error:
             raise ValueError(f"{where}: {error}.") from error

@@ -125,10 +125,10 @@ def _model_routes(trainer: Trainer) -> list[Route]:
         message = await read_body(request, service.limits.body)
         with trainer.turn(*place_of(message)):
             asked = await service.in_thread(training_pass, message)
-            data = await service.in_thread(trainer.read_data, asked.data)
+            session = trainer.model(asked.model_id).session  # before pictures are read
             custom, replayed = custom_loss(trainer, asked), 0
+            data = await service.in_thread(trainer.read_data, asked.data)
             if trainer.routed:
-                session = trainer.model(asked.model_id).session
                 data, replayed = await service.in_thread(trainer.sequences.replayed, data, asked.spans, session)
 
         def run(training: TrainingClient) -> bytes:

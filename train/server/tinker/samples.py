@@ -1,7 +1,6 @@
 """Answers for Tinker's clients: the request of `/asample`, and what the worker finds for it."""
 
 import base64
-import binascii
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from train.integrations.tinker.images import IMAGE, POINTER, TEXT, InputReader, 
 from ..answers import REASONS
 from ..body import Body
 from ..errors import ApiError
+from ..model import PICTURES
 from ..sampled import truncated
 from ..scores import PromptScores
 from ..worker import Ticket
@@ -56,7 +56,7 @@ class Sample:
         self.records = body.flag("record_stability_info") and routed
         self._experts: list[list[Tensor]] = [[] for _ in range(n)]
         body.take("sampling_session_id"), body.take("seq_id"), body.take("base_model")
-        read = _prompt(body, base)
+        read = _prompt(body, base, capacity)
         self.prompt, self._images = read.tokens, read.images
         self._wants_prompt = body.flag("prompt_logprobs")
         self._prompt_k = body.integer("topk_prompt_logprobs", 0, high=LIKELIEST)
@@ -144,7 +144,7 @@ class Sample:
         return sample_output(self._answers, prompt, likeliest, self._answer_k, self._prompt_k)
 
 
-def _prompt(body: Body, base: Base) -> InputTokens:
+def _prompt(body: Body, base: Base, capacity: int) -> InputTokens:
     given = body.object("prompt")
     chunks: Any = None if given is None else given.take("chunks")
     if given is None or not isinstance(chunks, list) or not chunks:
@@ -152,7 +152,8 @@ def _prompt(body: Body, base: Base) -> InputTokens:
     given.finish()
     found = [_chunk(Body(one if isinstance(one, dict) else {}, f"prompt.chunks[{i}].")) for i, one in enumerate(chunks)]
     try:
-        return InputReader(base, files=False).read(types.ModelInput(found), "the prompt")
+        reader = InputReader(base, files=False, most=PICTURES, context=capacity)
+        return reader.read(types.ModelInput(found), "the prompt")
     except ValueError as error:
         raise ApiError(400, str(error), param="prompt") from error
 
@@ -179,5 +180,5 @@ def _chunk(body: Body) -> types.Chunk:
 def _bytes(body: Body) -> bytes:
     try:
         return base64.b64decode(body.needed("data"), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # of other characters, and binascii.Error
         raise ApiError(400, f"The data of an image are not base64: {error}.", param="prompt") from error

@@ -23,6 +23,7 @@ from train.integrations.tinker.training import LoraConfig, TrainingClient
 
 from ..app import Service
 from ..errors import ApiError
+from ..model import PICTURES
 from ..worker import Served, Ticket
 from .futures import Futures
 from .sequences import Sequences
@@ -121,9 +122,9 @@ class Trainer:
             raise ApiError(404, f"There is no base model {name!r} here; this server has {model.name!r}.")
 
     def read_data(self, data: Sequence[types.Datum]) -> list[types.Datum]:
-        """The data with their pictures read. ValueError for a picture that cannot be read, and for a datum that is
-        longer than the context, or has ids that the model does not have."""
-        reader = InputReader(self.base, files=False)
+        """The data with their pictures read. ValueError for a picture that cannot be read, for more than PICTURES
+        different ones, and for a datum that is longer than the context, or has ids that the model does not have."""
+        reader = InputReader(self.base, files=False, most=PICTURES, context=self.service.limits.context)
         read = [reader.read(datum.model_input, f"datum {number}") for number, datum in enumerate(data)]
         found = [types.Datum(own, datum.loss_fn_inputs) for own, datum in zip(read, data, strict=True)]
         self._check_data(found)

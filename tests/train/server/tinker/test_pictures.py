@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.pictured import picture, write_reader
 from tests.support.served import Served, serving
 from tests.train.server.tinker.test_protocol import _field, _model, _post, _result
 from train.integrations import tinker
-from train.integrations.tinker import types
+from train.integrations.tinker import images, types
 from train.server.tinker.wire import _fields, _last_bytes, _messages, _text
 
 pytest.importorskip("starlette")
@@ -124,6 +125,7 @@ def test_pictures_that_are_not_read_are_refused_in_a_sentence(server: Served, fo
         (_json_image() | {"data": "AAAA"}, "Chunk 1 of the prompt: the picture is no picture that can be read"),
         (_json_image() | {"format": "gif"}, "has the format 'gif'; it must be one of png, jpeg."),
         ({"type": "dmel", "dmel": ""}, "prompt.chunks[1].type is"),
+        (_json_image() | {"data": "\u00e9AAA"}, "The data of an image are not base64"),
         (_text_chunk(60), "The prompt of request 0 has 1 image tokens"),
     ):
         status, message = _sample(server, _text_chunk(1), chunk)
@@ -140,3 +142,42 @@ def test_pictures_that_are_not_read_are_refused_in_a_sentence(server: Served, fo
     ):
         status, content, _ = server.send("/api/v1/forward_backward", _pass(model, number, chunk))
         assert status == 400 and words in content["error"]["message"], content
+
+
+def _pictures(count: int) -> list[bytes]:
+    """Files of one picture, each with other bytes behind it."""
+    return [DATA + bytes([number]) for number in range(count)]
+
+
+def test_the_pictures_of_a_call_are_bounded(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they are decoded: by their number, by the context, and by a model that is not there."""
+    read: list[bytes] = []
+
+    def counted(pictures: Any, data: bytes) -> Any:
+        read.append(data)
+        return [60] * 6, (torch.zeros(3, 16, 24),)
+
+    monkeypatch.setattr(images, "_tokens_and_images", counted)
+    model = _model(server)
+
+    def refused(message: bytes) -> str:
+        status, content, _ = server.send("/api/v1/forward_backward", message)
+        assert status in (400, 404)
+        return str(content["error"]["message"])
+
+    def passes(name: str, number: int, *data: bytes) -> bytes:
+        message = _field(1, name.encode()) + _field(2, number) + _field(4, b"cross_entropy")
+        return message + b"".join(_field(3, one) for one in data)
+
+    many = [_datum(_image(data)) for data in _pictures(17)]
+    assert "There is no model 'none'" in refused(passes("none", 1, *many)) and not read
+    words = "Chunk 1 of datum 16 is one picture too many: a call has at most 16 different ones."
+    assert words in refused(passes(model, 1, *many)) and len(read) == 16
+    read.clear()
+    long = b"".join(_field(1, _image(data)) for data in _pictures(14))
+    words = "Chunk 11 of datum 0 begins after 66 tokens, and the context is 64 tokens."
+    assert words in refused(passes(model, 2, long)) and len(read) == 11
+    read.clear()
+    chunks = [_json_image() | {"data": base64.b64encode(data).decode()} for data in _pictures(14)]
+    status, message = _sample(server, *chunks)
+    assert status == 400 and "Chunk 11 of the prompt begins after 66 tokens" in message and len(read) == 11
