@@ -129,7 +129,7 @@ def seen(setup: Setup, records: Sequence[Record]) -> list[Seen]:
     """The prompts, rendered by the chat template, and their images."""
     setup.tokenizer.encode_special_tokens = False  # the template writes special tokens as text
     if setup.pictures is not None:
-        return [setup.pictures.prompt(setup.template, record) for record in records]
+        return setup.pictures.prompts(setup.template, records)
     texts = [render_prompt(setup.template, record["messages"]) for record in records]
     found = [Seen(setup.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
     for prompt in found:

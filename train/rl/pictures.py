@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Pictures:
     Attributes:
         config: Of the whole model.
         params: Of the whole model; those of its text are the first ones.
-        reader: Reads pictures as the model's processor does; one that several prompts have is read once.
+        reader: Reads pictures as the model's processor does.
     """
 
     config: Any
@@ -64,13 +64,18 @@ class Pictures:
         """The params of the whole model with those of a text."""
         return {**self.params, "text": text}
 
-    def prompt(self, template: Template, record: Mapping[str, Any]) -> Seen:
-        """A record's prompt, whose pictures stand before the text of the user's first message unless messages say where
-        they are. UserError."""
+    def prompts(self, template: Template, records: Sequence[Mapping[str, Any]]) -> list[Seen]:
+        """The records' prompts, whose pictures stand before the text of the user's first message unless messages say
+        where they are. A picture that several have is read once, and is kept by these prompts alone. UserError."""
+        reader = replace(self.reader, known={})
+        return [self._prompt(reader, template, record) for record in records]
+
+    @staticmethod
+    def _prompt(reader: ImagePrompts, template: Template, record: Mapping[str, Any]) -> Seen:
         files = [Path(name) for name in record.get(IMAGES, ())]
         text = render_prompt(template, with_images(list(record["messages"]), len(files)))
-        text, images = self.reader.with_pictures(text, files, chat=True)
-        return Seen(self.reader.tokenizer.encode(text, add_special_tokens=False).ids, images)
+        text, images = reader.with_pictures(text, files, chat=True)
+        return Seen(reader.tokenizer.encode(text, add_special_tokens=False).ids, images)
 
     def entries(self, tokens: Sequence[Tensor], prompts: Sequence[Seen]) -> dict[str, list[Tensor]]:
         """The entries of `token_budget` for the images of prompts. Answers may have the id of image tokens, as text.

@@ -83,6 +83,10 @@ def test_an_update_is_that_of_the_models_own_forward(folder: Path) -> None:
     chosen = [records.train[at] for _, at, _ in places for _ in range(setup.answers)]
     prompts = loop.seen(setup, chosen)
     assert {len(prompt.images) for prompt in prompts} == {0, 1}  # mixed
+    for number, (one, prompt) in enumerate(zip(chosen, prompts, strict=True)):  # a picture is one object in a call
+        first = prompts[next(i for i in range(number + 1) if chosen[i].get("images") == one.get("images"))]
+        assert all(a is b for a, b in zip(prompt.images, first.images, strict=True))
+    assert not pictures.reader.known  # and none is kept for the whole run
     found = loop.draw(setup, other.params, prompts, seed=setup.seed * 1_000_003)
     rewards = torch.tensor(loop.rewards_of(setup, chosen, found))
     assert row["reward"] == float(rewards.mean())
