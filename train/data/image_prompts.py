@@ -44,6 +44,11 @@ def placeholder_in(folder: Path, tokenizer: Tokenizer) -> str | None:
     return found
 
 
+def settings_file(folder: Path) -> Path | None:
+    """The file that says how a checkpoint folder's model reads pictures; None where there is none."""
+    return next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
+
+
 def _normalized(image: Image, mean: Sequence[float], std: Sequence[float]) -> Image:
     """The image, or the picture's tiles, as the tower reads them."""
     if isinstance(image, TiledImage):
@@ -69,7 +74,7 @@ class ImagePrompts:
                 f"pictures for {config.model_type} are not read from files yet: pass its images as tensors, sized and "
                 "normalized, to train.generate"
             )
-        file = next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
+        file = settings_file(folder)
         if file is None:
             raise UserError(f"{folder} has no {' and no '.join(FILES)}, which say how the model's pictures are read")
         values: Any = read_json(file)

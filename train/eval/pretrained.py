@@ -21,7 +21,7 @@ from params.io.files import plain_file, read_json
 from params.io.tokenizer_file import read_tokenizer
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
-from train.data.image_prompts import ImagePrompts, placeholder_in
+from train.data.image_prompts import ImagePrompts, placeholder_in, settings_file
 from train.generation.sampling import Sampling, check_sampling
 
 COMPANION_LIMIT = 50_000_000  # bytes of a generation config, a chat template, a tokenizer's config
@@ -80,21 +80,18 @@ def load_image_model(folder: Path, **options: Any) -> tuple[Any, Tree]:
 
 def load_reader(folder: Path, **options: Any) -> tuple[Any, Tree, ImagePrompts | None]:
     """`load_image_model` and how its pictures are read, where it reads them from files here and the folder says how;
-    else `load_model` and None.
+    else `load_model` and None. UserError for settings of pictures that are wrong.
 
     options: keywords of `params.load_pretrained`.
     """
     weights = weights_folder(folder)
     if os.path.lexists(folder / "tokenizer.json"):
         tokenizer = load_tokenizer(folder)
-        if placeholder_in(weights, tokenizer) is not None:
+        if placeholder_in(weights, tokenizer) is not None and settings_file(weights) is not None:
             config, params = load_image_model(folder, **options)
             family = family_of(config)  # without those whose layers attend to images, and whose caches differ in width
             if hasattr(family, "read_image") and not hasattr(family, "image_memory"):
-                try:
-                    return config, params, ImagePrompts.of(weights, config, tokenizer)
-                except UserError:  # without settings of pictures the model answers texts
-                    pass
+                return config, params, ImagePrompts.of(weights, config, tokenizer)
     return *load_model(folder, **options), None
 
 

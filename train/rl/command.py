@@ -37,7 +37,7 @@ from .environment import MakeEnvironment, environment_of
 from .flags import SAME, SAME_ANSWERS, SAME_TURNS, check_flags, make_parser
 from .loop import PASSES, OneTurn, Setup
 from .many_turns import Groups, ManyTurns
-from .pictures import Pictures
+from .pictures import IMAGES, Pictures
 from .prompts import Checker, Prompts, checker_of, read_prompts
 from .rollouts import Scene, check_scene
 from .tasks import ENVIRONMENTS
@@ -110,7 +110,13 @@ def checked(arguments: argparse.Namespace) -> Judged | MakeEnvironment:
     check_flags(arguments)
     if arguments.environment is not None:
         return environment_of(arguments.environment, ENVIRONMENTS)
-    return Judged(checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker))
+    found = Judged(checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker))
+    if found.prompts.pictured and arguments.family is not None:
+        raise UserError(
+            f"--family {arguments.family} is read as a model of text, and --data has prompts with {IMAGES!r}: leave one of "
+            "them out"
+        )
+    return found
 
 
 def learner_of(

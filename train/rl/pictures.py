@@ -114,6 +114,6 @@ def files_of(place: str, value: Mapping[str, Any], folder: Path) -> dict[str, An
     for file in files:
         try:
             read_bytes(file, BYTES_LIMIT, follow=True)
-        except (OSError, P.CheckpointError) as error:
+        except (OSError, ValueError) as error:  # P.CheckpointError, and a null character in a name
             raise UserError(f"{place}: the picture {file} cannot be read ({error})") from error
     return {IMAGES: [str(file) for file in files]}

@@ -139,6 +139,10 @@ def test_pictures_that_cannot_be_read_are_refused(folder: Path, capsys: pytest.C
     for name, images, words in (("a", ["none.png"], "the picture"), ("b", "none.png", "must be a list of names")):
         (folder / name).write_text("\n".join(json.dumps(line | {"images": images}) for line in lines))
         refused(words, "--init", str(folder / "model"), data=name)
+    (folder / "c").write_text("\n".join(json.dumps(line | {"images": ["a\0b"]}) for line in lines))
+    refused("cannot be read (embedded null byte)", "--init", str(folder / "model"), data="c")
+    family = ["--family", "fnmodels.models.decoder.llama"]
+    refused("is read as a model of text, and --data has prompts", "--init", str(folder / "model"), *family)
     config, params = P.load_pretrained(folder / "model", part="text", copy=True)
     P.save_pretrained(folder / "text", config, params)
     for name in ("tokenizer.json", "chat_template.jinja"):

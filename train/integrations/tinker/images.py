@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.errors import UserError
+from fnmodels.errors import CheckpointError, UserError
 from fnmodels.files import read_bytes
 from fnmodels.image_text import Image
 from train.data.image_prompts import ImagePrompts
@@ -97,8 +97,8 @@ class InputReader:
                 if self.most is not None and len(self._known) >= self.most:
                     raise ValueError(f"{where} is one picture too many: a call has at most {self.most} different ones.")
                 self._known[data] = _tokens_and_images(self.base.whole.pictures, data)
-        except (UserError, OSError) as error:
-            raise ValueError(f"{where}: {error}.") from error
+        except (UserError, CheckpointError, OSError) as error:
+            raise ValueError(f"{where}: {str(error).rstrip('.')}.") from error
         return self._known[data]
 
     def _file(self, location: str, where: str) -> bytes:
@@ -106,7 +106,12 @@ class InputReader:
             raise ValueError(f"{where} names a file or an address, and this server fetches none: send its data.")
         if "://" in location:
             raise ValueError(f"{where} has the location {location!r}; a file of this machine is read, and no address.")
-        return read_bytes(Path(location), BYTES_LIMIT, follow=True)
+        try:
+            return read_bytes(Path(location), BYTES_LIMIT, follow=True)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # a null character, or half of one of two
+            raise ValueError(f"{where} has the location {location!r}, which names no file: {error}.") from error
 
 
 def _tokens_and_images(pictures: ImagePrompts, data: bytes) -> tuple[list[int], tuple[Image, ...]]:

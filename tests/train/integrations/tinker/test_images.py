@@ -1,5 +1,6 @@
 """Tinker's image chunks in this process: log-probabilities, gradients and answers are those of the model itself."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
+from fnmodels.errors import UserError
 from tests.train.commands.test_sample_images import CASE, folder, reader, tokenizer_of, wanted  # noqa: F401
 from tests.train.data.test_image_rows import direct
 from train.integrations import tinker
@@ -159,6 +161,12 @@ def test_wrong_pictures_are_refused_with_the_numbers(training: tinker.TrainingCl
         (["w1", types.ImageChunk(b"none", "png")], "Chunk 1 of datum 0: the picture is no picture that can be read"),
         ([types.ImageChunk(data, "gif")], "has the format 'gif'; it must be one of png, jpeg"),
         ([types.ImageAssetPointerChunk("https://a/b", "png")], "a file of this machine is read, and no address"),
+        (
+            [types.ImageAssetPointerChunk("a\0b", "png")],
+            r"Chunk 0 of datum 0 has the location 'a.x00b', which names no",
+        ),
+        ([types.ImageAssetPointerChunk(str(folder), "png")], "Chunk 0 of datum 0: .*A folder stands where a file"),
+        ([types.ImageAssetPointerChunk(os.devnull, "png")], "Chunk 0 of datum 0: .* is not a regular file"),
         ([types.ImageAssetPointerChunk(there, "png")], r"Chunk 0 of datum 0: .*none\.png"),
     ):
         refused(_input(*parts), words)
@@ -200,3 +208,13 @@ def test_a_model_of_text_reads_no_images(tmp_path: Path) -> None:
     ):
         training.forward([datum], "cross_entropy")
     assert train.generate(training.engine.params, config, [[1]], max_new=1).tokens
+
+
+def test_settings_of_pictures_may_be_absent_and_not_broken(folder: Path) -> None:  # noqa: F811
+    model, service = folder / "model", tinker.ServiceClient(folder=folder / "saves")
+    file = model / "preprocessor_config.json"
+    file.write_text('{"do_resize": false}')
+    with pytest.raises(UserError, match=r"preprocessor_config.json: 'do_resize' must be true"):
+        service.base(model)
+    file.unlink()
+    assert service.base(model).whole is None
