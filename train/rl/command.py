@@ -113,8 +113,8 @@ def checked(arguments: argparse.Namespace) -> Judged | MakeEnvironment:
     found = Judged(checker_of(arguments.checker), read_prompts(arguments.data, arguments.checker))
     if found.prompts.pictured and arguments.family is not None:
         raise UserError(
-            f"--family {arguments.family} is read as a model of text, and --data has prompts with {IMAGES!r}: leave one "
-            "of them out"
+            f"--family {arguments.family} is read as a model of text, and --data has prompts with {IMAGES!r}: leave "
+            "one of them out"
         )
     return found
 
