@@ -149,6 +149,17 @@ def _read_captions(folder: Path) -> Any:
     return [read_picture(one["file"], Pixels(2)) for one in examples]
 
 
+def _pictured(folder: Path) -> None:
+    _picture(folder)
+    talk = ({"messages": [{"role": "user", "content": word}], "answer": word} for word in WORDS)
+    _lines(*(record | {"images": ["it.png"]} for record in talk))(folder)
+
+
+def _read_pictured(folder: Path) -> Any:
+    found = reward_prompts.read_prompts(folder / "it.jsonl", "equal")
+    return found, [read_picture(Path(name), Pixels(2)) for record in found.train for name in record["images"]]
+
+
 def _steps(folder: Path) -> None:
     checkpoint.save(folder, 1, {"w": torch.ones(300)}, {"seen": 1})
 
@@ -383,6 +394,7 @@ READERS = (
         named=True,
         whole=True,
     ),
+    Reader("pictures of prompts of rewards", _pictured, ("it.png",), _read_pictured, named=True),
     Reader(
         "a recipe",
         lambda folder: (folder / "it.toml").write_text("folder = 'made'\n[first]\ncommand = 'train'\nsteps = 3\n"),

@@ -63,6 +63,7 @@ RAW = {  # {place: why it needs no opener}
     "train.data.stream.files.StreamFile.open": "a descriptor of `open_regular`, or a file of fsspec",
     "train.data.stream.readers.read_from": "a descriptor of `open_regular`, or a file of fsspec",
     "train.server.model._picture": "bytes of a request",
+    "train.integrations.tinker.images._tokens_and_images": "bytes of a chunk, or of `read_bytes`",
     "train.data.token_shards._mapped": "a descriptor of `open_regular`",
     "train.data.token_shards._cached_lengths.write": "a new file, by `cached`",
     "train.data.token_shards._cached_lengths.read": "a file of the private cache, which `cached` checked",
@@ -155,6 +156,7 @@ USES: dict[str, tuple[str, ...]] = {
     "train.eval.pretrained.weights_folder": ("adapters",),
     "train.eval.pretrained._fields": ("defaults of generation",),
     "train.eval.pretrained.copy_companions": ("companions of a model",),
+    "train.integrations.tinker.images.InputReader._file": ("a picture",),  # whose bytes the same function decodes
     "train.job.tasks.initial_model.new_tokenizer": ("a cached file",),
     "train.job.metrics_log.read_rows": ("rows of metrics",),
     "train.job.metrics_log.truncate_after": ("rows of metrics",),
@@ -193,6 +195,9 @@ USES: dict[str, tuple[str, ...]] = {
     "train.rl.command.learn": ("the logs of a run", "JSON of a run"),
     "train.rl.command.recorded": ("JSON of a run",),
     "train.rl.command.write_checkpoint": ("companions of a model",),
+    "train.rl.pictures.Pictures.save": ("companions of a model",),
+    "train.rl.pictures.files_of": ("pictures of prompts of rewards",),
+    "train.rl.prompts._fingerprint": ("pictures of prompts of rewards",),
     "train.rl.prompts.read_prompts": ("prompts of rewards",),
     "train.simulate.report.picture": ("a grid of pictures",),
 }
