@@ -78,13 +78,17 @@ def variants() -> dict[str, Any]:
     other |= {"conv_kernel_size": 2, "num_key_value_heads": 4, "swa_num_key_value_heads": 3, "vocab_size": 61}
     deep = {"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3, "n_layers_per_attn_res_block": 2}
     deep |= {"n_routed_experts": 3, "loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 2}
-    text = {name: value for name, value in TINY.items() if name != "model_type"}
-    wrapped = inkling2.Config.from_hf({"model_type": "inkling2", "text_config": text})
+
+    def wrapped(model_type: str, values: dict[str, Any]) -> inkling2.Config:
+        text = {name: value for name, value in values.items() if name != "model_type"}
+        return inkling2.Config.from_hf({"model_type": model_type, "text_config": text})
+
     return {
         "inkling2": TINY,
         "inkling2_short": TINY | other,
-        "inkling2_wrapped": wrapped,
+        "inkling2_wrapped": wrapped("inkling2", TINY),
         "inkling2_loop": LOOP,
+        "inkling2_loop_wrapped": wrapped("inkling2_loop", LOOP),
         "inkling2_loop_deep": LOOP | deep,
     }
 
