@@ -322,7 +322,7 @@ def is_bookkeeping(name: str, value: Any) -> bool:
     what ends like the name of a token is an id or a text.
     """
     words = name.lower().replace(".", "_").split("_")
-    if name in HARMLESS:
+    if name in HARMLESS or name in DROPOUTS:  # rates, which `with_dropout` reads
         return True
     if _measures(words, value):
         return False

@@ -158,7 +158,7 @@ USES = {
     "fnmodels/models/vision/pixtral.py": (2, "in_fp64"),
     "fnmodels/ops/attention/select.py": (1, "asks whether a dtype is fp64"),
     "fnmodels/ops/dtypes.py": (1, "`widest`"),
-    "fnmodels/ops/rotary.py": (8, "in_fp64"),
+    "fnmodels/ops/rotary.py": (9, "in_fp64"),
     "fnmodels/testing/packing.py": (2, "on the CPU"),
     "fnmodels/testing/positions.py": (2, "on the CPU"),
     "train/checkpoint/rng_state.py": (2, "states of generators, on the CPU"),

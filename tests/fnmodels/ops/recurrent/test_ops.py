@@ -469,9 +469,9 @@ BUGS = {
     "two keys: tokens of other documents are read": (OPS["two_keys"], two_keys, "earlier_of_document", all_earlier),
     "two keys: decays begin before the document": (OPS["two_keys"], two_keys, "decay_in_document", decay_once),
     "shift: across documents": (OPS["shift"], conv_reads, "_sources", taps_across),
-    "shift: no tail": (OPS["shift"], conv, "_taken", zero_tail),
+    "shift: no tail": (OPS["shift"], conv, "taken", zero_tail),
     "conv: taps across documents": (OPS["conv"], conv_reads, "_sources", taps_across),
-    "conv: no tail": (OPS["conv"], conv, "_taken", zero_tail),
+    "conv: no tail": (OPS["conv"], conv, "taken", zero_tail),
     "delta: decays of pairs ignored": (
         OPS["delta_channels"],
         delta_rule,
@@ -491,8 +491,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_tail_taken_after_the_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = conv._taken
-    monkeypatch.setattr(conv, "_taken", lambda x, *rest: torch.nn.functional.silu(right(x, *rest)))
+    right = conv.taken
+    monkeypatch.setattr(conv, "taken", lambda x, *rest: torch.nn.functional.silu(right(x, *rest)))
     with pytest.raises(AssertionError):
         check_definition(OPS["conv_bias_silu"], "auto")
 
