@@ -21,6 +21,7 @@ from tests.support.oracle import assert_close, model_of, params_of
 # Published files have other tensors than transformers writes: see `as_published` of their variants.
 # And modules join the convolutions of q, k and v.
 JOINED = ("bailing_hybrid",)
+RESHAPED = ("inkling2",)  # queries of messages have a dimension more in memory, which is refused
 OTHERS = ("kimi_linear", "olmo_hybrid", "longcat_flash")
 CASES = [case for case in richest(lambda case: case.family) if case.values and case.family not in OTHERS]
 
@@ -33,7 +34,7 @@ def test_out_and_in_again(case: Case) -> None:
     wanted = tree.flatten(params_of(model, config))
     assert wanted.keys() == tree.flatten(params).keys()
     assert all(torch.equal(leaf, wanted[path]) for path, leaf in tree.flatten(params).items())
-    if case.family not in JOINED:
+    if case.family not in JOINED + RESHAPED:
         memory = tree.flatten(P.from_tensors(config, model.state_dict().items()))
         assert wanted.keys() == memory.keys()
         assert all(torch.equal(leaf, wanted[path]) for path, leaf in memory.items())

@@ -22,7 +22,9 @@ class KeepsDoubles(TorchFunctionMode):
                 return args[0]
             args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
             kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
-        if func is torch.full and isinstance(args[1], float):  # with the lowest number of float64, in XGLM
+        if func is torch.full and any(
+            isinstance(a, float) for a in args[1:]
+        ):  # with the lowest number of float64, in XGLM
             kwargs = {"dtype": torch.float64} | kwargs
         return func(*args, **kwargs)
 

@@ -65,7 +65,8 @@ def test_most_causal_types_need_no_fields_but_the_sizes() -> None:
         except UserError as error:
             refused[model_type] = str(error)
     assert all(said.startswith(f"--model {name}: ") for name, said in refused.items())
-    assert len(refused) <= 0.33 * len(types), refused  # experts and states need fields of their own
+    # experts, which most new types have, and states need fields of their own
+    assert len(refused) <= 0.36 * len(types), refused
 
 
 @pytest.mark.parametrize(
