@@ -136,7 +136,7 @@ class Context:
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
-        bias: with a cache of the keys that are read, but a `DistanceBias` of the new. sinks: [N], or [B, Q, N] and bias.
+        bias: with a cache of the keys that are read, but a `DistanceBias` of new ones. sinks: [N]; [B, Q, N] with one.
         alibi: {"slopes": fp32 [B, S, heads], "positions": fp32 [B, S]} of these tokens, see `ops.attention.alibi`; a
         cache keeps the places of the keys.
         """
