@@ -57,6 +57,7 @@ def test_there_are_cases() -> None:
         "inkling2",
         "inkling2_text",
         "inkling2_loop_text",
+        "inkling2_loop",
     } | gemma | longcat
 
 
