@@ -11,6 +11,7 @@ import pytest
 from tests.support.forks import Forks
 from tests.support.lanes import Lanes
 from tests.support.selection import model_types_of
+from tests.support.shared_trees import Guard
 from tests.support.status import Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
@@ -21,6 +22,7 @@ FSYNC = os.fsync
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Status())
     config.pluginmanager.register(Lanes())
+    config.pluginmanager.register(Guard())
     # tiny configs are for few positions
     config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
 

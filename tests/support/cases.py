@@ -56,6 +56,7 @@ from fnmodels.models.common.family import LayerKind, field_of, own_choices, pars
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
 from tests.support.naming import fewest, pairs_of
+from tests.support.shared_trees import SharedTrees
 
 
 def family_modules() -> list[str]:
@@ -362,9 +363,9 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     return 0.3 * noise
 
 
-@functools.cache
+@SharedTrees
 def generic_params(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The parameter tree of `config` with generic values. Shared between tests, which must not write to it.
+    """The parameter tree of `config` with generic values. Shared between tests, which fail if they write to it.
 
     As in a model of this dtype: a leaf with keep_dtype is in no narrower one than its own.
     """
