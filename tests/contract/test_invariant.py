@@ -28,6 +28,7 @@ from tests.support.cases import (
     richest,
     short,
     tokens_of,
+    trainable,
 )
 
 LENGTHS = (139, 5, 31, 1)  # of the documents; the first has more tokens than a tile
@@ -161,7 +162,7 @@ def test_gradients_of_a_document_have_their_bits(case: Case) -> None:
 def test_it_is_the_model(case: Case) -> None:
     """The same loss and gradients as kernel="math", up to rounding, on packed rows."""
     config = long_config(case)
-    params = tree.map(lambda t: t.requires_grad_(), generic_params(config))
+    params = trainable(generic_params(config))
     batch, _ = batch_in(config, ROWS["other order"])
     found = []
     for kernel in ("invariant", "math"):
@@ -235,7 +236,7 @@ def test_every_thread_has_whole_blocks(threads: int) -> None:
 
 def test_experts_without_tokens_have_gradients() -> None:
     case = next(case for case in FAMILIES if case.family == "mixtral")
-    params = tree.map(lambda t: t.requires_grad_(), generic_params(case.config))
+    params = trainable(generic_params(case.config))
     batch, _ = batch_in(case.config, ((((1, 5)),),))
     found = []
     for kernel in ("invariant", "math"):

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         logits(wide, WIDE)
     with pytest.raises(ValueError, match=r"has no gradient: compute under torch\.no_grad"):
         fnmodels.forward(
-            P.packed({**params, "norm": params["norm"].requires_grad_()}),
+            P.packed({**params, "norm": params["norm"].clone().requires_grad_()}),
             *fnmodels.prepare(WIDE, torch.ones(1, 3, dtype=torch.long)),
             config=WIDE,
         )

@@ -77,6 +77,11 @@ def test_a_write_between_two_tests_is_found_by_the_second(trees: SharedTrees) ->
     with pytest.raises(AssertionError, match=re.escape("'norm' was written to, after test_one had ended.")):
         trees("tiny")
     assert trees("tiny")["norm"].all()
+    trees.settle("test_two")
+    trees("tiny")["norm"].zero_()  # as by a module that keeps it
+    trees.lent.clear()
+    (found,) = trees.settle("test_last", last=True)
+    assert found.endswith("'norm' was written to, after test_two had ended.") and not trees.kept
 
 
 def test_a_test_that_writes_fails_and_the_next_one_does_not(

@@ -81,14 +81,16 @@ class SharedTrees:
         self.kept.clear()
         self.lent.clear()
 
-    def settle(self, test: str) -> list[str]:
-        """Forgets those of the trees handed out that have changed; a sentence for each."""
+    def settle(self, test: str, last: bool = False) -> list[str]:
+        """Forgets those of the trees handed out that have changed; a sentence for each. last: of all trees."""
         found = []
-        for key, shared in self.lent.items():
-            shared.borrower = test
+        for key, shared in tuple((self.kept if last else self.lent).items()):
+            was_lent = key in self.lent
             if changes := shared.changes():
-                found.append(_sentence(shared, changes) + f" by {test}.")
+                by = f" by {test}." if was_lent else f", after {shared.borrower} had ended."
+                found.append(_sentence(shared, changes) + by)
                 del self.kept[key]
+            shared.borrower = test if was_lent else shared.borrower
         self.lent.clear()
         return found
 
@@ -98,12 +100,13 @@ def _sentence(shared: SharedTree, changes: list[str]) -> str:
 
 
 class Guard:
-    """The plugin: looks at the end of each test, after its fixtures."""
+    """The plugin: looks at the end of each test, after its fixtures; after the last one at all trees."""
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
         try:
             return (yield)
         finally:
-            if found := [sentence for trees in SharedTrees.every for sentence in trees.settle(item.nodeid)]:
+            every = (trees.settle(item.nodeid, last=nextitem is None) for trees in SharedTrees.every)
+            if found := [sentence for sentences in every for sentence in sentences]:
                 raise AssertionError("\n".join(found))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import qwen4_exp
+from fnmodels import qwen4_exp, tree
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.ops.indexers.pooled import PooledIndexer
 from tests.support.cases import batch_of, generic, generic_params, gradients, off, segments, trainable
@@ -132,7 +132,7 @@ def test_tables_are_read_from_their_parts(tmp_path: Path) -> None:
 
 def test_a_part_of_a_table_with_nan_is_named(tmp_path: Path) -> None:
     config = qwen4_exp.Config.from_hf(NGRAMS)
-    params = generic_params(config)
+    params = tree.map(torch.clone, generic_params(config))
     params["layers"][0]["ngrams"]["table"][40] = torch.nan
     P.save_pretrained(tmp_path, config, params)
     with pytest.raises(P.MismatchError, match=r"layers\.0\.ple\.ple_embedding\.ngram_embedding\.shard_1\.weight in"):

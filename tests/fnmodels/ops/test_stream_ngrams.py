@@ -14,7 +14,7 @@ from fnmodels import tree
 from fnmodels.inputs.segments import preceding_tokens
 from fnmodels.models.common.layers import ngrams
 from fnmodels.ops.streams.ngrams import XorHash, add_ngrams_to_streams, is_prime, xor_hashes, xor_rows
-from tests.support.cases import batch_of, cases, generic_params, segments
+from tests.support.cases import batch_of, cases, generic_params, segments, trainable
 
 HOW = list(islice(xor_hashes(size=4, heads=2, rows=50, vocabulary=20, seed=3, end=7), 2))[1]
 CONFIG: Any = next(case.config for case in cases() if case.name == "qwen4_exp_ngrams")
@@ -159,7 +159,7 @@ def test_a_model_in_chunks_is_the_whole_and_forgets_nothing() -> None:
 
 @pytest.mark.parametrize("bug", ["", "one document for n-grams", "one document for the convolution"])
 def test_packed_documents_are_those_alone(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    params = tree.map(lambda p: p.requires_grad_(p.is_floating_point()), generic_params(CONFIG, torch.float64))
+    params = trainable(generic_params(CONFIG, torch.float64))
     lengths = (9, 3, 12)
     batch = batch_of(CONFIG, segments(lengths))
     factor = torch.randn(1, 24, CONFIG.vocab_size, dtype=torch.float64)
